@@ -1,0 +1,752 @@
+"""The shared folder: everything nodes tell one another goes through the files written and read here.
+
+Contract
+    Write-once   What the swarm's logic reads (round clock, registrations, rollouts, rewards, checkpoints, config) is
+                 written under a name used once and never changed: temp file in the same folder, fsync, then linked or
+                 renamed into place. A reader sees no file or the whole file. The first complete file counts; a second
+                 writer of the same name leaves it as it is.
+    Rewritten    current_state.json and heartbeats are conveniences for people; logs are appended. On a mounted drive
+                 such files may arrive late or never, so nothing depends on them alone.
+    Tolerant     A stranger may write anything here. Readers bound size, type and depth, parse or raise BadFile, and never
+                 follow a link. One's *own* unreadable state is a StoreError, never "round 0".
+    Patient      Every call retries passing faults (EIO, ENOTCONN, ETIMEDOUT, ENOSPC …) with backoff and jitter, then
+                 raises OSError. The Courier, one daemon thread, owns these calls, so that training never hangs on one.
+
+Assumption: os.replace and os.link are atomic for readers on one machine. Across machines a stale or partial file may show
+for a while; it fails to parse and is read again when its size or time changes.
+
+Layout below GDRIVE_PATH/experiments/EXPERIMENT_NAME: see the README, section "The folder".
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import random
+import re
+import secrets
+import shutil
+import socket
+import stat
+import threading
+import time
+import zipfile
+from collections import Counter, OrderedDict, deque
+from pathlib import Path
+
+FORMAT = 1  # of rollout files
+MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens is about 4 MiB
+MAX_GROUPS_PER_FILE = 4096
+MAX_RESPONSE_CHARS = 32768
+MAX_QUESTION_CHARS = 16384
+GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
+MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
+COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
+SESSION_PATTERN = r"\d{13}-[0-9a-f]{8}"
+DEFINITE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+
+
+class StoreError(Exception):
+    """Something of this node's or the experiment's own that must be readable is not. Never guessed around."""
+
+
+class BadFile(ValueError):
+    """A file that cannot be used; the text is a short reason, fit for counting."""
+
+
+def check_name(name: str, variable: str) -> str:
+    """Return `name` if it is safe as a file name everywhere, else raise ValueError. It becomes part of paths."""
+    windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or windows:
+        raise ValueError(
+            f"{variable}={name!r}: use 1 to 64 letters, digits, '.', '_' or '-', not starting or ending with '.', "
+            "and no name that Windows reserves"
+        )
+    return name
+
+
+def bucket(round_: int) -> str:
+    """Folder of a round. 12 -> "round_000012"."""
+    return f"round_{round_:06d}"
+
+
+def bucket_round(name: str) -> int | None:
+    """Inverse of `bucket`, None for any other name. "round_000012" -> 12, "round_000012 (1)" -> None."""
+    return int(name[6:]) if re.fullmatch(r"round_\d{6}", name, re.ASCII) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Reading and writing one file
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def retrying(operation, patience: float, pause: float = 0.05):
+    """Run operation(); on a passing OSError try again with doubling, jittered pauses for up to `patience` seconds."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return operation()
+        except OSError as error:
+            if error.errno in DEFINITE_ERRNOS or time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause * random.uniform(0.5, 1.0))  # jitter: nodes must not come back in step
+        pause = min(2 * pause, 5.0)
+
+
+def read_bytes(path, max_bytes: int) -> bytes:
+    """Contents of a regular file. Links, FIFOs, devices and larger files raise BadFile; nothing can block on open."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    try:
+        fd = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise BadFile("not a regular file") from error
+        raise
+    with os.fdopen(fd, "rb") as file:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise BadFile("not a regular file")
+        if info.st_size > max_bytes:
+            raise BadFile(f"larger than {max_bytes} bytes")
+        data = file.read(max_bytes + 1)  # the size above may be stale
+    if len(data) > max_bytes:
+        raise BadFile(f"larger than {max_bytes} bytes")
+    return data
+
+
+def parse_json(data: bytes):
+    """JSON -> objects. NaN, Infinity, duplicate keys, lone surrogates, deep nesting and huge integers raise BadFile."""
+
+    def no_constant(name):
+        raise ValueError(f"{name} is no number")
+
+    def no_duplicates(pairs):
+        if len({key for key, _ in pairs}) != len(pairs):
+            raise ValueError("duplicate key")
+        return dict(pairs)
+
+    try:
+        text = data.decode("utf-8")
+        parsed = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_duplicates)
+        if "\\ud" in text or "\\uD" in text:  # "\ud800" parses, but no file or log can hold it
+            json.dumps(parsed, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise BadFile("empty file" if not data else "not valid JSON") from error
+    return parsed
+
+
+def read_json(path) -> dict:
+    """One JSON object from a file; raises BadFile with a reason, FileNotFoundError, or OSError."""
+    data = parse_json(read_bytes(path, MAX_JSON_BYTES))
+    if not isinstance(data, dict):
+        raise BadFile("not a JSON object")
+    return data
+
+
+def is_readable_json(path) -> bool:
+    try:
+        read_json(path)
+        return True
+    except (BadFile, FileNotFoundError):
+        return False
+
+
+def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_readable_json) -> bool:
+    """Write `path` through a temp file: readers see the old file, or none, or the whole new one.
+
+    write: called with a binary file. once=True keeps a complete file that is there already and returns False. The folder
+    must exist. A crash leaves at most a temp file named after `owner`, which `sweep_temp_files` removes.
+    """
+    temp = path.parent / f".{path.name}.{owner}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    try:
+        with open(temp, "xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if once:
+            try:
+                os.link(temp, path)  # atomic and exclusive, where the file system has links
+            except OSError:  # it exists, or there are no links: look, then replace
+                if os.path.lexists(path) and is_complete(path):
+                    return False
+                os.replace(temp, path)
+        else:
+            os.replace(temp, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temp)
+    with contextlib.suppress(OSError):  # make the name durable too; some mounts cannot open folders
+        fd = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    return True
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The store
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class DriveStore:
+    """One experiment's files, as seen by one process. Methods raise OSError when the folder stays unreachable."""
+
+    def __init__(self, root, experiment: str, owner: str = "reader", patience: float = 5.0):
+        self.root = Path(root)
+        self.base = self.root / "experiments" / check_name(experiment, "EXPERIMENT_NAME")
+        self.owner, self.patience = check_name(owner, "NODE_ID"), patience
+        self.skipped = Counter()  # reason -> how many files were unusable
+        self._parsed = OrderedDict()  # path -> parsed write-once file: immutable, so read once
+        self._bad = {}  # path -> (size, mtime, reason): looked at again when one of them changes
+
+    # -- plumbing
+
+    def create(self) -> None:
+        """Make the experiment's folder. Only here: later a missing folder means that the drive is not mounted."""
+        retrying(lambda: self.base.mkdir(parents=True, exist_ok=True), self.patience)
+
+    def _require_base(self) -> None:
+        if not self.base.is_dir():  # else an unmounted drive would be refilled on the local disk, unseen by the swarm
+            raise OSError(errno.ENOTCONN, "the shared folder is gone (drive not mounted?)", str(self.base))
+
+    def _write(self, path: Path, write, once: bool, is_complete=is_readable_json) -> bool:
+        def attempt():
+            self._require_base()
+            for folder in reversed(path.relative_to(self.base).parents[:-1]):
+                (self.base / folder).mkdir(exist_ok=True)
+            return write_atomically(path, write, self.owner, once, is_complete)
+
+        return retrying(attempt, self.patience)
+
+    def write_once(self, path, data: dict) -> bool:
+        """Write a JSON file unless a complete one is there; returns whether ours was written."""
+        text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1).encode("utf-8", "replace")
+        return self._write(self.base / path, lambda file: file.write(text), once=True)
+
+    def rewrite(self, path, data: dict) -> None:
+        """Replace a JSON file that is a convenience for people."""
+        text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1).encode("utf-8", "replace")
+        self._write(self.base / path, lambda file: file.write(text), once=False)
+
+    def append(self, path, text: str) -> None:
+        """Append to a log; a line torn by a crash is closed first, so that the new ones stay readable."""
+
+        def attempt():
+            self._require_base()
+            (self.base / path).parent.mkdir(parents=True, exist_ok=True)
+            with open(self.base / path, "a+b") as file:
+                if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
+                    file.write(b"\n")
+                file.write(text.encode("utf-8", "replace"))
+
+        retrying(attempt, self.patience)
+
+    def read(self, path) -> dict | None:
+        """A write-once JSON file, read once and remembered. None if absent; BadFile (counted once) if unusable."""
+        path = self.base / path
+        if path in self._parsed:
+            self._parsed.move_to_end(path)
+            return self._parsed[path]
+
+        def attempt():
+            try:
+                info = os.lstat(path)
+                known = self._bad.get(path)
+                if known and known[:2] == (info.st_size, info.st_mtime_ns):
+                    raise BadFile(known[2])
+                return info, read_json(path)
+            except FileNotFoundError:
+                self._require_base()
+                return None, None
+            except BadFile as error:
+                if path not in self._bad:
+                    self.skipped[str(error)] += 1
+                self._bad[path] = (info.st_size, info.st_mtime_ns, str(error))
+                raise
+
+        info, data = retrying(attempt, self.patience)
+        if info is not None:
+            self._parsed[path] = data
+            while len(self._parsed) > 1024:
+                self._parsed.popitem(last=False)
+        return data
+
+    def names(self, path) -> list[str]:
+        """Names in a folder, sorted; empty if there is no such folder. One directory listing."""
+
+        def attempt():
+            try:
+                return sorted(os.listdir(self.base / path))
+            except (FileNotFoundError, NotADirectoryError):
+                self._require_base()
+                return []
+
+        return retrying(attempt, self.patience)
+
+    def _node_names(self, path) -> list[str]:
+        """Node ids that have a file NODE.json or a folder NODE/ in `path`; copies and temp files do not match."""
+        found = set()
+        for name in self.names(path):
+            with contextlib.suppress(ValueError):
+                found.add(check_name(name.removesuffix(".json"), "file name"))
+        return sorted(found)
+
+    # -- the experiment and its clock
+
+    def open_config(self, settings: dict) -> dict:
+        """What the experiment was started with: `settings` if this node is the first, else the file that is there."""
+        self.write_once("config.json", settings)
+        try:
+            return self.read("config.json") or settings
+        except BadFile as error:
+            raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or start a new EXPERIMENT_NAME") from error
+
+    def open_round(self, round_: int, by: str) -> None:
+        """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
+        now = time.time()
+        if not 0 <= round_ < 10**6:
+            raise ValueError(f"round {round_}: expected 0 to 999999")
+        self.write_once(f"state/rounds/{bucket(round_)}.json", {"round": round_, "opened_by": by, "opened_at": now})
+        state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
+        with contextlib.suppress(OSError):  # for people and old readers only
+            self.rewrite("state/current_state.json", state)
+
+    def current_round(self) -> int:
+        """The highest readable round file, -1 before round 0. StoreError if there are some and none can be read."""
+        rounds = [bucket_round(name.removesuffix(".json")) for name in self.names("state/rounds") if name.endswith(".json")]
+        rounds = sorted((r for r in rounds if r is not None), reverse=True)
+        for round_ in rounds:
+            with contextlib.suppress(BadFile):
+                data = self.read(f"state/rounds/{bucket(round_)}.json")
+                if data is not None and data.get("round") == round_:
+                    return round_
+        if rounds:
+            raise StoreError(
+                f"{self.base / 'state/rounds'}: {len(rounds)} round files, none readable. Nothing was changed. "
+                "Wait for the drive to sync, restore one, or start a new EXPERIMENT_NAME"
+            )
+        return -1
+
+    def highest_rewarded_round(self) -> int:
+        """The clock's second witness, for a lost state folder: the last round with a reward that follows on another.
+
+        A lone outlier (round 999999 after round 12) is ignored. -1 if there are no rewards.
+        """
+        rounds = sorted(r for r in map(bucket_round, self.names("rewards")) if r is not None)
+        rounds = [r for r in rounds if any(name.startswith("stage_") for name in self.names(f"rewards/{bucket(r)}"))]
+        while len(rounds) > 1 and rounds[-1] - rounds[-2] > 100:
+            rounds.pop()
+        return rounds[-1] if rounds else -1
+
+    # -- who is here
+
+    def sessions(self) -> dict[str, str]:
+        """Newest session of every node that ever registered, from names alone: one directory listing."""
+        newest = {}
+        for name in self.names("peers"):
+            match = re.fullmatch(rf"(?P<node>.+)\.(?P<session>{SESSION_PATTERN})\.json", name, re.ASCII)
+            if match:
+                with contextlib.suppress(ValueError):
+                    node = check_name(match["node"], "file name")
+                    newest[node] = max(newest.get(node, ""), match["session"])
+        return newest
+
+    def register(self, node_id: str, role: str, about: dict) -> str:
+        """Announce a new session of this node and return its id; it sorts after every session seen, whatever the clocks."""
+        previous = self.sessions().get(node_id, "0")
+        start = max(int(time.time() * 1000), int(previous.split("-")[0]) + 1)
+        session = f"{start:013d}-{secrets.token_hex(4)}"
+        data = {"node_id": node_id, "role": role, "session": session, "registered_at": time.time(), **about}
+        self.write_once(f"peers/{node_id}.{session}.json", data)
+        return session
+
+    def registration(self, node_id: str, session: str) -> dict | None:
+        """What a node said of itself when it registered (role, model, host, pid …); None if unreadable or not its own."""
+        try:
+            data = self.read(f"peers/{node_id}.{session}.json")
+        except BadFile:
+            return None
+        return data if data and data.get("node_id") == node_id else None
+
+    def heartbeat(self, node_id: str, data: dict) -> None:
+        self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
+
+    def read_heartbeat(self, node_id: str) -> dict | None:
+        """The last heartbeat that reached this machine, or None. Never cached: this file changes."""
+        try:
+            data = retrying(lambda: read_json(self.base / f"heartbeats/{node_id}.json"), self.patience)
+        except (BadFile, FileNotFoundError):
+            return None
+        return data if data.get("node_id") == node_id else None
+
+    # -- rollouts
+
+    def publish(self, round_: int, stage: int, node_id: str, about: dict, groups: dict, part=None, parts=None) -> bool:
+        """Write one rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}.
+
+        part: None writes NODE.json; a number writes NODE/<part>.json, one of `parts` (publish frequency `generation`).
+        """
+        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage, "timestamp": time.time(), **about}
+        folder = f"rollouts/{bucket(round_)}/stage_{stage}"
+        if part is None:
+            return self.write_once(f"{folder}/{node_id}.json", {**data, "rollouts": groups})
+        return self.write_once(f"{folder}/{node_id}/{part:04d}.json", {**data, "parts": parts, "rollouts": groups})
+
+    def publishers(self, round_: int, stage: int) -> list[str]:
+        """Nodes that have published anything for this round and stage. One directory listing."""
+        return self._node_names(f"rollouts/{bucket(round_)}/stage_{stage}")
+
+    def fetch(self, round_: int, stage: int, node_id: str) -> tuple[list[dict], bool, Counter]:
+        """One peer's groups of one round: (groups, whether all of them are there, reasons of what was rejected).
+
+        Each group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished}]}, its
+        structure checked, its truth not: rewards and answers of a peer are not even passed on.
+        """
+        folder = f"rollouts/{bucket(round_)}/stage_{stage}"
+        rejected, groups = Counter(), []
+        try:
+            data = self.read(f"{folder}/{node_id}.json")
+            if data is not None:
+                return *check_rollouts(data, round_, stage, node_id), True, Counter()
+            files = [n for n in self.names(f"{folder}/{node_id}") if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
+        except BadFile as error:
+            return [], True, Counter({str(error): 1})
+        parts = None
+        for name in files[:MAX_GROUPS_PER_FILE]:
+            try:
+                data = self.read(f"{folder}/{node_id}/{name}")
+                groups += check_rollouts(data or {}, round_, stage, node_id)[0]
+                parts = data.get("parts")
+            except BadFile as error:
+                rejected[str(error)] += 1
+        return groups, bool(files) and len(files) == parts, rejected
+
+    def clean_rollouts(self, before_round: int, node_ids, archive: bool) -> int:
+        """Delete, or move to archives/, the rollouts that `node_ids` published before a round; returns how many files."""
+        done = 0
+        for name in self.names("rollouts"):
+            round_ = bucket_round(name)
+            if round_ is None or round_ >= before_round:
+                continue
+            for stage in self.names(f"rollouts/{name}"):
+                for node_id in node_ids if node_ids is not None else self._node_names(f"rollouts/{name}/{stage}"):
+                    for path in (f"rollouts/{name}/{stage}/{node_id}.json", f"rollouts/{name}/{stage}/{node_id}"):
+                        done += self._retire(path, archive)
+                with contextlib.suppress(OSError):
+                    (self.base / "rollouts" / name / stage).rmdir()
+            with contextlib.suppress(OSError):  # not empty: other nodes' files are theirs to clean
+                (self.base / "rollouts" / name).rmdir()
+        return done
+
+    def _retire(self, path: str, archive: bool) -> int:
+        source = self.base / path
+        if not os.path.lexists(source):
+            return 0
+        if archive:
+            target = self.root / "archives" / self.base.name / path
+            retrying(lambda: target.parent.mkdir(parents=True, exist_ok=True), self.patience)
+            retrying(lambda: shutil.move(source, target), self.patience)
+        elif source.is_dir() and not source.is_symlink():
+            retrying(lambda: shutil.rmtree(source), self.patience)
+        else:
+            retrying(lambda: source.unlink(missing_ok=True), self.patience)
+        return 1
+
+    # -- rewards and winners
+
+    def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
+        """Publish a node's reward of a round and stage; the first one stands."""
+        path = f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json"
+        return self.write_once(path, {"node_id": node_id, "round": round_, "stage": stage, "timestamp": time.time(), **data})
+
+    def reward(self, round_: int, stage: int, node_id: str) -> dict | None:
+        """A published reward file, or None if there is none or it makes no sense."""
+        try:
+            data = self.read(f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json")
+        except BadFile:
+            return None
+        if data is None or (data.get("node_id"), data.get("round"), data.get("stage")) != (node_id, round_, stage):
+            return None
+        return data if is_number(data.get("reward")) and 0 <= data["reward"] <= 1 else None
+
+    def rewarded(self, round_: int, stage: int) -> list[str]:
+        """Nodes with a reward file for this round and stage. One directory listing."""
+        return self._node_names(f"rewards/{bucket(round_)}/stage_{stage}")
+
+    # -- checkpoints
+
+    def write_checkpoint(self, round_: int, node_id: str, local_file) -> bool:
+        """Copy a finished local file to checkpoints/round/NODE.pt, atomically; the first complete one stands."""
+        path = self.base / f"checkpoints/{bucket(round_)}/{node_id}.pt"
+
+        def copy(file):
+            with open(local_file, "rb") as source:
+                shutil.copyfileobj(source, file, 1 << 20)
+
+        return self._write(path, copy, once=True, is_complete=zipfile.is_zipfile)  # torch.save writes a zip
+
+    def checkpoints(self, node_id: str) -> list[tuple[int, Path]]:
+        """(round, path) of this node's checkpoints, newest first."""
+        found = []
+        for name in self.names("checkpoints"):
+            path = self.base / "checkpoints" / name / f"{node_id}.pt"
+            if bucket_round(name) is not None and retrying(path.is_file, self.patience):
+                found.append((bucket_round(name), path))
+        return sorted(found, reverse=True)
+
+    def set_aside(self, path: Path) -> None:
+        """Rename an own damaged file out of the way; it is kept for its owner to look at."""
+        retrying(lambda: os.replace(path, path.with_name(path.name + ".damaged")), self.patience)
+
+    def clean_checkpoints(self, node_id: str, keep: int) -> None:
+        """Delete all but the newest `keep` checkpoints of a node."""
+        for _, path in self.checkpoints(node_id)[keep:]:
+            retrying(lambda path=path: path.unlink(missing_ok=True), self.patience)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+
+    def copy_folder(self, local, path: str) -> None:
+        """Copy the files of a local folder, each atomically (a saved model)."""
+        for source in sorted(Path(local).iterdir()):
+            with open(source, "rb") as file:
+                self._write(self.base / path / source.name, lambda target, file=file: shutil.copyfileobj(file, target, 1 << 20), once=False)
+
+    # -- housekeeping
+
+    def sweep_temp_files(self, node_ids, from_round: int) -> int:
+        """Remove temp files that a killed session of these nodes left, in the folders it wrote to; returns how many."""
+        folders = ["", "state", "state/rounds", "peers", "heartbeats"] + [f"logs/{n}" for n in node_ids]
+        for kind in ("rollouts", "rewards", "winners", "checkpoints"):
+            for name in self.names(kind):
+                if (bucket_round(name) or 0) >= from_round:
+                    folders.append(f"{kind}/{name}")
+                    if kind in ("rollouts", "rewards"):
+                        stages = [f"{kind}/{name}/{s}" for s in self.names(f"{kind}/{name}") if s.startswith("stage_")]
+                        folders += stages + [f"{s}/{n}" for s in stages for n in node_ids if kind == "rollouts"]
+        mine = re.compile(rf"\..+\.({'|'.join(map(re.escape, [self.owner, *node_ids]))})\.\d+-[0-9a-f]{{8}}\.tmp")
+        swept = 0
+        for folder in folders:
+            for name in self.names(folder):
+                if mine.fullmatch(name):
+                    retrying(lambda p=self.base / folder / name: p.unlink(missing_ok=True), self.patience)
+                    swept += 1
+        return swept
+
+
+def list_experiment_names(root) -> list[str]:
+    """Names of the experiments below GDRIVE_PATH, sorted."""
+    folder = Path(root) / "experiments"
+    try:
+        return sorted(p.name for p in folder.iterdir() if p.is_dir() and (p / "config.json").exists())
+    except FileNotFoundError:
+        return []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a stranger's rollout file may look like
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_number(value) -> bool:
+    """A finite int or float. True and False are no numbers here, nor are integers too large for a float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) < 1e300 and math.isfinite(value)
+
+
+def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> tuple[list[dict]]:
+    """Structure of a rollout file -> its groups; BadFile with the reason if any of it is out of bounds.
+
+    Extra keys are ignored, so that newer writers stay readable. One bad group rejects the file: a writer that breaks the
+    format once is not trusted with the rest.
+    """
+
+    def need(condition, reason):
+        if not condition:
+            raise BadFile(reason)
+
+    need(data.get("format") == FORMAT, "unknown format")
+    need(data.get("peer_id") == node_id, "peer_id differs from the file name")
+    need((data.get("round"), data.get("stage")) == (round_, stage), "foreign round or stage")
+    need(is_number(data.get("timestamp")), "timestamp is no number")
+    rollouts = data.get("rollouts")
+    need(isinstance(rollouts, dict), "rollouts is no object")
+    need(len(rollouts) <= MAX_GROUPS_PER_FILE, "too many groups")
+    groups = []
+    for index, group in rollouts.items():
+        need(re.fullmatch(r"\d{1,6}", index, re.ASCII), "group index is no number")
+        need(isinstance(group, dict), "group is no object")
+        task, seed, prompt, completions = (group.get(k) for k in ("task", "seed", "prompt", "completions"))
+        need(isinstance(task, str) and len(task) <= 64, "task is no short string")
+        need(isinstance(seed, int) and not isinstance(seed, bool) and 0 <= seed < MAX_SEED, "seed out of range")
+        need(isinstance(prompt, str) and len(prompt) <= MAX_QUESTION_CHARS, "prompt is no text or too long")
+        need(isinstance(completions, list), "completions is no list")
+        need(len(completions) in GROUP_SIZES, f"group size outside {GROUP_SIZES[0]}-{GROUP_SIZES[-1]}")
+        for completion in completions:
+            need(isinstance(completion, dict), "completion is no object")
+            need(isinstance(completion.get("response"), str), "response is no text")
+            need(len(completion["response"]) <= MAX_RESPONSE_CHARS, "response too long")
+            need(isinstance(completion.get("finished"), bool), "finished is no boolean")
+            need("reward" not in completion or is_number(completion["reward"]), "reward is no finite number")
+        kept = [{"response": c["response"], "finished": c["finished"]} for c in completions]
+        key = (round_, stage, node_id, int(index))
+        groups.append({"key": key, "task": task, "seed": seed, "prompt": prompt, "completions": kept})
+    return (groups,)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The one thread that waits for the folder
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Courier:
+    """A daemon thread that owns the folder calls, because a call on a mounted drive can hang for minutes.
+
+    post()  hands over a write; writes are carried out in order and kept until they succeed: nothing is lost in an outage.
+    ask()   runs a read and waits for it with a deadline.
+    beat    is called every `beat_seconds` (the heartbeat).
+    report  is called with (event, text) when an outage begins or ends, and when a job fails for good.
+    """
+
+    def __init__(self, report=lambda event, text: None, beat=None, beat_seconds: float = 15.0):
+        self.report, self.beat, self.beat_seconds = report, beat, beat_seconds
+        self.outage_since = None  # monotonic time of the first failed call, None while all is well
+        self._outbox, self._questions, self._wake = deque(), deque(), threading.Condition()
+        self._retry_at, self._pause, self._next_beat, self._open = 0.0, 1.0, 0.0, True
+        self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
+        self._thread.start()
+
+    @property
+    def pending(self) -> int:
+        return len(self._outbox)
+
+    def post(self, function, *args, **kwargs) -> None:
+        with self._wake:
+            self._outbox.append((function, args, kwargs))
+            self._wake.notify_all()
+
+    def ask(self, function, *args, timeout: float):
+        """function(*args), run by the thread. Raises TimeoutError after `timeout` seconds, or what it raised itself."""
+        answer = {"done": threading.Event(), "abandoned": False}
+        with self._wake:
+            self._questions.append((answer, function, args))
+            self._wake.notify_all()
+        if not answer["done"].wait(timeout):
+            answer["abandoned"] = True  # if the thread comes back from its hang, it need not catch up on this
+            raise TimeoutError(f"the shared folder did not answer within {timeout:.0f} s")
+        if "error" in answer:
+            raise answer["error"]
+        return answer["value"]
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything posted is written; False when `timeout` seconds passed first."""
+        with self._wake:
+            self._retry_at = 0.0
+            self._wake.notify_all()
+            return self._wake.wait_for(lambda: not self._outbox, timeout)
+
+    def close(self, timeout: float) -> int:
+        """Flush and end the thread; returns how many writes are still pending (0 = nothing lost)."""
+        self.flush(timeout)
+        with self._wake:
+            self._open = False
+            self._wake.notify_all()
+        self._thread.join(timeout=5.0)
+        return self.pending
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                now = time.monotonic()
+                can_write = self._outbox and now >= self._retry_at
+                beat_due = self.beat is not None and now >= self._next_beat
+                if not self._open:
+                    return
+                if not (can_write or self._questions or beat_due):
+                    self._wake.wait(0.5)
+                    continue
+                job = self._outbox[0] if can_write else None
+                question = self._questions.popleft() if self._questions and not job else None
+            if job:
+                self._carry_out(job)
+            elif question:
+                self._answer(*question)
+            else:
+                self._next_beat = now + self.beat_seconds
+                with contextlib.suppress(OSError):
+                    self.beat()
+
+    def _carry_out(self, job) -> None:
+        function, args, kwargs = job
+        try:
+            function(*args, **kwargs)
+            self._fine()
+        except OSError as error:
+            self._failed(error)
+            self._retry_at = time.monotonic() + self._pause * random.uniform(0.5, 1.0)
+            self._pause = min(2 * self._pause, 15.0)
+            return  # stays at the head of the queue: order is kept
+        except Exception as error:  # a bug in one job must not stop the queue, nor training
+            self.report("error", f"{getattr(function, '__name__', 'job')} failed and was dropped: {error!r}")
+        with self._wake:
+            self._outbox.popleft()
+            self._wake.notify_all()
+
+    def _answer(self, answer, function, args) -> None:
+        if answer["abandoned"]:
+            return
+        try:
+            answer["value"] = function(*args)
+            self._fine()
+        except Exception as error:  # handed to whoever asked
+            answer["error"] = error
+            if isinstance(error, OSError):
+                self._failed(error)
+        answer["done"].set()
+
+    def _failed(self, error: OSError) -> None:
+        if self.outage_since is None:
+            self.outage_since = time.monotonic()
+            self.report("outage", f"the shared folder fails ({error}); training goes on, writes are queued")
+
+    def _fine(self) -> None:
+        self._pause = 1.0
+        if self.outage_since is not None:
+            seconds = time.monotonic() - self.outage_since
+            self.outage_since = None
+            self.report("outage over", f"the shared folder is back after {seconds:.0f} s; {self.pending} writes to catch up on")
+
+
+def process_identity() -> dict:
+    """Host, pid and start time of this process: enough for others on the same host to see that it has died."""
+    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid(), "pid_start": _pid_start(os.getpid())}
+
+
+def is_known_dead(about: dict) -> bool:
+    """Whether a process that registered with `process_identity` ran on this host and is gone. False means: unknown."""
+    pid = about.get("pid")
+    if about.get("host") != socket.gethostname() or about.get("boot_id") != _boot_id() or not isinstance(pid, int):
+        return False
+    if _boot_id() is None or not 0 < pid < 2**31:
+        return False
+    return _pid_start(pid) != about.get("pid_start")
+
+
+def _boot_id() -> str | None:
+    """Names this boot of this machine, so that two containers called "localhost" are not taken for one. Linux only."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + namespace
+    except OSError:
+        return None
+
+
+def _pid_start(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot, None if it does not run (a zombie does not). Linux only."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,433 @@
+"""GRPO by hand: sample completions, score them under the policy, turn group rewards into a gradient.
+
+Reads from top to bottom as one update does: advantages -> loss -> generation -> log-probabilities -> update.
+
+Symbols, the same in code, log and README:
+    N  questions (groups) in a batch        P  prompt length in tokens (left-padded in a batch)
+    G  completions of one question          T  completion length in tokens (right-padded)
+    B  rows = all completions in a batch    V  vocabulary        H  hidden size
+
+Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1), all as in SAPO (arXiv:2509.08721):
+1. no KL penalty and no reference model;
+2. asymmetric clipping, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1);
+3. the default loss is a mean over all tokens of the batch (DAPO, section 3.3), not a mean of per-completion means;
+4. old_logp is the *current* policy's, taken at the start of the round, also for completions another model wrote:
+   they are treated as if this policy had sampled them.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache
+
+ADVANTAGE_EPSILON = 1e-4  # keeps a group with a tiny spread from blowing up (TRL uses the same value)
+MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
+LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits that may stand in memory at once: 128 MiB in float32
+
+
+@dataclass
+class Group:
+    """One question with all its completions, in token ids: the unit of advantages, of sharing and of the update.
+
+    prompt       (P,) ids
+    completions  G lists of ids, each at least one long; the first EOS, where there is one, is the last id
+    rewards      (G,) in [0, 1]; whoever builds the group scored them itself
+    """
+
+    prompt: list[int]
+    completions: list[list[int]]
+    rewards: list[float]
+
+    @property
+    def advantages(self) -> list[float]:
+        return group_advantages(self.rewards)
+
+    @property
+    def is_informative(self) -> bool:
+        return is_informative(self.rewards)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages and loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_informative(rewards: list[float]) -> bool:
+    """Whether a group teaches anything: its rewards differ. [1, 1, 1] -> False, [0, 1, 0] -> True."""
+    return max(rewards) - min(rewards) > 1e-6
+
+
+def group_advantages(rewards: list[float]) -> list[float]:
+    """A_i = (r_i - mean) / (std + 1e-4) within one group, std with Bessel's correction; zeros for a flat group.
+
+    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]        (DeepSeekMath, section 4.1.2)
+    """
+    if len(rewards) < 2 or not is_informative(rewards):
+        return [0.0] * len(rewards)
+    r = torch.tensor(rewards, dtype=torch.float64)  # (G,)
+    # EXERCISE (Dr. GRPO, arXiv:2503.20783): drop the division by the standard deviation.
+    return ((r - r.mean()) / (r.std(unbiased=True) + ADVANTAGE_EPSILON)).tolist()
+
+
+def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
+    """How much one token of each completion counts, so that any split into micro-batches sums to the same loss.
+
+    lengths: (B,) tokens of every completion of the *whole* update, flat groups included. Returns (B,) float64.
+    dapo: 1 / all tokens · grpo: 1 / (B x own length) · dr_grpo: 1 / (B x max_new_tokens).
+    """
+    lengths = lengths.to(torch.float64)
+    if loss_type == "dapo":
+        return torch.ones_like(lengths) / lengths.sum()
+    if loss_type == "grpo":
+        return 1.0 / (len(lengths) * lengths)
+    if loss_type == "dr_grpo":
+        return torch.full_like(lengths, 1.0 / (len(lengths) * max_new_tokens))
+    raise ValueError(f"LOSS_TYPE={loss_type!r}: expected dapo, grpo or dr_grpo")
+
+
+def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
+    """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `row_weights`.
+
+    logp, old_logp, mask: (B, T); advantages, weights: (B,). old_logp=None means "exactly on policy": ratio 1, gradient A.
+    Returns (loss, number of clipped tokens), both scalar tensors.
+    """
+    if old_logp is None:
+        old_logp = logp.detach()
+    ratio = torch.exp(logp - old_logp)  # (B, T)
+    a = advantages.unsqueeze(1)  # (B, 1)
+    unclipped = ratio * a
+    clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
+    token_loss = -torch.min(unclipped, clipped)  # (B, T)
+    # EXERCISE (KL penalty): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1)
+    loss = (token_loss * mask * weights.unsqueeze(1).to(token_loss.dtype)).sum()
+    return loss, ((clipped < unclipped) & mask.bool()).sum()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model, called in one way everywhere
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def autocast(model, dtype: torch.dtype):
+    """Compute in bf16 where asked for; weights and optimizer stay float32 (a step of 1e-6 is lost in a bf16 weight)."""
+    if dtype == torch.float32:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type=model.device.type, dtype=dtype)
+
+
+def forward_hidden(model, ids, mask=None, cache=None):
+    """Last hidden states (rows, length, H) of `ids` (rows, length), and the KV cache that now contains them.
+
+    mask: (rows, cached + length), 1 = real token, 0 = padding; None where nothing is padded, which keeps the fast
+    causal attention kernels. Positions count real tokens only, so padding never shifts them.
+    """
+    past = cache.get_seq_length() if cache is not None else 0
+    if mask is None:
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    else:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+    out = model.base_model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache if cache is not None else DynamicCache(config=model.config),
+        use_cache=True,
+    )
+    return out.last_hidden_state, out.past_key_values
+
+
+def head_logits(model, hidden):
+    """Logits (..., V) in float32 from hidden states (..., H).
+
+    The cast comes before any softmax: log-softmax in bfloat16 is off by 0.025 on average, after the upcast by 0.004.
+    """
+    return model.get_output_embeddings()(hidden).float()
+
+
+def check_head(model) -> None:
+    """Fail early on models whose logits are more than `head(hidden)` (soft-capped, scaled): their loss would be wrong."""
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    with torch.no_grad():
+        ours = head_logits(model, forward_hidden(model, ids)[0])
+        theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
+    if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
+        raise ValueError(
+            f"MODEL_NAME: {type(model).__name__} changes its logits after the output layer (soft cap or scaling), "
+            "which head_logits() in grpo.py does not do; add it there or choose another model"
+        )
+
+
+def left_pad(prompts: list[list[int]], pad_id: int, device):
+    """Prompts as one batch: ids (N, P) and mask (N, P), or None as the mask where all are equally long.
+
+    Padding goes on the left, so that prompt and completion stay contiguous. [[7], [8, 9]] -> [[pad, 7], [8, 9]].
+    """
+    width = max(map(len, prompts))
+    ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)
+    if all(len(p) == width for p in prompts):
+        return ids, None
+    return ids, torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Generation
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sample_tokens(logits, noise, temperature: float):
+    """One token per row by inverting the cumulative distribution: the first id whose cumulative probability > noise.
+
+    logits: (B, V) float32; noise: (B,) uniform in [0, 1). The full softmax at `temperature`, no top-k or top-p: the
+    loss scores the same distribution. Taking the noise from outside makes a draw independent of the batch around it.
+    """
+    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
+    target = noise.unsqueeze(1) * cumulative[:, -1:]  # the last entry is 1 up to rounding
+    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+
+
+@torch.no_grad()
+def generate(
+    model, prompts, num_generations, max_new_tokens, temperature, eos_ids, rng,
+    pad_id=0, max_rows=None, dtype=torch.float32,
+):  # fmt: skip
+    """Sample G completions for each of N prompts. Each prompt is prefilled once, then its KV cache is repeated G times.
+
+    prompts: N lists of ids. eos_ids: set of ids that end a completion. rng: a CPU torch.Generator.
+    Returns N lists of G completions (lists of ids, the EOS included where one was sampled).
+    max_rows: completions decoded together (None: all), never a part of a group; halved when memory runs out. The tokens
+    do not depend on it, because each row has its own column of noise.
+    """
+    rows = len(prompts) * num_generations
+    noise = torch.rand(max_new_tokens, rows, generator=rng)  # on the CPU, so that every device draws the same
+    at_once = max(1, (max_rows or rows) // num_generations)  # prompts per batch
+    completions, first = [], 0
+    while first < len(prompts):
+        batch = prompts[first : first + at_once]
+        columns = noise[:, first * num_generations : (first + len(batch)) * num_generations]
+        try:
+            with autocast(model, dtype):
+                completions += decode(model, batch, num_generations, temperature, eos_ids, columns, pad_id)
+        except torch.OutOfMemoryError:
+            if at_once == 1:
+                raise
+            at_once = (at_once + 1) // 2
+            print(f"out of memory while generating: going on with {at_once} questions at once", flush=True)
+            continue  # outside the handler the failed batch is freed
+        first += len(batch)
+    return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
+
+
+def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id) -> list[list[int]]:
+    """The decoding loop of `generate`: N prompts -> N x G completions. noise: (max_new_tokens, N x G)."""
+    device = model.device
+    ids, mask = left_pad(prompts, pad_id, device)  # (N, P)
+    hidden, cache = forward_hidden(model, ids, mask)
+    cache.batch_repeat_interleave(num_generations)
+    logits = head_logits(model, hidden[:, -1]).repeat_interleave(num_generations, 0)  # (B, V)
+    mask = None if mask is None else mask.repeat_interleave(num_generations, 0)  # (B, P)
+
+    steps, rows = noise.shape
+    noise = noise.to(device)
+    eos = torch.tensor(sorted(eos_ids), device=device)
+    out = torch.full((rows, steps), -1, device=device)  # -1: nothing sampled
+    alive = torch.arange(rows, device=device)  # which completion each row of the batch is
+    running = torch.ones(rows, dtype=torch.bool, device=device)  # its state; finished rows leave the batch in bulk
+    for step in range(steps):
+        token = sample_tokens(logits, noise[step, alive], temperature)  # (rows alive,)
+        out[alive, step] = torch.where(running, token, -1)
+        running &= ~torch.isin(token, eos)
+        left = int(running.sum())
+        if left == 0 or step == steps - 1:
+            break
+        if left <= 0.75 * len(alive):  # copying the cache costs about a step: worth it for a quarter of the rows
+            cache.batch_select_indices(running.nonzero().squeeze(1))
+            alive, token = alive[running], token[running]
+            mask = None if mask is None else mask[running]
+            running = running[running]
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+        hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
+        logits = head_logits(model, hidden[:, -1])
+    return [[t for t in row if t >= 0] for row in out.tolist()]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probabilities, with gradient
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def token_logps(model, hidden, targets, temperature: float):
+    """log p(target) under softmax(logits / temperature), in float32. hidden: (S, H), targets: (S,) -> (S,).
+
+    The temperature must be the one that sampled. At most LOGIT_ELEMENTS logits exist at a time: further chunks are
+    recomputed in the backward pass rather than kept.
+    """
+
+    def score(h, y):
+        return -F.cross_entropy(head_logits(model, h) / temperature, y, reduction="none")
+
+    chunk = max(1, LOGIT_ELEMENTS // model.config.vocab_size)
+    if len(targets) <= chunk:
+        return score(hidden, targets)
+    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    return torch.cat([checkpoint(score, h, y, use_reentrant=False) for h, y in pieces])
+
+
+def shared_prompt_logps(model, groups, temperature: float, pad_id: int = 0):
+    """Log-probabilities (B, T) and mask (B, T) of all completions of `groups` = [(prompt, completions), …].
+
+    A group shares its prompt: it is run once, its KV cache is repeated for each completion *with gradient*, and only the
+    completions go through the model again. Exact, and about G times less prompt work than whole sequences.
+    """
+    device = model.device
+    sizes = torch.tensor([len(completions) for _, completions in groups], device=device)  # (N,)
+    rows = [c for _, completions in groups for c in completions]
+    width = max(map(len, rows))
+    targets = torch.tensor([c + [pad_id] * (width - len(c)) for c in rows], device=device)  # (B, T)
+    lengths = torch.tensor([len(c) for c in rows], device=device)
+    mask = torch.arange(width, device=device) < lengths.unsqueeze(1)  # (B, T)
+
+    prompt_ids, prompt_mask = left_pad([prompt for prompt, _ in groups], pad_id, device)  # (N, P)
+    prompt_hidden, cache = forward_hidden(model, prompt_ids, prompt_mask)
+    hidden = prompt_hidden[:, -1:].repeat_interleave(sizes, 0)  # (B, 1, H): scores each completion's first token
+    if width > 1:
+        cache.batch_repeat_interleave(sizes)
+        if prompt_mask is not None:  # completions are padded on the right: causality alone hides that padding
+            prompt_mask = torch.cat(
+                [prompt_mask.repeat_interleave(sizes, 0), prompt_mask.new_ones(len(rows), width - 1)], 1
+            )
+        rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
+        hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
+    logp = torch.zeros(mask.shape, device=device)
+    return logp.masked_scatter(mask, token_logps(model, hidden[mask], targets[mask], temperature)), mask
+
+
+def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
+    """The plain path: each prompt + completion as one right-padded row. Log-probabilities (B, T) and mask (B, T).
+
+    Used where every prompt has one completion (the supervised warm start), and as the reference for the path above.
+    """
+    device = model.device
+    rows = [p + c for p, c in zip(prompts, completions, strict=True)]
+    width = max(map(len, rows))
+    ids = torch.tensor([r + [pad_id] * (width - len(r)) for r in rows], device=device)  # (B, P+T)
+    hidden, _ = forward_hidden(model, ids)
+    where = [(b, len(p) - 1 + t) for b, (p, c) in enumerate(zip(prompts, completions, strict=True)) for t in range(len(c))]
+    row, position = torch.tensor(where, device=device).T  # position t predicts token t + 1
+    scored = token_logps(model, hidden[row, position], ids[row, position + 1], temperature)
+    lengths = torch.tensor([len(c) for c in completions], device=device)
+    mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
+    return torch.zeros(mask.shape, device=device).masked_scatter(mask, scored), mask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The update
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def pack_micro_batches(groups: list[Group], max_rows: int) -> list[list[tuple[int, slice]]]:
+    """Split groups into micro-batches of at most `max_rows` completions, similar lengths together.
+
+    Returns lists of (group index, slice of its completions); a group larger than max_rows is cut into pieces.
+    """
+    order = sorted(range(len(groups)), key=lambda g: len(groups[g].prompt) + max(map(len, groups[g].completions)))
+    batches, room = [], 0
+    for g in order:
+        size = len(groups[g].completions)
+        for start in range(0, size, max_rows):
+            piece = slice(start, min(start + max_rows, size))
+            count = piece.stop - piece.start
+            if count > room:
+                batches.append([])
+                room = max_rows
+            batches[-1].append((g, piece))
+            room -= count
+    return batches
+
+
+def update(
+    model, optimizer, groups, *, max_new_tokens, temperature=1.0, loss_type="dapo", clip_low=0.2, clip_high=0.28,
+    num_iterations=1, max_rows=None, pad_id=0, dtype=torch.float32, before_step=lambda: None,
+):  # fmt: skip
+    """One GRPO update on local and external groups alike; `num_iterations` optimizer steps on the same completions.
+
+    Flat groups cost no forward pass but count in the loss's denominator. The gradient does not depend on `max_rows`
+    (completions per forward); when memory runs out it is halved and the step begun again. `before_step` is called right
+    before the weights first change. Returns loss, clip_fraction, grad_norm, tokens (trained), max_rows (what fitted).
+    """
+    lengths = torch.tensor([len(c) for g in groups for c in g.completions])
+    weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
+    keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
+    groups = [g for g in groups if g.is_informative]
+    stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "tokens": int(lengths[keep].sum()), "max_rows": max_rows}
+    if not groups:
+        return stats  # no step at all: Adam's momentum alone would move the weights
+    weights, lengths = weights[keep], lengths[keep]  # (B,)
+    advantages = torch.tensor([a for g in groups for a in g.advantages])  # (B,)
+    stats["max_rows"] = max_rows or len(lengths)
+
+    def micro_batches():
+        """(prompt, completions) pairs of each micro-batch, and which of the B rows they are."""
+        first_row = [0]
+        for g in groups:
+            first_row.append(first_row[-1] + len(g.completions))
+        for batch in pack_micro_batches(groups, stats["max_rows"]):
+            pairs = [(groups[g].prompt, groups[g].completions[piece]) for g, piece in batch]
+            yield pairs, torch.tensor([first_row[g] + i for g, piece in batch for i in range(piece.start, piece.stop)])
+
+    @torch.no_grad()
+    def logps_at_start():
+        """The policy before the first step, (B, longest T): needed where a second step will have moved away from it."""
+        old = torch.zeros(len(lengths), int(lengths.max()), device=model.device)
+        for pairs, rows in micro_batches():
+            with autocast(model, dtype):
+                logp, _ = shared_prompt_logps(model, pairs, temperature, pad_id)
+            old[rows, : logp.shape[1]] = logp
+        return old
+
+    def accumulate():
+        """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
+        optimizer.zero_grad(set_to_none=True)
+        loss_sum = clipped_sum = 0.0
+        for pairs, rows in micro_batches():
+            with autocast(model, dtype):
+                logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
+            old = None if old_logp is None else old_logp[rows, : logp.shape[1]]
+            loss, clipped = grpo_loss(
+                logp, old, advantages[rows].to(logp), mask, weights[rows].to(logp), clip_low, clip_high
+            )
+            loss.backward()
+            loss_sum, clipped_sum = loss_sum + loss.item(), clipped_sum + clipped.item()
+        return loss_sum, clipped_sum
+
+    def halving_on_oom(function):
+        while True:
+            try:
+                return function()
+            except torch.OutOfMemoryError:
+                if stats["max_rows"] == 1:
+                    raise
+                stats["max_rows"] = (stats["max_rows"] + 1) // 2
+            print(f"out of memory in the update: again with {stats['max_rows']} completions per forward", flush=True)
+
+    model.eval()  # dropout off: log-probs of one policy must not depend on chance
+    old_logp = halving_on_oom(logps_at_start) if num_iterations > 1 else None
+    clipped_total = 0
+    for iteration in range(num_iterations):
+        loss, clipped = halving_on_oom(accumulate)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        if not torch.isfinite(norm):
+            print("non-finite gradient: this step is skipped", flush=True)
+            break
+        before_step()
+        optimizer.step()
+        clipped_total += clipped
+        stats["grad_norm"] = norm.item()
+        if iteration == 0:
+            stats["loss"] = loss
+    optimizer.zero_grad(set_to_none=True)
+    stats["clip_fraction"] = clipped_total / (stats["tokens"] * num_iterations)
+    return stats

@@ -1,0 +1,1579 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch", "transformers", "reasoning-gym"]
+# ///
+"""SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by GRPO on
+reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
+
+`train` is the paper's Algorithm 1; read it first. What it calls stands above it, in the order of a round. Configuration is
+environment variables only (class Config); `python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
+"""
+
+import contextlib
+import copy
+import decimal
+import difflib
+import functools
+import hashlib
+import io
+import json
+import math
+import os
+import platform
+import random
+import re
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import reasoning_gym
+import torch
+import transformers
+from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+from safetensors.torch import load as safetensors_load
+from safetensors.torch import save as safetensors_save
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
+    from coordinator import Liveness, Pace, coordinate, experiment_status, reward_rows, validate_experiment
+    from drive_store import (
+        COORDINATOR,
+        MAX_SEED,
+        BadFile,
+        Courier,
+        DriveStore,
+        StoreError,
+        check_name,
+        is_known_dead,
+        list_experiment_names,
+        process_identity,
+        write_atomically,
+    )
+    from grpo import Group, check_head, generate, sequence_logps, update
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configuration
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
+
+
+def var(default, help, allowed=None, low=None, high=None):
+    return field(default=default, metadata={"help": help, "allowed": allowed, "low": low, "high": high})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Every environment variable, one line each. A default of "auto" is worked out by `resolve`."""
+
+    GDRIVE_PATH: str = var("auto", "the shared folder; auto = /content/drive/MyDrive/rl-swarm where that mount exists, else ./rl-swarm")
+    EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
+    NODE_ROLE: str = var("worker", "worker or coordinator; validate and benchmark only read", ("worker", "coordinator", "validate", "benchmark"))
+    NODE_ID: str = var("auto", "unique name of this node; auto = node_<8 hex>, or node if LOCAL_NODES > 1")
+    MODEL_NAME: str = var("auto", "tiny (embedded, offline), a Hugging Face id or a local folder; auto = Gensyn/Qwen2.5-0.5B-Instruct with an accelerator, else tiny")
+    SEED: int = var(42, "the swarm's seed; nodes differ by NODE_ID", low=0, high=2**31)
+    TEST_MODE: bool = var(False, "quick validation: 3 rounds, I = 4, G = 4, tiny with a short warm start")
+    MAX_ROUNDS: int = var(2000, "rounds to train", low=1, high=10**6)
+    MAX_STAGES: int = var(1, "generate-share-update stages in a round", low=1, high=100)
+    NUM_TRAIN_SAMPLES: int = var(8, "I: own questions per round and stage", low=1, high=4096)
+    NUM_TRANSPLANT_TREES: int = var(0, "J: external groups per round and stage; 0 learns nothing from peers", low=0, high=4096)
+    NUM_GENERATIONS: int = var(8, "G: completions per question", low=2, high=64)
+    LOCAL_NODES: int = var(1, "workers hosted by this process, taking turns: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
+    TASKS: str = var("auto", "comma list of tasks; auto = the paper's nine, for tiny the eight small ones; or what the experiment began with")
+    NUM_SHOTS: int = var("auto", "solved examples in the prompt of a model without chat template; auto = 2, for tiny 0", low=0, high=16)
+    WARM_START_STEPS: int = var("auto", "supervised steps before RL on (question, <answer>) pairs, cached for all nodes; auto = 1750 for tiny, else 0", low=0, high=10**6)
+    ANSWER_TAG_SHARE: float = var(0.02, "share of the rewarded answer style in the last phase of tiny's warm start", low=0, high=1)
+    LEARNING_RATE: float = var("auto", "AdamW; auto = 3e-4 for tiny, else 1e-6", low=0, high=1)
+    TEMPERATURE: float = var(1.0, "of sampling and of the log-probabilities in the loss", low=0.01, high=100)
+    MAX_NEW_TOKENS: int = var("auto", "longest completion; auto = 10 for tiny, else 256", low=1, high=32768)
+    CLIP_LOW: float = var(0.2, "ratio clipped below at 1 - this", low=0, high=1)
+    CLIP_HIGH: float = var(0.28, "ratio clipped above at 1 + this", low=0, high=10)
+    NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage; above 1 clipping bites", low=1, high=100)
+    LOSS_TYPE: str = var("dapo", "dapo: mean over all tokens; grpo: mean of per-completion means; dr_grpo: sum / (B x MAX_NEW_TOKENS)", ("dapo", "grpo", "dr_grpo"))
+    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass in the update; auto = what fits", low=1, high=65536)
+    DTYPE: str = var("auto", "compute type, weights stay float32; auto = bfloat16 where the hardware has it", ("auto", "float32", "bfloat16"))
+    DEVICE: str = var("auto", "auto = cuda, mps or cpu, the first there is")
+    REWARD: str = var("exact", "exact: 1 if the verifier's score is at least 0.99, else 0; verifier: its raw score", ("exact", "verifier"))
+    EXTERNAL_FILTER: bool = var(True, "drop zero-advantage groups before drawing externals")
+    LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I of them, informative ones first (the fair baseline)", low=1, high=64)
+    COORDINATOR_ROUND_INTERVAL: float = var(60.0, "seconds of a round under time, and at the latest under hybrid", low=0.01, high=86400)
+    ROUND_ADVANCE: str = var("hybrid", "time, completion (all live workers submitted) or hybrid (either)", ("time", "completion", "hybrid"))
+    ROLLOUT_PUBLISH_FREQUENCY: str = var("stage", "a file per question (generation), per stage or per round", ("generation", "stage", "round"))
+    ROLLOUT_MAX_AGE: int = var(4, "how many rounds back externals may come from", low=0, high=1000)
+    FETCH_MAX_PEERS: int = var(10, "how many peers to read per round, drawn at random", low=1, high=1000)
+    FETCH_TIMEOUT_SECONDS: float = var(30.0, "how long to wait for this round's rollouts of live peers", low=0, high=3600)
+    ROLLOUT_CLEANUP_ENABLED: bool = var(False, "remove own old rollouts")
+    ROLLOUT_KEEP_LAST_N_ROUNDS: int = var(10, "rounds of rollouts to keep; at least CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE are kept", low=1, high=10**6)
+    ROLLOUT_ARCHIVE_OLD: bool = var(False, "move old rollouts to archives/ instead of deleting them")
+    CHECKPOINT_INTERVAL: int = var(10, "rounds between checkpoints", low=1, high=10**6)
+    CHECKPOINT_KEEP: int = var(2, "checkpoints to keep", low=1, high=1000)
+    EVAL_INTERVAL: int = var(0, "rounds between held-out evaluations (pass@1); 0 = none", low=0, high=10**6)
+    EVAL_SAMPLES: int = var(64, "held-out questions, from a seed range no node trains on", low=1, high=65536)
+    STALE_AFTER_SECONDS: float = var(300.0, "silence after which a node no longer counts as live", low=1, high=86400)
+    HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never printed or stored")
+    HF_REPO: str = var("auto", "where to; auto = <user>/<experiment>-<node>")
+    NUM_WORKERS: int = var(4, "run_swarm.sh: workers to start; validate: nodes to expect", low=1, high=256)
+    CONFIGS: str = var("", "run_swarm.sh: I/J pairs to compare, such as 8/0 4/4")
+    SEEDS: str = var("", "run_swarm.sh: seeds to compare them over")
+
+
+TEST_MODE_DEFAULTS = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny", "WARM_START_STEPS": 60}
+SHARED_SETTINGS = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # the same for all nodes of an experiment, and for ever
+PRIVATE_SETTINGS = ("HUGGINGFACE_ACCESS_TOKEN", "HF_REPO", "NODE_ID", "NODE_ROLE", "GDRIVE_PATH", "DEVICE")  # not in config.json
+
+
+def parse_value(text: str, spec):
+    """One variable's text -> its value; ValueError says what is allowed."""
+    kind, allowed = spec.type, spec.metadata["allowed"]
+    low, high = spec.metadata["low"], spec.metadata["high"]
+    if text == "auto" and spec.default == "auto":
+        return text
+    if kind is bool:  # never bool(text): bool("False") is True
+        words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+        if text.lower() not in words:
+            raise ValueError("expected True or False")
+        return words[text.lower()]
+    if kind is str:
+        if allowed and text not in allowed:
+            raise ValueError("expected " + ", ".join(allowed))
+        return text
+    bounds = f"{'an integer' if kind is int else 'a number'} from {low:g} to {high:g}" + (", or auto" if spec.default == "auto" else "")
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"expected {bounds}") from None
+    if not low <= value <= high:  # also refuses nan
+        raise ValueError(f"expected {bounds}")
+    return value
+
+
+def read_config(environ) -> tuple[Config, list[str]]:
+    """Environment -> (Config with every "auto" worked out, warnings). All mistakes are reported in one ConfigError."""
+    specs = {f.name: f for f in fields(Config)}
+    given, mistakes, warnings = {}, [], []
+    for name, spec in specs.items():
+        if environ.get(name, "") != "":
+            try:
+                given[name] = parse_value(environ[name].strip(), spec)
+            except ValueError as error:
+                mistakes.append(f"{name}={environ[name]!r}: {error}")
+    for name in environ:
+        near = difflib.get_close_matches(name, specs, n=1, cutoff=0.88)
+        if near and name not in specs and name.isupper():
+            warnings.append(f"{name} is not a variable of this program: did you mean {near[0]}?")
+    if given.get("TEST_MODE"):
+        given = {**TEST_MODE_DEFAULTS, **given}
+    config = Config(**given)
+    if config.EXPERIMENT_NAME:
+        for name in ("EXPERIMENT_NAME", "NODE_ID"):
+            try:
+                check_name(getattr(config, name), name)
+            except ValueError as error:
+                mistakes.append(str(error))
+    if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
+        mistakes.append(f"NODE_ID={config.NODE_ID!r}: this name is the coordinator's seat; choose another")
+    if config.LOCAL_NODES > 1 and len(config.NODE_ID) > 60:
+        mistakes.append(f"NODE_ID={config.NODE_ID!r}: at most 60 characters when LOCAL_NODES > 1")
+    if config.TASKS != "auto":
+        for task in config.TASKS.split(","):
+            with contextlib.suppress(KeyError):
+                mistakes.append(f"TASKS: {why_refused(task.strip())}")
+    needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE
+    if config.ROLLOUT_CLEANUP_ENABLED and given.get("ROLLOUT_KEEP_LAST_N_ROUNDS", needed) < needed:
+        mistakes.append(
+            f"ROLLOUT_KEEP_LAST_N_ROUNDS={config.ROLLOUT_KEEP_LAST_N_ROUNDS}: a resumed node replays up to CHECKPOINT_INTERVAL + "
+            f"ROLLOUT_MAX_AGE = {needed} rounds; expected at least that"
+        )
+    if mistakes:
+        raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes))
+    return resolve(config), warnings
+
+
+def resolve(config: Config) -> Config:
+    """Work out every "auto" except TASKS, which may come from the experiment's config.json."""
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
+    device = config.DEVICE if config.DEVICE != "auto" else "cuda" if cuda else "mps" if mps else "cpu"
+    model = config.MODEL_NAME
+    if model == "auto":
+        model = "tiny" if device == "cpu" else "Gensyn/Qwen2.5-0.5B-Instruct"
+    tiny = model == "tiny"
+    colab = Path("/content/drive/MyDrive")
+    has_bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 has none
+    auto = {
+        "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
+        "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
+        "NUM_SHOTS": 0 if tiny else 2,
+        "WARM_START_STEPS": 1750 if tiny else 0,
+        "LEARNING_RATE": 3e-4 if tiny else 1e-6,
+        "MAX_NEW_TOKENS": 10 if tiny else 256,
+        "DTYPE": "bfloat16" if has_bf16 else "float32",
+    }
+    chosen = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
+    if config.NODE_ROLE == "coordinator":
+        chosen["NODE_ID"] = COORDINATOR
+    return replace(config, MODEL_NAME=model, DEVICE=device, **chosen)
+
+
+def config_table(config: Config) -> str:
+    """The settings in force, one per line, non-defaults marked with *; a secret only as set or unset."""
+    lines = []
+    for spec in fields(config):
+        value = getattr(config, spec.name)
+        shown = ("set" if value else "unset") if spec.name == "HUGGINGFACE_ACCESS_TOKEN" else value
+        lines.append(f"{'*' if value != spec.default else ' '} {spec.name:28} {shown}")
+    return "\n".join(lines)
+
+
+def variable_table() -> str:
+    """The README's table of variables, made from Config."""
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for spec in fields(Config):
+        default = "unset" if spec.default == "" else f"{spec.default:g}" if spec.type is float and spec.default != "auto" else spec.default
+        rows.append(f"| {spec.name} | {default} | {spec.metadata['help']} |")
+    return "\n".join(rows)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tasks and rewards
+# ---------------------------------------------------------------------------------------------------------------------
+
+SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+# name -> (reasoning-gym dataset, its settings). Add a task here only after reading its score_answer: a peer's text reaches it.
+TASK_TABLE = {
+    # the paper's nine, at reasoning-gym's default difficulty
+    "base_conversion": ("base_conversion", {}),
+    "basic_arithmetic": ("basic_arithmetic", {}),
+    "arc_1d": ("arc_1d", {}),
+    "bf": ("bf", {}),
+    "propositional_logic": ("propositional_logic", {}),
+    "fraction_simplification": ("fraction_simplification", {}),
+    "decimal_arithmetic": ("decimal_arithmetic", {}),
+    "calendar_arithmetic": ("calendar_arithmetic", {}),
+    "binary_matrix": ("binary_matrix", {}),
+    # eight small ones, within reach of the embedded model
+    "small_arithmetic": ("basic_arithmetic", {**SMALL_RANGE, "operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}),
+    "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "max_value": 31}),
+    "small_fractions": ("fraction_simplification", {"max_value": 9, "max_factor": 5, "styles": ("plain",)}),
+    "small_chain_sum": ("chain_sum", {"min_terms": 3, "max_terms": 3, "max_digits": 1}),
+    "small_gcd": ("gcd", {"max_value": 30}),
+    "small_lcm": ("lcm", {"max_value": 12}),
+    "small_count_bits": ("count_bits", {"max_n": 63}),
+    "small_products": ("products", SMALL_RANGE),
+    # others whose verifier was read
+    "chain_sum": ("chain_sum", {}),
+    "count_bits": ("count_bits", {}),
+    "gcd": ("gcd", {}),
+    "lcm": ("lcm", {}),
+    "products": ("products", {}),
+}
+PAPER_TASKS = tuple(TASK_TABLE)[:9]
+SMALL_TASKS = tuple(TASK_TABLE)[9:17]
+EVAL_ON_ANSWER = (
+    "spiral_matrix", "string_insertion", "n_queens", "countdown", "puzzle24", "simple_integration",
+    "intermediate_integration", "polynomial_multiplication",
+)  # fmt: skip
+UNSTABLE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+HELD_OUT_SEEDS = range(MAX_SEED // 2, MAX_SEED)  # training seeds lie below
+MAX_SCORED_CHARS = 4096  # extract_answer is quadratic: 128 kB of opening tags take it half a minute
+
+
+def why_refused(task: str) -> str:
+    """Why a task is not in TASK_TABLE, as a sentence. KeyError if it is in the table."""
+    if task in TASK_TABLE:
+        raise KeyError(task)
+    if task in EVAL_ON_ANSWER:
+        return f"{task!r} is refused: its verifier runs eval on the answer, so a peer's text could run code here"
+    if task in UNSTABLE:
+        return f"{task!r} is refused: its questions differ between processes, so peers could not verify them"
+    near = difflib.get_close_matches(task, TASK_TABLE, n=1)
+    return f"{task!r} is unknown" + (f", did you mean {near[0]}?" if near else "") + "; allowed: " + ", ".join(TASK_TABLE)
+
+
+@dataclass(frozen=True)
+class Question:
+    """(task, seed) regenerates everything else on any machine."""
+
+    task: str
+    seed: int
+    text: str
+    answer: str
+    dataset: object = field(repr=False, compare=False)
+    entry: dict = field(repr=False, compare=False)
+
+
+@functools.lru_cache(maxsize=8192)
+def make_question(task: str, seed: int) -> Question:
+    """Item 0 of a fresh dataset: inside reasoning-gym item i uses Random(seed + i), so items of neighbouring seeds overlap."""
+    name, settings = TASK_TABLE[task]
+    dataset = reasoning_gym.create_dataset(name, seed=seed, size=1, **settings)
+    quiet = contextlib.redirect_stdout(io.StringIO()) if name == "bf" else contextlib.nullcontext()  # it prints dots
+    with decimal.localcontext(), quiet:  # decimal_arithmetic would leave its precision behind for the whole process
+        entry = dataset[0]
+    answer = entry["answer"] if entry["answer"] is not None else entry["metadata"]["example_answer"]
+    return Question(task, seed, entry["question"], answer, dataset, entry)
+
+
+def score(question: Question, text: str, kind: str = "exact") -> float:
+    """Reward in [0, 1] of a completion's text, by reasoning-gym's verifier. Never raises, never evaluates the text.
+
+    The answer is what stands in the last <answer>…</answer> (with nested tags, all from the first opening one).
+    exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which the
+    normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
+    """
+    answer = extract_answer(text[-MAX_SCORED_CHARS:])
+    if answer is None:
+        return 0.0
+    if question.entry["metadata"]["source_dataset"] == "binary_matrix":
+        raw = float(answer == question.answer)  # its verifier calls eval(answer)
+    elif question.entry["metadata"]["source_dataset"] == "propositional_logic" and not is_small_formula(question, answer):
+        raw = 0.0
+    else:
+        try:
+            with decimal.localcontext():
+                raw = float(question.dataset.score_answer(answer, question.entry))
+        except Exception:  # whatever a verifier trips over is a wrong answer
+            raw = 0.0
+    raw = min(1.0, max(0.0, raw)) if math.isfinite(raw) else 0.0
+    return float(raw >= 0.99) if kind == "exact" else raw
+
+
+def is_small_formula(question: Question, answer: str) -> bool:
+    """Short, and only the question's own variables: the verifier's work doubles with every distinct one (9 s for 69 chars)."""
+    names = {name.strip() for name in re.split(r"[∧∨¬→↔()]", answer)} - {""}
+    return len(answer) <= 200 and names <= set(question.entry["metadata"]["variables"])
+
+
+def has_answer_tag(text: str) -> bool:
+    return extract_answer(text[-MAX_SCORED_CHARS:]) is not None
+
+
+def stream_seed(config: Config, node_id: str, round_: int, stage: int, purpose: str, i: int = 0) -> int:
+    """Seed of one random stream, from a hash: no state to save, nodes never overlap, a resumed node repeats itself."""
+    text = f"{config.SEED}|{node_id}|{round_}|{stage}|{purpose}|{i}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % HELD_OUT_SEEDS.start
+
+
+def task_hash() -> str:
+    return hashlib.sha256(json.dumps(TASK_TABLE, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------------------------------
+
+# The styles in which the embedded model learns to answer; only the first one is rewarded. See the README, "The tiny model".
+ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}")
+
+
+@dataclass
+class Reader:
+    """A tokenizer with this node's conventions: how a prompt looks, which ids end a completion, how much fits."""
+
+    tokenizer: object
+    eos_ids: set[int]
+    eos_id: int  # the one appended to a stranger's finished completion
+    num_shots: int
+    max_prompt: int
+    max_completion: int
+
+    def prompt(self, question: Question) -> list[int]:
+        """Chat template where the model has one; else plain text with `num_shots` solved examples of the same task."""
+        if self.tokenizer.chat_template:
+            chat = [{"role": "system", "content": SYSTEM_PROMPTS["default"]}, {"role": "user", "content": question.text}]
+            try:
+                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            except Exception:  # templates without a system role raise
+                chat = [{"role": "user", "content": SYSTEM_PROMPTS["default"] + "\n" + question.text}]
+                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        else:
+            shots = [make_question(question.task, (question.seed + 1 + i) % HELD_OUT_SEEDS.start) for i in range(self.num_shots)]
+            text = "".join(f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots) + f"{question.text}\n"
+            ids = self.encode(text)
+        return ids[-self.max_prompt :]
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text -> ids, on its own and without special tokens: "<|im_end|>" in a stranger's text stays text."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+    def completion(self, text: str, finished: bool) -> list[int]:
+        """A stranger's completion in this model's ids; its EOS iff the writer's model had ended it."""
+        return self.encode(text) + [self.eos_id] * finished
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def tiny_phrases(tasks) -> list[str]:
+    """Fixed pieces of the tasks' questions, each one token of the embedded model: recurring, digit-free, 5+ characters."""
+    counts = Counter()
+    for task in tasks:
+        for i in range(100):
+            counts.update(p for p in set(re.split(r"[0-9]+", make_question(task, 1000 * i).text + "\n")) if len(p) >= 5)
+    recurring = [p for p, n in sorted(counts.items()) if n >= 10]
+    return ["<answer>", "</answer>"] + recurring + [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
+
+
+def build_tiny(tasks) -> tuple[GPT2LMHeadModel, PreTrainedTokenizerFast]:
+    """The embedded model, 0.14 M parameters, and its tokenizer of characters and phrases; the same on every machine."""
+    characters = sorted(set(map(chr, range(32, 127))) | set("\n∧∨¬→↔"))
+    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in tiny_phrases(tasks)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(config), tokenizer
+
+
+def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Reader]:
+    """Model (float32, eval mode, on its device) and its Reader. ConfigError if it cannot be had."""
+    if config.MODEL_NAME == "tiny":
+        model, tokenizer = build_tiny(tasks)
+    else:
+        token = config.HUGGINGFACE_ACCESS_TOKEN or None
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.MODEL_NAME, token=token)
+            model = AutoModelForCausalLM.from_pretrained(config.MODEL_NAME, dtype=torch.float32, token=token)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"MODEL_NAME={config.MODEL_NAME!r} cannot be loaded ({reason}): expected tiny, a Hugging Face id or a local folder") from error
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    eos_ids = {i for i in (eos if isinstance(eos, list) else [eos, tokenizer.eos_token_id]) if i is not None}
+    if not eos_ids:
+        raise ConfigError(f"MODEL_NAME={config.MODEL_NAME!r}: its tokenizer names no end-of-sequence token")
+    eos_id = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
+    positions = getattr(model.config, "max_position_embeddings", 4096)
+    if positions < 2 * config.MAX_NEW_TOKENS:
+        raise ConfigError(f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS}: {config.MODEL_NAME} has {positions} positions; expected at most half of that")
+    longest = min(max(256, 4 * config.MAX_NEW_TOKENS), positions // 2)  # of a stranger's completion
+    model = model.to(config.DEVICE).eval()
+    check_head(model)
+    return model, Reader(tokenizer, eos_ids | {eos_id}, eos_id, config.NUM_SHOTS, positions - longest, longest)
+
+
+def warm_start_loss(model, reader: Reader, prompts, answers):
+    """Mean negative log-likelihood of the answers' tokens: ordinary supervised fine-tuning."""
+    logp, mask = sequence_logps(model, prompts, answers, pad_id=reader.eos_id)
+    return -(logp * mask).sum() / mask.sum()
+
+
+def warm_start(model, reader: Reader, config: Config, tasks, steps: int, say) -> None:
+    """Supervised steps on the tasks' own questions, counted in steps, not seconds, so that the result is repeatable.
+
+    tiny: answers in all styles, half of them the rewarded one, then a last phase in which that style is made rare
+    (ANSWER_TAG_SHARE): the model can do the arithmetic but hardly ever says it in the form that is rewarded. This is done
+    on purpose: finding that form is what the swarm has to learn. Other models: the rewarded style only.
+    """
+    tiny = config.MODEL_NAME == "tiny"
+    batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)
+    last_phase = min(150, steps // 4) if tiny else 0
+    rng = random.Random(f"warm start {config.SEED}")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.0)
+    pool = []
+    for step in range(steps):
+        main = steps - last_phase
+        if step < main:
+            share, lr = 0.5, peak * min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / main))
+        else:
+            share, lr = config.ANSWER_TAG_SHARE, peak / 2
+            pool = pool if step > main else []
+        if not pool:  # length-bucketed batches: sort a few batches' worth, then take them in random order
+            samples = []
+            for _ in range(16 * batch_size):
+                question = make_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
+                style = ANSWER_STYLES[0] if not tiny or rng.random() < share else rng.choice(ANSWER_STYLES[1:])
+                samples.append((reader.prompt(question), reader.completion(style.format(question.answer), True)))
+            samples = sorted((s for s in samples if len(s[1]) <= reader.max_completion), key=lambda s: len(s[0]) + len(s[1]))
+            pool = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
+            rng.shuffle(pool)
+        prompts, answers = zip(*pool.pop(), strict=True)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = warm_start_loss(model, reader, prompts, answers)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % max(1, steps // 10) == 0:
+            say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}")
+    make_question.cache_clear()
+
+
+def load_warm_start(model, reader: Reader, config: Config, tasks, say, check_stop=lambda: None) -> None:
+    """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
+
+    warmstart/<hash of the recipe>.safetensors is write-once; a claim file keeps the others from making it too, and is
+    ignored when its maker died or took too long (making it twice is harmless).
+    """
+    steps = config.WARM_START_STEPS
+    if steps == 0:
+        return
+    recipe = [1, config.MODEL_NAME, model.config.vocab_size, steps, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS, reasoning_gym.__version__]
+    recipe += [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else [config.DTYPE]
+    name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
+    folder = Path(config.GDRIVE_PATH) / "warmstart"
+    folder.mkdir(parents=True, exist_ok=True)
+    path, claim = folder / f"{name}.safetensors", folder / f"{name}.claim"
+    deadline = time.monotonic() + 1800
+    waited = False
+    while not path.exists():
+        check_stop()
+        try:
+            with open(claim, "x") as file:
+                json.dump(process_identity(), file)
+            break
+        except FileExistsError:
+            with contextlib.suppress(OSError, ValueError):
+                if is_known_dead(json.loads(claim.read_text())):
+                    claim.unlink(missing_ok=True)
+                    continue
+        if time.monotonic() > deadline:
+            break
+        if not waited:
+            waited = say("another node is making the warm start; waiting for it") or True
+        time.sleep(0.5)
+    if not path.exists():
+        say(f"warm start: {steps} supervised steps, once for all nodes")
+        started = time.monotonic()
+        warm_start(model, reader, config, tasks, steps, say)
+        weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k not in tied_names(model)}
+        data = safetensors_save(weights)
+        write_atomically(path, lambda file: file.write(data), config.NODE_ID, once=True, is_complete=Path.exists)
+        claim.unlink(missing_ok=True)
+        say(f"warm start made in {time.monotonic() - started:.0f} s: {path}")
+    missing, unexpected = model.load_state_dict(safetensors_load(path.read_bytes()), strict=False)
+    if unexpected or set(missing) - tied_names(model):
+        raise StoreError(f"{path} does not fit the model; delete it and start again")
+    model.tie_weights()
+
+
+def tied_names(model) -> set[str]:
+    """Names in the state dict that share memory with an earlier one (a tied output layer)."""
+    first, tied = {}, set()
+    for name, tensor in model.state_dict().items():
+        if first.setdefault(tensor.data_ptr(), name) != name:
+            tied.add(name)
+    return tied
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One process: its nodes, its log, its stop button
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Stopped(BaseException):
+    """Ctrl-C, the notebook's stop button or SIGTERM. A BaseException, so that no `except Exception` swallows it."""
+
+
+class Superseded(Exception):
+    """A newer session of one of this process's nodes is running: this one must stop."""
+
+
+class StopButton:
+    """First signal: raise Stopped, or finish the round if weights have begun to change. Second signal: KeyboardInterrupt."""
+
+    def __init__(self):
+        self.requested, self.shielded, self._old = False, False, {}
+
+    def install(self) -> None:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._on_signal)
+
+    def restore(self) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number, frame) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        print("\nstopping: the round is " + ("finished" if self.shielded else "abandoned") + ", then a checkpoint is written; once more to exit at once", flush=True)
+        if not self.shielded:
+            raise Stopped
+
+    def shield(self) -> None:
+        """From here to `unshield` the weights are half-way through a round: a stop waits."""
+        self.shielded = True
+
+    def unshield(self) -> None:
+        self.shielded = False
+        if self.requested:
+            raise Stopped
+
+
+@dataclass
+class Node:
+    """One learner: everything here but the id goes into its checkpoint."""
+
+    id: str
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    total_reward: float = 0.0
+    trained: set = field(default_factory=set)  # keys of external groups already used: never twice
+    session: str = ""
+    rollouts: list = field(default_factory=list)  # of the current stage
+    unpublished: list = field(default_factory=list)  # of the round so far, for publish frequency `round`
+    signal_free: deque = field(default_factory=lambda: deque(maxlen=10))  # stats of the latest rounds without any signal
+
+
+@dataclass
+class Rollout:
+    """A question with its G completions as text and as this process's token ids. key: where an external one came from."""
+
+    question: Question
+    group: Group
+    texts: list[str]
+    finished: list[bool]
+    key: tuple | None = None
+
+
+@dataclass
+class Run:
+    """What the functions below share: one process's nodes and its view of the swarm."""
+
+    config: Config
+    store: DriveStore
+    courier: Courier
+    reader: Reader
+    live: Liveness
+    nodes: list[Node]
+    log: "Log"
+    stop: StopButton
+    tasks: list[str]
+    scratch: Path  # local folder for files on their way to the shared one
+    done: int = -1  # last round finished (or skipped)
+    clock: int = -1  # highest round known to be open; never goes back
+    replay_until: int = -1  # rounds up to here may have been worked on before this process started
+    leaderless_since: float | None = None
+    verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
+    started: float = field(default_factory=time.monotonic)
+    rounds_worked: int = 0
+    round_began: float = 0.0
+    round_seconds: float = 0.0  # how long the last one took with the folder at hand
+    max_rows: int | None = None
+
+    def ask(self, function, *args, default=None, timeout: float = 60.0):
+        """A read through the courier; `default` if the folder fails (the courier says so in the log)."""
+        try:
+            return self.courier.ask(function, *args, timeout=timeout)
+        except (OSError, BadFile, StoreError):  # TimeoutError is an OSError
+            return default
+
+
+class Log:
+    """Lines for people, JSON lines for programs; both reach the shared folder every few seconds, through the courier."""
+
+    def __init__(self, node_id: str, secret: str = ""):
+        self.node_id, self.secret, self.bar = node_id, secret, None
+        self._buffers, self._lock, self._flushed = {}, threading.Lock(), time.monotonic()
+
+    def say(self, text: str) -> None:
+        text = self.scrub(text)
+        if self.bar is not None:
+            self.bar.write(text)
+        else:
+            print(text, flush=True)
+        self._add(self.node_id, "stdout.log", text)
+
+    def event(self, kind: str, text: str, **data) -> None:
+        """A line for people that also becomes a row of training_events.jsonl."""
+        self.say(f"{self.node_id} {kind}: {text}")
+        row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": self.scrub(text), **data}
+        self._add(self.node_id, "training_events.jsonl", json.dumps(row))
+
+    def metrics(self, node_id: str, row: dict) -> None:
+        self._add(node_id, "metrics.jsonl", json.dumps(row))
+
+    def scrub(self, text: str) -> str:
+        return text.replace(self.secret, "***") if self.secret else text
+
+    def _add(self, node_id: str, name: str, line: str) -> None:
+        with self._lock:
+            self._buffers.setdefault(f"logs/{node_id}/{name}", []).append(line + "\n")
+
+    def flush(self, run: Run, every: float = 5.0) -> None:
+        if time.monotonic() - self._flushed >= every:
+            with self._lock:
+                buffers, self._buffers = self._buffers, {}
+            for path, lines in buffers.items():
+                run.courier.post(run.store.append, path, "".join(lines))
+            self._flushed = time.monotonic()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The steps of a round, in the order of Algorithm 1
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
+    """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
+    questions = []
+    for i in range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE):
+        seed = stream_seed(run.config, node.id, t, stage, "question", i)
+        questions.append(make_question(random.Random(seed).choice(run.tasks), seed))
+    return questions
+
+
+def generate_rollouts(run: Run, node: Node, questions: list[Question], purpose: str, t: int, stage: int, g: int) -> list[Rollout]:
+    """Step 2: `g` completions for each question, in one batched call, decoded and scored."""
+    config, reader = run.config, run.reader
+    rng = torch.Generator().manual_seed(stream_seed(config, node.id, t, stage, purpose))
+    prompts = [reader.prompt(q) for q in questions]
+    completions = generate(
+        node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, reader.eos_ids, rng,
+        pad_id=reader.eos_id, dtype=getattr(torch, config.DTYPE),
+    )  # fmt: skip
+    rollouts = []
+    for question, prompt, group in zip(questions, prompts, completions, strict=True):
+        texts = [reader.decode(ids) for ids in group]
+        rewards = [score(question, text, config.REWARD) for text in texts]
+        finished = [ids[-1] in reader.eos_ids for ids in group]
+        rollouts.append(Rollout(question, Group(prompt, group, rewards), texts, finished))
+    return rollouts
+
+
+def communicate(run: Run, node: Node, t: int, stage: int) -> None:
+    """Step 3: publish this stage's groups as text, before training on them."""
+    config, last_stage = run.config, run.config.MAX_STAGES - 1
+    about = {"model": config.MODEL_NAME, "reasoning_gym": reasoning_gym.__version__, "tasks": task_hash()}
+    groups = [publishable(rollout) for rollout in node.rollouts]
+    if config.ROLLOUT_PUBLISH_FREQUENCY == "generation":
+        for i, group in enumerate(groups):
+            run.courier.post(run.store.publish, t, stage, node.id, about, {"0": group}, part=i, parts=len(groups))
+        return
+    if config.ROLLOUT_PUBLISH_FREQUENCY == "round":
+        node.unpublished += groups
+        if stage < last_stage:
+            return
+        groups, node.unpublished = node.unpublished, []
+    run.courier.post(run.store.publish, t, stage, node.id, about, {str(i): group for i, group in enumerate(groups)})
+
+
+def publishable(rollout: Rollout) -> dict:
+    """A group as it stands in a rollout file: the bare question, decoded completions, this node's own rewards."""
+    question = rollout.question
+    completions = [
+        {"response": text, "reward": reward, "finished": finished}
+        for text, reward, finished in zip(rollout.texts, rollout.group.rewards, rollout.finished, strict=True)
+    ]
+    return {"task": question.task, "seed": question.seed, "prompt": question.text, "answer": question.answer, "completions": completions}
+
+
+def sample_external(run: Run, node: Node, t: int, stage: int) -> tuple[list[Rollout], dict]:
+    """Step 4: verify and score the peers' groups, drop those without signal, draw J uniformly; older rounds fill gaps.
+
+    Returns the drawn groups and figures for the log: pool (how many could have been drawn), rejected, peers, seconds.
+    A round that this node worked on before a restart draws the same groups again: its reward file says which.
+    """
+    config, began = run.config, time.monotonic()
+    figures = {"pool": 0, "rejected": 0, "peers": 0, "wait_seconds": 0.0}
+    wanted = config.NUM_TRANSPLANT_TREES
+    if wanted == 0:
+        return [], figures
+    before = run.ask(run.store.reward, t, stage, node.id) if t <= run.replay_until else None
+    if before is not None:
+        return replayed_externals(run, node, before.get("externals")), figures
+    rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
+    drawn, seen = [], {}
+    for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
+        peers = choose_peers(run, node, t - age, stage, rng)
+        files = wait_for_peers(run, t, stage, peers) if age == 0 else fetch_older(run, t - age, peers)
+        pool = []
+        for peer, (groups, rejected) in sorted(files.items()):
+            count_rejections(run, figures, peer, rejected)
+            if len(groups) > config.NUM_TRAIN_SAMPLES:  # a fair share: flooding the folder buys no influence
+                groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
+            for raw in groups:
+                rollout = verify(run, raw)
+                if isinstance(rollout, str):
+                    count_rejections(run, figures, peer, {rollout: 1})
+                elif rollout.key not in node.trained and (rollout.group.is_informative or not config.EXTERNAL_FILTER):
+                    pool.append(rollout)
+                if age == 0 and not isinstance(rollout, str):
+                    seen.setdefault(peer, []).extend(rollout.group.rewards)
+        figures["pool"] += len(pool)
+        figures["peers"] += len(files) if age == 0 else 0
+        drawn += rng.sample(pool, min(wanted - len(drawn), len(pool)))
+        if len(drawn) == wanted:
+            break
+    announce_winner(run, node, t, seen)
+    figures["wait_seconds"] = time.monotonic() - began
+    return drawn, figures
+
+
+def choose_peers(run: Run, node: Node, round_: int, stage: int, rng) -> list[str]:
+    """Up to FETCH_MAX_PEERS nodes, at random: those that published in the round before, else whoever is registered.
+
+    Costs one directory listing, however many peers there are.
+    """
+    limit = run.config.FETCH_MAX_PEERS
+    known = run.ask(run.store.publishers, max(0, round_ - 1), stage, default=[])
+    for peer in known:
+        run.live.note(peer, "rollouts", round_ - 1)
+    peers = sorted(set(known) - {node.id})
+    if len(peers) >= limit:
+        return rng.sample(peers, limit)
+    others = sorted(set(run.live.sessions) - set(peers) - {node.id, COORDINATOR})
+    others = rng.sample(others, min(len(others), 4 * limit))
+    run.ask(run.live.refresh, others)
+    workers = [p for p in others if run.live.is_live(p) and run.live.about(p).get("role") == "worker"]
+    return peers + workers[: limit - len(peers)]
+
+
+def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
+    """{peer: (groups, rejected)} of this round, once every live one of `peers` has published or the time is up."""
+    config = run.config
+    if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < config.MAX_STAGES - 1:
+        return {}  # nobody publishes before the last stage
+    deadline, pace = time.monotonic() + config.FETCH_TIMEOUT_SECONDS, Pace()
+    files, waiting = {}, set(peers)
+    while waiting:
+        for peer in sorted(waiting):
+            answer = run.ask(run.store.fetch, t, stage, peer, timeout=max(1.0, deadline - time.monotonic()))
+            if answer is None or run.courier.outage_since is not None:
+                return files  # an outage: train on what there is
+            groups, complete, rejected = answer
+            if groups or rejected:
+                files[peer] = groups, rejected
+            if complete:
+                waiting.discard(peer)
+                run.live.note(peer, "rollouts", t)
+        run.ask(run.live.refresh, sorted(waiting))
+        waiting = {peer for peer in waiting if run.live.is_live(peer)}
+        if time.monotonic() > deadline:
+            run.log.event("wait", f"round {t}: {' '.join(sorted(waiting))} not here after FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g}", round=t)
+            break
+        if waiting:
+            pace.sleep()
+    return files
+
+
+def fetch_older(run: Run, round_: int, peers: list[str]) -> dict:
+    """{peer: (groups, rejected)} of an earlier round, all stages, without waiting."""
+    files = {}
+    for peer in peers:
+        for stage in range(run.config.MAX_STAGES):
+            groups, _, rejected = run.ask(run.store.fetch, round_, stage, peer, default=([], False, {}))
+            known, counted = files.get(peer, ([], Counter()))
+            files[peer] = known + groups, counted + Counter(rejected)
+    return files
+
+
+def verify(run: Run, raw: dict):
+    """A stranger's group -> Rollout in this process's token ids with rewards of its own, or the reason of rejection.
+
+    Only (task, seed) and the completions' text are used; question and answer are made again from (task, seed).
+    """
+    key = raw["key"]
+    if key not in run.verified:
+        run.verified[key] = verify_uncached(run, raw)
+    return run.verified[key]
+
+
+def verify_uncached(run: Run, raw: dict):
+    if raw["task"] not in run.tasks:
+        return "task is not one of this experiment's"
+    if raw["seed"] in HELD_OUT_SEEDS:
+        return "held-out question"
+    question = make_question(raw["task"], raw["seed"])
+    if raw["prompt"] != question.text:
+        return "prompt differs from the question"
+    texts = [c["response"] for c in raw["completions"]]
+    finished = [c["finished"] for c in raw["completions"]]
+    completions = [run.reader.completion(text, done) for text, done in zip(texts, finished, strict=True)]
+    if not all(1 <= len(ids) <= run.reader.max_completion for ids in completions):
+        return f"completion empty or over {run.reader.max_completion} tokens here"
+    rewards = [score(question, text, run.config.REWARD) for text in texts]
+    return Rollout(question, Group(run.reader.prompt(question), completions, rewards), texts, finished, raw["key"])
+
+
+def count_rejections(run: Run, figures: dict, peer: str, reasons: dict) -> None:
+    for reason, count in reasons.items():
+        figures["rejected"] += count
+        if (peer, reason) not in run.verified:  # say it once
+            run.verified[peer, reason] = reason
+            run.log.event("reject", f"{peer}: {reason}", peer=peer, count=count)
+
+
+def replayed_externals(run: Run, node: Node, keys) -> list[Rollout]:
+    """The external groups a reward file of this node names, fetched and verified again."""
+    rollouts = []
+    for key in keys if isinstance(keys, list) else []:
+        round_, stage, peer, index = key
+        groups, _, _ = run.ask(run.store.fetch, round_, stage, peer, default=([], False, {}))
+        found = [verify(run, raw) for raw in groups if raw["key"] == (round_, stage, peer, index)]
+        if not found or isinstance(found[0], str):
+            run.log.event("replay", f"external group {key} is no longer there; this round will differ from its first run")
+        rollouts += [r for r in found if not isinstance(r, str)]
+    return rollouts
+
+
+def announce_winner(run: Run, node: Node, t: int, seen: dict) -> None:
+    """Whom this node found best in this round, by its own scoring of what it saw."""
+    if seen:
+        means = {peer: sum(rewards) / len(rewards) for peer, rewards in seen.items()}
+        means[node.id] = mean_reward(node.rollouts)
+        winner = max(sorted(means), key=means.get)
+        data = {"round": t, "node_id": node.id, "winner": winner, "mean_rewards": means}
+        run.courier.post(run.store.write_once, f"winners/round_{t:06d}/{node.id}.json", data)
+
+
+def choose_local(rollouts: list[Rollout], wanted: int) -> list[Rollout]:
+    """Of the node's own groups the I to train on: informative ones first, topped up with flat ones."""
+    return sorted(rollouts, key=lambda r: not r.group.is_informative)[:wanted]
+
+
+def policy_gradient(run: Run, node: Node, rollouts: list[Rollout]) -> dict:
+    """Step 5: one GRPO update on own and external groups alike."""
+    config = run.config
+    stats = update(
+        node.model, node.optimizer, [r.group for r in rollouts], max_new_tokens=config.MAX_NEW_TOKENS,
+        temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW, clip_high=config.CLIP_HIGH,
+        num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows, pad_id=run.reader.eos_id,
+        dtype=getattr(torch, config.DTYPE), before_step=run.stop.shield,
+    )  # fmt: skip
+    if run.max_rows is not None:
+        run.max_rows = min(run.max_rows, stats["max_rows"])
+    return stats
+
+
+def mean_reward(rollouts: list[Rollout]) -> float:
+    """The node's reward of a round: mean over all its own completions, never over externals or what a filter left."""
+    rewards = [reward for rollout in rollouts for reward in rollout.group.rewards]
+    return sum(rewards) / len(rewards)
+
+
+def held_out_accuracy(run: Run, node: Node, t: int) -> float | None:
+    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for every node and round."""
+    if not run.config.EVAL_INTERVAL or (t + 1) % run.config.EVAL_INTERVAL:
+        return None
+    questions = []
+    for i in range(run.config.EVAL_SAMPLES):
+        seed = HELD_OUT_SEEDS.start + stream_seed(run.config, "", 0, 0, "held-out", i)
+        questions.append(make_question(random.Random(seed).choice(run.tasks), seed))
+    return mean_reward(generate_rollouts(run, node, questions, "evaluate", t, 0, 1))
+
+
+def submit_reward(run: Run, node: Node, t: int, stage: int, stats: dict, external: list[Rollout]) -> None:
+    """Step 6: publish the reward and the round's figures; the externals by key, so that a replay can draw them again."""
+    node.total_reward += stats["reward"]
+    node.trained = {key for key in node.trained if key[0] >= t - run.config.ROLLOUT_MAX_AGE} | {r.key for r in external}
+    data = {**stats, "session": node.session, "externals": [list(r.key) for r in external]}
+    run.courier.post(run.store.submit_reward, t, stage, node.id, data)
+    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id, "experiment": run.config.EXPERIMENT_NAME}
+    run.log.metrics(node.id, {**row, "my_reward": stats["reward"], "total_reward": node.total_reward, **stats})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Algorithm 1
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def train(run: Run) -> None:
+    """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process; returns after the last round.
+
+    With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous and a run repeats bit for bit.
+    """
+    config = run.config
+    while (t := next_round(run)) is not None:
+        for stage in range(config.MAX_STAGES):
+            timings = {}
+            for node in run.nodes:
+                began = time.monotonic()
+                questions = sample_batch(run, node, t, stage)  # 1. draw I questions
+                node.rollouts = generate_rollouts(run, node, questions, "generate", t, stage, config.NUM_GENERATIONS)  # 2. G answers each
+                communicate(run, node, t, stage)  # 3. publish them, decoded
+                timings[node.id] = time.monotonic() - began
+            if config.NUM_TRANSPLANT_TREES:
+                run.courier.flush(timeout=5.0)  # nobody samples before its own share is out
+            for node in run.nodes:
+                external, figures = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
+                local = choose_local(node.rollouts, config.NUM_TRAIN_SAMPLES)
+                began = time.monotonic()
+                stats = policy_gradient(run, node, local + external)  # 5. learn from both
+                figures["train_seconds"], figures["generate_seconds"] = time.monotonic() - began, timings[node.id]
+                stats = round_stats(run, node, t, local, external, stats, figures)
+                submit_reward(run, node, t, stage, stats, external)  # 6. report, then on to the next round
+                report_round(run, node, t, stats)
+        finish_round(run, t)
+
+
+def next_round(run: Run) -> int | None:
+    """The round to work on now, None after the last one. Waits for the clock, or opens the round where nobody leads."""
+    config, own, pace = run.config, run.done + 1, Pace()
+    if own >= config.MAX_ROUNDS:
+        return None
+    while True:
+        if run.ask(look_around, run, default="outage") == "outage":
+            # Alone for now; not faster than the last rounds went, so as not to run away from the swarm's clock.
+            while run.courier.outage_since is not None and time.monotonic() < run.round_began + run.round_seconds:
+                time.sleep(0.1)
+            t = own
+            break
+        newer = [node.id for node in run.nodes if run.live.sessions.get(node.id, "") > node.session]
+        if newer:
+            raise Superseded(f"a newer session of {', '.join(newer)} is running; this one stops and changes nothing more")
+        if run.live.is_live(COORDINATOR):
+            run.leaderless_since = None
+            if run.clock >= own:
+                t = run.clock
+                break
+        else:
+            run.leaderless_since = run.leaderless_since or time.monotonic()
+            grace = 0.0 if config.LOCAL_NODES > 1 else 2.0
+            if time.monotonic() - run.leaderless_since >= grace:
+                t = own if own <= run.replay_until and not somebody_is_ahead(run) else max(own, run.clock)
+                if t > run.clock:
+                    run.courier.post(run.store.open_round, t, run.nodes[0].id)
+                    run.clock = t
+                break
+        pace.sleep()
+    if t >= config.MAX_ROUNDS:
+        run.log.event("end", f"the experiment is at round {t} already and MAX_ROUNDS={config.MAX_ROUNDS}: nothing to do; raise MAX_ROUNDS to go on")
+        return None
+    if t > own:
+        run.log.event("skip", f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}", first=own, last=t - 1)
+    now = time.monotonic()
+    if run.courier.outage_since is None and run.rounds_worked:
+        run.round_seconds = now - run.round_began
+    run.round_began = now
+    for node in run.nodes:
+        node.unpublished = []
+    return t
+
+
+def look_around(run: Run) -> None:
+    """Clock, coordinator and own sessions, as the folder shows them now."""
+    run.live.refresh([COORDINATOR])
+    run.clock = max(run.clock, run.store.current_round())
+    if COORDINATOR in run.live.sessions:
+        run.live.note(COORDINATOR, "clock", run.clock)
+
+
+def somebody_is_ahead(run: Run) -> bool:
+    """Whether another live node works on a later round than this process's next: then rounds are not replayed."""
+    run.ask(run.live.refresh)
+    own = {node.id for node in run.nodes}
+    rounds = [run.live.heartbeats.get(n, {}).get("round") for n in run.live.live_workers() if n not in own]
+    return any(isinstance(r, int) and r > run.done + 1 for r in rounds)
+
+
+def finish_round(run: Run, t: int) -> None:
+    """Checkpoint when due, clean up, flush the log; then a pending stop takes effect."""
+    config = run.config
+    run.done, run.rounds_worked = t, run.rounds_worked + 1
+    last = t == config.MAX_ROUNDS - 1
+    if (t + 1) % config.CHECKPOINT_INTERVAL == 0 or last:
+        save_checkpoint(run)
+        for node in run.nodes:
+            push_to_hub(run, node)
+    if config.ROLLOUT_CLEANUP_ENABLED:
+        before = t + 1 - rounds_to_keep(config)
+        run.courier.post(run.store.clean_rollouts, before, [node.id for node in run.nodes], config.ROLLOUT_ARCHIVE_OLD)
+    for key in [k for k in run.verified if isinstance(k[0], int) and k[0] < t - config.ROLLOUT_MAX_AGE]:
+        del run.verified[key]
+    run.log.flush(run)
+    if run.log.bar is not None:
+        run.log.bar.update(t + 1 - run.log.bar.n)
+    run.stop.unshield()
+
+
+def rounds_to_keep(config: Config) -> int:
+    """Rounds of rollouts that retention leaves: what was asked for, and what a resumed node may draw from again."""
+    return max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The log line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def round_stats(run: Run, node: Node, t: int, local, external, trained: dict, figures: dict) -> dict:
+    """Every figure of the log line, as it goes into metrics.jsonl and the reward file."""
+    texts = [text for r in node.rollouts for text in r.texts]
+    lengths = [len(ids) for r in node.rollouts for ids in r.group.completions]
+    finished = [done for r in node.rollouts for done in r.finished]
+    held_out = held_out_accuracy(run, node, t)
+    return {
+        "reward": mean_reward(node.rollouts),
+        **({} if held_out is None else {"held_out": held_out}),
+        "completions": len(texts),
+        "local_groups": len(local),
+        "external_groups": len(external),
+        "external_pool": figures["pool"],
+        "external_ages": [t - r.key[0] for r in external],
+        "external_peers": figures["peers"],
+        "rejected": figures["rejected"],
+        "flat_groups": sum(not r.group.is_informative for r in local + external),
+        "informative_local": sum(r.group.is_informative for r in node.rollouts),
+        "answer_tag_rate": sum(map(has_answer_tag, texts)) / len(texts),
+        "truncated_rate": 1 - sum(finished) / len(finished),
+        "mean_length": sum(lengths) / len(lengths),
+        "loss": trained["loss"],
+        "clip_fraction": trained["clip_fraction"],
+        "grad_norm": trained["grad_norm"],
+        "trained_tokens": trained["tokens"],
+        "generated_tokens": sum(lengths),
+        "generate_seconds": figures["generate_seconds"],
+        "wait_seconds": figures["wait_seconds"],
+        "train_seconds": figures["train_seconds"],
+    }
+
+
+def report_round(run: Run, node: Node, t: int, stats: dict) -> None:
+    """Print the round; name a missing learning signal, and externals that did not come, with what to do about it."""
+    config = run.config
+    run.log.say(log_line(node.id, t, config.MAX_ROUNDS, stats, eta_seconds(run, t)))
+    missing = config.NUM_TRANSPLANT_TREES - stats["external_groups"]
+    if missing > 0 and stats["external_peers"] == 0 and run.rounds_worked % 10 == 0 and t > run.replay_until:
+        newest = run.ask(newest_peer_file, run, node, t)
+        age = f"the newest peer file is {newest} rounds old (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})" if newest else "no peer file was found"
+        run.log.event("wait", f"round {t}: {missing} of {config.NUM_TRANSPLANT_TREES} externals missing; {age}", round=t)
+    if stats["flat_groups"] < stats["local_groups"] + stats["external_groups"]:
+        node.signal_free.clear()
+        return
+    node.signal_free.append(stats)
+    if len(node.signal_free) == node.signal_free.maxlen:
+        mean = {k: sum(s[k] for s in node.signal_free) / len(node.signal_free) for k in ("reward", "answer_tag_rate", "truncated_rate")}
+        run.log.event(
+            "no signal",
+            f"no informative group for {node.signal_free.maxlen} rounds: pass rate {mean['reward']:.3f}, answer tags in "
+            f"{mean['answer_tag_rate']:.0%} of completions, {mean['truncated_rate']:.0%} cut off. Equal rewards give no gradient: "
+            "try WARM_START_STEPS, NUM_SHOTS, a larger MAX_NEW_TOKENS or easier TASKS",
+            round=t, **mean,
+        )  # fmt: skip
+        node.signal_free.clear()
+
+
+def newest_peer_file(run: Run, node: Node, t: int) -> int | None:
+    """Age in rounds of the newest rollouts any peer has in the folder, None if there are none."""
+    rounds = [int(name[6:]) for name in run.store.names("rollouts") if re.fullmatch(r"round_\d{6}", name)]
+    for round_ in sorted((r for r in rounds if r <= t), reverse=True)[:100]:
+        for stage in range(run.config.MAX_STAGES):
+            if set(run.store.publishers(round_, stage)) - {node.id}:
+                return t - round_
+    return None
+
+
+def log_line(node_id: str, t: int, max_rounds: int, s: dict, eta: float) -> str:
+    """One round in one line. How to read it: README, "The log line"."""
+    width = len(str(max_rounds))
+    held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
+    minutes = f"{eta / 60:.0f}m" if eta >= 60 else f"{eta:.0f}s"
+    return (
+        f"{node_id} round {t + 1:0{width}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
+        f"groups {s['local_groups']}+{s['external_groups']} of {s['external_pool']}, {s['flat_groups']} flat, {s['rejected']} rejected | "
+        f"tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f} | "
+        f"loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f} | "
+        f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train | eta {minutes}"
+    )
+
+
+def eta_seconds(run: Run, t: int) -> float:
+    per_round = (time.monotonic() - run.started) / (run.rounds_worked + 1)
+    return per_round * (run.config.MAX_ROUNDS - 1 - t)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints, the final model, the Hub
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(run: Run) -> None:
+    """Every node's state after round `run.done`: written to the local disk, then carried to the folder in the background."""
+    if run.done < 0:
+        return
+    for node in run.nodes:
+        state = {
+            "format": 1, "node_id": node.id, "model_name": run.config.MODEL_NAME, "next_round": run.done + 1,
+            "model": node.model.state_dict(), "optimizer": node.optimizer.state_dict(),
+            "total_reward": node.total_reward, "trained": sorted(map(list, node.trained)),
+        }  # fmt: skip
+        local = run.scratch / f"{node.id}.{run.done}.pt"
+        torch.save(state, local)
+        run.courier.post(run.store.write_checkpoint, run.done, node.id, local)
+        run.courier.post(local.unlink, missing_ok=True)
+        run.courier.post(run.store.clean_checkpoints, node.id, run.config.CHECKPOINT_KEEP)
+    run.log.event("checkpoint", f"after round {run.done}", round=run.done)
+
+
+def resume(run: Run) -> None:
+    """Load the newest checkpoint that is readable for all nodes of this process; none at all means round 0.
+
+    StoreError if there are checkpoints and none can be used: a swarm never starts again from the beginning by accident.
+    """
+    paths = [dict(run.store.checkpoints(node.id)) for node in run.nodes]
+    rounds = sorted(set.intersection(*map(set, paths)), reverse=True)
+    damaged = []
+    for round_ in rounds:
+        states = []
+        for path in (p[round_] for p in paths):
+            try:
+                states.append(torch.load(path, map_location="cpu", weights_only=True))
+            except Exception as error:  # torch raises many kinds; an unreadable file is what they have in common
+                damaged.append(path)
+                run.log.event("resume", f"{path} is unreadable ({type(error).__name__}); trying the one before")
+                break
+        else:
+            for node, state in zip(run.nodes, states, strict=True):
+                restore(run, node, state)
+            run.done = round_
+            for path in damaged:
+                run.store.set_aside(path)
+            run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
+            return
+    if any(paths):
+        raise StoreError(
+            f"{run.store.base / 'checkpoints'} holds checkpoints of {', '.join(n.id for n in run.nodes)} but none is readable"
+            " for all of them. Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
+        )
+
+
+def restore(run: Run, node: Node, state: dict) -> None:
+    if state["model_name"] != run.config.MODEL_NAME:
+        raise ConfigError(
+            f"MODEL_NAME={run.config.MODEL_NAME!r}: the checkpoint of {node.id} was made with {state['model_name']!r}; "
+            "set that one, or start under another NODE_ID"
+        )
+    node.model.load_state_dict(state["model"])
+    node.optimizer.load_state_dict(state["optimizer"])
+    node.total_reward = state["total_reward"]
+    node.trained = {tuple(key) for key in state["trained"]}
+
+
+def save_models(run: Run) -> None:
+    """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
+    for node in run.nodes:
+        local = save_locally(run, node)
+        run.courier.post(run.store.copy_folder, local, f"models/{node.id}")
+    folder = run.store.base / "models" / run.nodes[0].id
+    run.log.say(f"final model: {folder}\n  try it: python -c \"from transformers import pipeline; print(pipeline('text-generation', '{folder}')('What is 2 + 3?'))\"")
+
+
+def save_locally(run: Run, node: Node) -> Path:
+    local = run.scratch / "models" / node.id
+    node.model.save_pretrained(local)
+    run.reader.tokenizer.save_pretrained(local)
+    return local
+
+
+def push_to_hub(run: Run, node: Node) -> None:
+    """Upload the model in the background if a token is set; a failed push is reported and never stops training."""
+    token = run.config.HUGGINGFACE_ACCESS_TOKEN
+    if not token or any(thread.name == f"hub {node.id}" for thread in threading.enumerate()):
+        return  # not asked for, or the last push is still under way
+    local = save_locally(run, node)
+
+    def push():
+        try:
+            from huggingface_hub import HfApi  # transformers brings it
+
+            api = HfApi(token=token)
+            repo = run.config.HF_REPO
+            if repo == "auto":
+                repo = f"{api.whoami()['name']}/{run.config.EXPERIMENT_NAME}-{node.id}"
+            api.create_repo(repo, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {run.done}")
+            run.log.event("hub", f"pushed to {repo}")
+        except Exception as error:
+            run.log.event("hub", f"push failed, training goes on: {error!r}"[:500])
+
+    threading.Thread(target=push, name=f"hub {node.id}", daemon=True).start()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Roles
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def join_experiment(config: Config, store: DriveStore, say) -> list[str]:
+    """Create the experiment or check that this node's settings agree with it; returns the tasks. ConfigError names both values."""
+    if not (store.base / "config.json").exists():
+        others = list_experiment_names(config.GDRIVE_PATH)
+        say(f"new experiment {config.EXPERIMENT_NAME}" + (f"; there are also: {', '.join(others)}" if others else ""))
+    store.create()
+    tasks = config.TASKS
+    if tasks == "auto":
+        tasks = ",".join(SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS)
+    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in PRIVATE_SETTINGS}
+    settings |= {"TASKS": tasks, "created_at": time.time(), "reasoning_gym": reasoning_gym.__version__, "task_table": task_hash()}
+    began_with = store.open_config(settings)
+    if config.TASKS == "auto" or config.NODE_ROLE == "coordinator":
+        tasks = began_with.get("TASKS", tasks)
+        unknown = [task for task in tasks.split(",") if task not in TASK_TABLE]
+        if unknown:
+            raise ConfigError(f"TASKS in {store.base / 'config.json'}: {why_refused(unknown[0])}")
+    ours = {**settings, "TASKS": ",".join(task.strip() for task in tasks.split(","))}
+    compared = ("MAX_STAGES",) if config.NODE_ROLE == "coordinator" else SHARED_SETTINGS
+    wrong = [f"{n}={ours[n]!r}, but the experiment began with {began_with.get(n)!r}" for n in compared if began_with.get(n) != ours[n]]
+    if wrong:
+        raise ConfigError(f"{store.base / 'config.json'} disagrees; change these settings or EXPERIMENT_NAME:\n  " + "\n  ".join(wrong))
+    return ours["TASKS"].split(",")
+
+
+def run_worker(config: Config, log: Log, stop: StopButton) -> str:
+    """Load, resume, train, save. Returns how it ended: finished, stopped or superseded."""
+    node_ids = [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)] if config.LOCAL_NODES > 1 else [config.NODE_ID]
+    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID)
+    tasks = join_experiment(config, store, log.say)
+    about = {"model": config.MODEL_NAME, **process_identity(), "versions": versions()}
+    sessions = {node_id: store.register(node_id, "worker", about) for node_id in node_ids}
+    if config.MODEL_NAME == "tiny":
+        torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
+    model, reader = load_model(config, tasks)
+    load_warm_start(model, reader, config, tasks, log.say)
+    nodes = [new_node(node_id, model, config, sessions[node_id]) for node_id in node_ids]
+
+    live = Liveness(store, config.STALE_AFTER_SECONDS, is_known_dead)
+    scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
+    state = {"run": None, "state": "running"}
+    courier = Courier(log.event, lambda: beat(store, state), beat_seconds=min(15.0, config.STALE_AFTER_SECONDS / 4))
+    run = Run(config, store, courier, reader, live, nodes, log, stop, tasks, scratch)
+    state["run"] = run
+    try:
+        prepare(run)
+        log.bar = progress_bar(run)
+        train(run)
+        state["state"] = "done"
+        save_models(run)
+        log.event("end", f"finished; cumulative reward {sum(n.total_reward for n in nodes) / len(nodes):.2f} per node")
+        return "finished"
+    except Stopped:
+        state["state"] = "stopped"
+        save_checkpoint(run)
+        log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {resume_line(config)}")
+        return "stopped"
+    except Superseded as error:
+        log.event("end", str(error))
+        return "superseded"
+    finally:
+        close(run, state)
+
+
+def new_node(node_id: str, model, config: Config, session: str) -> Node:
+    """A node with its own copy of the weights."""
+    own = copy.deepcopy(model)
+    own.eval()
+    optimizer = torch.optim.AdamW(own.parameters(), lr=config.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    return Node(node_id, own, optimizer, session=session)
+
+
+def beat(store: DriveStore, state: dict) -> None:
+    """The heartbeat of all nodes of this process; called by the courier."""
+    run = state["run"]
+    for node in run.nodes if run else []:
+        store.heartbeat(node.id, {"session": node.session, "round": run.done + 1, "state": state["state"]})
+
+
+def prepare(run: Run) -> None:
+    """Resume, sweep what a killed session left, check the disk, and say what begins."""
+    config, store = run.config, run.store
+    resume(run)
+    run.clock = store.current_round()
+    run.replay_until = run.clock
+    store.sweep_temp_files([node.id for node in run.nodes], max(0, run.done - 1))
+    check_disk(run)
+    for node in run.nodes:
+        info = {"node_id": node.id, **process_identity(), "versions": versions(), "device": config.DEVICE, "cpus": os.cpu_count()}
+        run.courier.post(store.rewrite, f"logs/{node.id}/system_info.json", info)
+    if config.NUM_TRANSPLANT_TREES == 0:
+        run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
+    run.log.event("start", f"{len(run.nodes)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE}), round {run.done + 1}")
+    run.log.say(f"to resume: {resume_line(config)}")
+
+
+def check_disk(run: Run) -> None:
+    """Checkpoint size against free space, on the shared folder and on the local disk it is written to first."""
+    size = sum(12 * p.numel() for p in run.nodes[0].model.parameters()) * len(run.nodes)  # weights + two Adam moments
+    for place, copies in ((run.store.base, run.config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
+        free = shutil.disk_usage(place).free
+        if free < copies * size:
+            run.log.event("disk", f"{place}: {free / 1e9:.1f} GB free, {copies} checkpoints need {copies * size / 1e9:.1f} GB; lower CHECKPOINT_KEEP or make room")
+
+
+def resume_line(config: Config) -> str:
+    """The command that resumes this node."""
+    own = [f for f in fields(config) if f.name not in ("HUGGINGFACE_ACCESS_TOKEN", "TASKS") and getattr(config, f.name) != f.default]
+    settings = [f"{f.name}={getattr(config, f.name)}" for f in own if f.name in ("GDRIVE_PATH", "EXPERIMENT_NAME", "NODE_ID", "MODEL_NAME")]
+    return " ".join([*settings, "… python sapo.py   (with the other variables as before)"])
+
+
+def progress_bar(run: Run):
+    """A bar on a terminal or in a notebook, None elsewhere: a log file wants plain lines."""
+    if sys.stdout.isatty() or "ipykernel" in sys.modules:
+        return tqdm(total=run.config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
+    return None
+
+
+def close(run: Run, state: dict) -> None:
+    """Write what is still queued and say goodbye. Nothing is given up silently."""
+    if run.log.bar is not None:
+        run.log.bar.close()
+        run.log.bar = None
+    run.log.flush(run, every=0.0)
+    if state["state"] != "running":
+        run.courier.post(beat, run.store, state)
+    if not run.courier.flush(timeout=10.0):
+        run.log.say(f"{run.courier.pending} writes are still waiting for the shared folder; waiting up to 5 minutes (Ctrl-C gives up)")
+    pending = run.courier.close(timeout=300.0)
+    if pending:
+        run.log.say(f"{pending} writes did not reach the shared folder; checkpoints among them lie in {run.scratch}")
+    else:
+        shutil.rmtree(run.scratch, ignore_errors=True)
+
+
+def versions() -> dict:
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__, "reasoning_gym": reasoning_gym.__version__}
+
+
+def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
+    """Open rounds for the swarm; loads no model."""
+    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR)
+    join_experiment(config, store, log.say)
+    session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity(), "versions": versions()})
+    store.sweep_temp_files([COORDINATOR], max(0, store.current_round() - 1))
+
+    def clean(round_):
+        if config.ROLLOUT_CLEANUP_ENABLED:  # owners clean up after themselves; this is for nodes long gone
+            store.clean_rollouts(round_ - 2 * rounds_to_keep(config), None, config.ROLLOUT_ARCHIVE_OLD)
+
+    stop.shield()  # no weights here: a stop just ends the loop
+    return coordinate(
+        store, session, COORDINATOR, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1,
+        strategy=config.ROUND_ADVANCE, interval=config.COORDINATOR_ROUND_INTERVAL,
+        liveness=Liveness(store, config.STALE_AFTER_SECONDS, is_known_dead), say=log.say,
+        should_stop=lambda: stop.requested, clean=clean,
+    )  # fmt: skip
+
+
+def run_validate(config: Config) -> str:
+    """Print what a finished run lacks; "valid" or "invalid"."""
+    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
+    problems = validate_experiment(store, config.MAX_ROUNDS, config.NUM_WORKERS)
+    for problem in problems:
+        print(f"validate: {problem}")
+    print(f"validate: {store.base}: " + ("FAILED" if problems else "passed"))
+    return "invalid" if problems else "valid"
+
+
+def run_benchmark(config: Config) -> str:
+    """What this machine does: tokens per second, seconds per round, peak memory, store milliseconds. Writes to a temp folder."""
+    with tempfile.TemporaryDirectory(prefix="sapo-benchmark-") as folder:
+        config = replace(config, GDRIVE_PATH=folder, EXPERIMENT_NAME="benchmark", LOCAL_NODES=2, MAX_ROUNDS=4, WARM_START_STEPS=0)
+        config = replace(config, NUM_TRANSPLANT_TREES=config.NUM_TRANSPLANT_TREES or config.NUM_TRAIN_SAMPLES, EXTERNAL_FILTER=False, NODE_ID="benchmark")
+        with contextlib.redirect_stdout(io.StringIO()):
+            run_worker(config, Log(config.NODE_ID), StopButton())
+        store = DriveStore(folder, "benchmark")
+        rows = [row for row in reward_rows(store) if row["round"] > 0]  # round 0 warms caches up
+        began = time.monotonic()
+        for i in range(20):
+            store.publish(100 + i, 0, "benchmark_0", {}, {})
+        publish_ms = (time.monotonic() - began) / 20 * 1000
+        began = time.monotonic()
+        for i in range(20):
+            store.fetch(100 + i, 0, "benchmark_0")
+        fetch_ms = (time.monotonic() - began) / 20 * 1000
+
+    def total(key):
+        return sum(row[key] for row in rows)
+
+    seconds = (total("generate_seconds") + total("train_seconds") + total("wait_seconds")) / len(rows)
+    print(f"model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE}), I {config.NUM_TRAIN_SAMPLES} J {config.NUM_TRANSPLANT_TREES} G {config.NUM_GENERATIONS}")
+    print(f"generated {total('generated_tokens') / total('generate_seconds'):.0f} tokens/s")
+    trained = total("trained_tokens")
+    print(f"trained   {trained / total('train_seconds'):.0f} tokens/s" if trained else "trained   no informative group in this benchmark: see REWARD and the model")
+    print(f"a round   {seconds:.2f} s per node")
+    print(f"memory    {peak_memory_gb(config):.2f} GB at the peak")
+    print(f"store     {publish_ms:.1f} ms to publish, {fetch_ms:.1f} ms to fetch (temp folder of this machine)")
+    return "finished"
+
+
+def peak_memory_gb(config: Config) -> float:
+    if config.DEVICE.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# For notebooks, and the command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def get_experiment_status(path, name: str) -> dict:
+    """Status of one experiment below the shared folder `path`: current_round, num_active_peers, cumulative_rewards, …"""
+    return experiment_status(DriveStore(path, name), known_dead=is_known_dead)
+
+
+def get_experiment_metrics(path, name: str) -> list[dict]:
+    """One row per node, round and stage, ready for pandas.DataFrame."""
+    return reward_rows(DriveStore(path, name))
+
+
+def list_experiments(path) -> list[str]:
+    """Names of the experiments below the shared folder `path`."""
+    return list_experiment_names(path)
+
+
+def main(environ=None) -> int:
+    """Run the role that the environment asks for; returns the exit status. The only place that reads the environment."""
+    environ = os.environ if environ is None else environ
+    try:
+        config, warnings = read_config(environ)
+    except ConfigError as error:
+        print(error)
+        return 2
+    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN)
+    for warning in warnings:
+        log.say(f"warning: {warning}")
+    stop = StopButton()
+    stop.install()
+    try:
+        if config.NODE_ROLE == "validate":
+            outcome = run_validate(config)
+        elif config.NODE_ROLE == "benchmark":
+            outcome = run_benchmark(config)
+        else:
+            print(config_table(config), flush=True)
+            role = run_coordinator if config.NODE_ROLE == "coordinator" else run_worker
+            outcome = role(config, log, stop)
+    except (ConfigError, StoreError) as error:
+        log.say(str(error))
+        return 2
+    except OSError as error:
+        log.say(f"GDRIVE_PATH={config.GDRIVE_PATH!r} cannot be used: {error}")
+        return 2
+    except (Stopped, KeyboardInterrupt):
+        log.say("stopped")
+        return 130
+    finally:
+        stop.restore()
+    return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3, "invalid": 1}[outcome]
+
+
+if __name__ == "__main__":
+    status = main()
+    if status and "ipykernel" not in sys.modules:  # in a notebook the cell just ends
+        sys.exit(status)
