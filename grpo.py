@@ -149,10 +149,10 @@ def head_logits(model, hidden):
 
 def check_head(model) -> None:
     """Fail early on models whose logits are more than `head(hidden)` (soft-capped, scaled): their loss would be wrong."""
-    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
     with torch.no_grad():
         ours = head_logits(model, forward_hidden(model, ids)[0])
-        theirs = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()
+        theirs = model(input_ids=ids).logits.float()
     if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
         raise ValueError(
             f"MODEL_NAME: {type(model).__name__} changes its logits after the output layer (soft cap or scaling), "

@@ -438,6 +438,7 @@ def build_tiny(tasks) -> tuple[GPT2LMHeadModel, PreTrainedTokenizerFast]:
     config = GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        initializer_range=0.1,  # about 1 / sqrt(n_embd): GPT-2's 0.02 is meant for 768 and learns half as much here
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -491,10 +492,10 @@ def warm_start(model, reader: Reader, config: Config, tasks, steps: int, say) ->
     pool = []
     for step in range(steps):
         main = steps - last_phase
-        if step < main:
-            share, lr = 0.5, peak * min(1.0, (step + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * step / main))
+        if step < main:  # warm-up and cosine
+            share, lr = 0.5, peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
         else:
-            share, lr = config.ANSWER_TAG_SHARE, peak / 2
+            share, lr = config.ANSWER_TAG_SHARE, peak / 2 * (steps - step) / last_phase
             pool = pool if step > main else []
         if not pool:  # length-bucketed batches: sort a few batches' worth, then take them in random order
             samples = []
@@ -1548,6 +1549,8 @@ def main(environ=None) -> int:
     log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN)
     for warning in warnings:
         log.say(f"warning: {warning}")
+    transformers.utils.logging.set_verbosity_error()  # it warns of padding that this program handles itself
+    transformers.utils.logging.disable_progress_bar()
     stop = StopButton()
     stop.install()
     try:

@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# One coordinator and NUM_WORKERS (4) workers on this machine, or the paper's comparison, one experiment after another.
+#   bash run_swarm.sh                                           4 workers, I/J 4/4, embedded model: the main job
+#   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh             any variable of sapo.py is passed on
+#   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh           one experiment for each I/J and seed, then their figures
+#   LOG_DIR=/tmp/logs bash run_swarm.sh                         every process's output also in a file of its own
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+python=${PYTHON:-$(command -v python3 || command -v python)}
+export NUM_WORKERS=${NUM_WORKERS:-4}
+[[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected a positive integer"; exit 2; }
+
+# Threads are shared out fairly: without this every worker starts one per core and all of them crawl.
+cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > NUM_WORKERS ? cores / NUM_WORKERS : 1 ))}
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
+
+set -m  # each process gets a group of its own: Ctrl-C reaches this script alone, which passes it on exactly once
+pids=() names=() stopping=0
+stop_all() {  # only what this script started; a second Ctrl-C makes them exit at once
+  stopping=1
+  for pid in "${pids[@]}"; do kill -INT "$pid" 2>/dev/null || true; done
+}
+trap stop_all INT TERM
+
+start() {  # start NAME VAR=VALUE…: one process in the background, its output prefixed by its name
+  local name=$1; shift
+  local log=/dev/null
+  if [ -n "${LOG_DIR:-}" ]; then mkdir -p "$LOG_DIR"; log=$LOG_DIR/$name.log; fi
+  env "$@" "$python" "$here/sapo.py" \
+    > >(trap '' INT; while IFS= read -r line; do printf '%s\n' "[$name] $line"; done | tee "$log") 2>&1 &
+  pids+=($!) names+=("$name")
+}
+
+run_experiment() {  # one coordinator and the workers, until all have ended; returns 1 and names whoever failed
+  pids=() names=()
+  start coordinator NODE_ROLE=coordinator "$@"
+  for ((i = 0; i < NUM_WORKERS; i++)); do start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"; done
+  local failed=0 status
+  for i in "${!pids[@]}"; do
+    status=0
+    wait "${pids[$i]}" || status=$?
+    while kill -0 "${pids[$i]}" 2>/dev/null; do status=0; wait "${pids[$i]}" || status=$?; done  # a trap interrupts wait
+    if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ]; then
+      echo "run_swarm: ${names[$i]} ended with exit code $status" >&2
+      failed=1
+      [ "${names[$i]}" = coordinator ] || continue
+    fi
+  done
+  return $failed
+}
+
+if [ -n "${CONFIGS:-}" ]; then
+  for config in $CONFIGS; do
+    [[ $config =~ ^[0-9]+/[0-9]+$ ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4"; exit 2; }
+    for seed in ${SEEDS:-${SEED:-42}}; do
+      name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed
+      echo "run_swarm: experiment $name"
+      run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${config%/*}" NUM_TRANSPLANT_TREES="${config#*/}" || exit 1
+      [ "$stopping" -eq 0 ] || exit 130
+    done
+  done
+else
+  export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
+  run_experiment || exit 1
+  [ "$stopping" -eq 0 ] || exit 130
+fi
