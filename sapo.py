@@ -471,6 +471,9 @@ def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Reader]:
     return model, Reader(tokenizer, eos_ids | {eos_id}, eos_id, config.NUM_SHOTS, positions - longest, longest)
 
 
+WARM_START_RECIPE = 1  # raise this when anything below or in build_tiny changes: it is part of the cache's name
+
+
 def warm_start_loss(model, reader: Reader, prompts, answers):
     """Mean negative log-likelihood of the answers' tokens: ordinary supervised fine-tuning."""
     logp, mask = sequence_logps(model, prompts, answers, pad_id=reader.eos_id)
@@ -528,7 +531,7 @@ def load_warm_start(model, reader: Reader, config: Config, tasks, say, check_sto
     steps = config.WARM_START_STEPS
     if steps == 0:
         return
-    recipe = [1, config.MODEL_NAME, model.config.vocab_size, steps, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS, reasoning_gym.__version__]
+    recipe = [WARM_START_RECIPE, config.MODEL_NAME, model.config.vocab_size, steps, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS, reasoning_gym.__version__]
     recipe += [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else [config.DTYPE]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
     folder = Path(config.GDRIVE_PATH) / "warmstart"
