@@ -36,32 +36,45 @@ run_experiment() {  # one coordinator and the workers, until all have ended; ret
   pids=() names=()
   start coordinator NODE_ROLE=coordinator "$@"
   for ((i = 0; i < NUM_WORKERS; i++)); do start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"; done
-  local failed=0 status
-  for i in "${!pids[@]}"; do
-    status=0
-    wait "${pids[$i]}" || status=$?
-    while kill -0 "${pids[$i]}" 2>/dev/null; do status=0; wait "${pids[$i]}" || status=$?; done  # a trap interrupts wait
-    if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ]; then
-      echo "run_swarm: ${names[$i]} ended with exit code $status" >&2
-      failed=1
-      [ "${names[$i]}" = coordinator ] || continue
-    fi
+  local failed=0 status waiting="${!pids[*]}" still
+  while [ -n "$waiting" ]; do
+    still=
+    for i in $waiting; do
+      if kill -0 "${pids[$i]}" 2>/dev/null; then still+="$i "; continue; fi
+      status=0
+      wait "${pids[$i]}" || status=$?
+      if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ]; then
+        echo "run_swarm: ${names[$i]} ended with exit code $status" >&2
+        failed=1
+      fi
+    done
+    waiting=$still
+    # a coordinator waits for workers to come; here none will
+    if [ "$waiting" = "0 " ] && [ "$failed" -eq 1 ]; then kill -INT "${pids[0]}" 2>/dev/null || true; failed=2; fi
+    sleep 0.5
   done
-  return $failed
+  [ "$failed" -eq 0 ]
 }
 
-if [ -n "${CONFIGS:-}" ]; then
-  for config in $CONFIGS; do
-    [[ $config =~ ^[0-9]+/[0-9]+$ ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4"; exit 2; }
-    for seed in ${SEEDS:-${SEED:-42}}; do
-      name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed
-      echo "run_swarm: experiment $name"
-      run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${config%/*}" NUM_TRANSPLANT_TREES="${config#*/}" || exit 1
-      [ "$stopping" -eq 0 ] || exit 130
+main() {
+  if [ -n "${CONFIGS:-}" ]; then
+    for config in $CONFIGS; do
+      [[ $config =~ ^[0-9]+/[0-9]+$ ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4"; exit 2; }
+      for seed in ${SEEDS:-${SEED:-42}}; do
+        name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed
+        echo "run_swarm: experiment $name"
+        run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${config%/*}" NUM_TRANSPLANT_TREES="${config#*/}" || exit 1
+        [ "$stopping" -eq 0 ] || exit 130
+      done
     done
-  done
-else
-  export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
-  run_experiment || exit 1
-  [ "$stopping" -eq 0 ] || exit 130
-fi
+  else
+    export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
+    case ${TEST_MODE:-0} in
+      0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-200} ;;  # TEST_MODE has its own
+    esac
+    run_experiment || exit 1
+    [ "$stopping" -eq 0 ] || exit 130
+  fi
+}
+
+main; exit  # on one line: bash reads a script as it goes, and someone may edit this one meanwhile
