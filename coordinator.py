@@ -4,7 +4,10 @@ Everything here reads and writes through a DriveStore that is passed in; no mode
 train: it opens rounds. Without one, the workers open them themselves (see `next_round` in sapo.py).
 """
 
+import os
+import socket
 import time
+from pathlib import Path
 
 
 class Liveness:
@@ -14,8 +17,8 @@ class Liveness:
     the very first look does a timestamp count: something that says it is an hour old is not taken for fresh.
     """
 
-    def __init__(self, store, stale_after: float, known_dead=lambda about: False):
-        self.store, self.stale_after, self.known_dead = store, stale_after, known_dead
+    def __init__(self, store, stale_after: float):
+        self.store, self.stale_after = store, stale_after
         self.sessions = {}  # node -> newest session
         self.heartbeats = {}  # node -> last heartbeat read
         self._evidence = {}  # (node, kind) -> last value seen
@@ -55,7 +58,7 @@ class Liveness:
 
     def is_live(self, node_id: str) -> bool:
         fresh = self.silence(node_id) < self.stale_after
-        return fresh and not self.has_left(node_id) and not self.known_dead(self.about(node_id))
+        return fresh and not self.has_left(node_id) and not is_known_dead(self.about(node_id))
 
     def live_workers(self) -> list[str]:
         return sorted(n for n in self.sessions if self.about(n).get("role") == "worker" and self.is_live(n))
@@ -64,6 +67,39 @@ class Liveness:
 def age_of(timestamp) -> float:
     """Seconds since a wall-clock timestamp somebody wrote; 0 if it makes no sense or lies in the future."""
     return max(0.0, time.time() - timestamp) if isinstance(timestamp, int | float) and timestamp > 0 else 0.0
+
+
+def process_identity() -> dict:
+    """Host, pid and start time of this process: enough for others on the same host to see that it has died."""
+    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid(), "pid_start": _pid_start(os.getpid())}
+
+
+def is_known_dead(about: dict) -> bool:
+    """Whether a process that registered with `process_identity` ran on this host and is gone. False means: unknown."""
+    pid = about.get("pid")
+    if about.get("host") != socket.gethostname() or about.get("boot_id") != _boot_id() or not isinstance(pid, int):
+        return False
+    if _boot_id() is None or not 0 < pid < 2**31:
+        return False
+    return _pid_start(pid) != about.get("pid_start")
+
+
+def _boot_id() -> str | None:
+    """Names this boot of this machine, so that two containers called "localhost" are not taken for one. Linux only."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + namespace
+    except OSError:
+        return None
+
+
+def _pid_start(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot, None if it does not run (a zombie does not). Linux only."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 class Pace:
@@ -84,9 +120,7 @@ class Pace:
         self._start = time.monotonic()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The round clock
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- The round clock -------------------------------------------------------------------------------------
 
 
 def resume_clock(store, by: str) -> int:
@@ -167,9 +201,7 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
     return "stopped"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What the folder says
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- What the folder says --------------------------------------------------------------------------------
 
 
 def reward_rows(store) -> list[dict]:
@@ -186,9 +218,9 @@ def reward_rows(store) -> list[dict]:
     return rows
 
 
-def experiment_status(store, stale_after: float = 300.0, known_dead=lambda about: False) -> dict:
+def experiment_status(store, stale_after: float = 300.0) -> dict:
     """The state of one experiment, as a reader sees it now. Changes nothing."""
-    rows, live = reward_rows(store), Liveness(store, stale_after, known_dead)
+    rows, live = reward_rows(store), Liveness(store, stale_after)
     live.refresh()
     totals = {}
     for row in rows:

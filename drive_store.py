@@ -27,7 +27,6 @@ import random
 import re
 import secrets
 import shutil
-import socket
 import stat
 import threading
 import time
@@ -76,9 +75,7 @@ def bucket_round(name: str) -> int | None:
     return int(name[6:]) if re.fullmatch(r"round_\d{6}", name, re.ASCII) else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Reading and writing one file
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Reading and writing one file ------------------------------------------------------------------------
 
 
 def retrying(operation, patience: float, pause: float = 0.05):
@@ -185,9 +182,7 @@ def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_r
     return True
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The store
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- The store -------------------------------------------------------------------------------------------
 
 
 class DriveStore:
@@ -409,7 +404,7 @@ class DriveStore:
         try:
             data = self.read(f"{folder}/{node_id}.json")
             if data is not None:
-                return *check_rollouts(data, round_, stage, node_id), True, Counter()
+                return check_rollouts(data, round_, stage, node_id), True, rejected
             files = [n for n in self.names(f"{folder}/{node_id}") if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
         except BadFile as error:
             return [], True, Counter({str(error): 1})
@@ -417,7 +412,7 @@ class DriveStore:
         for name in files[:MAX_GROUPS_PER_FILE]:
             try:
                 data = self.read(f"{folder}/{node_id}/{name}")
-                groups += check_rollouts(data or {}, round_, stage, node_id)[0]
+                groups += check_rollouts(data or {}, round_, stage, node_id)
                 parts = data.get("parts")
             except BadFile as error:
                 rejected[str(error)] += 1
@@ -544,9 +539,7 @@ def list_experiment_names(root) -> list[str]:
         return []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a stranger's rollout file may look like
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- What a stranger's rollout file may look like --------------------------------------------------------
 
 
 def is_number(value) -> bool:
@@ -556,7 +549,7 @@ def is_number(value) -> bool:
     return abs(value) < 1e300 and math.isfinite(value)
 
 
-def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> tuple[list[dict]]:
+def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:
     """Structure of a rollout file -> its groups; BadFile with the reason if any of it is out of bounds.
 
     Extra keys are ignored, so that newer writers stay readable. One bad group rejects the file: a writer that breaks the
@@ -593,12 +586,10 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> tuple[l
         kept = [{"response": c["response"], "finished": c["finished"]} for c in completions]
         key = (round_, stage, node_id, int(index))
         groups.append({"key": key, "task": task, "seed": seed, "prompt": prompt, "completions": kept})
-    return (groups,)
+    return groups
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The one thread that waits for the folder
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- The one thread that waits for the folder ------------------------------------------------------------
 
 
 class Courier:
@@ -717,36 +708,3 @@ class Courier:
             seconds = time.monotonic() - self.outage_since
             self.outage_since = None
             self.report("outage over", f"the shared folder is back after {seconds:.0f} s; {self.pending} writes to catch up on")
-
-
-def process_identity() -> dict:
-    """Host, pid and start time of this process: enough for others on the same host to see that it has died."""
-    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid(), "pid_start": _pid_start(os.getpid())}
-
-
-def is_known_dead(about: dict) -> bool:
-    """Whether a process that registered with `process_identity` ran on this host and is gone. False means: unknown."""
-    pid = about.get("pid")
-    if about.get("host") != socket.gethostname() or about.get("boot_id") != _boot_id() or not isinstance(pid, int):
-        return False
-    if _boot_id() is None or not 0 < pid < 2**31:
-        return False
-    return _pid_start(pid) != about.get("pid_start")
-
-
-def _boot_id() -> str | None:
-    """Names this boot of this machine, so that two containers called "localhost" are not taken for one. Linux only."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + namespace
-    except OSError:
-        return None
-
-
-def _pid_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, None if it does not run (a zombie does not). Linux only."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

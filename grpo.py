@@ -50,9 +50,7 @@ class Group:
         return is_informative(self.rewards)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Advantages and loss
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Advantages and loss ---------------------------------------------------------------------------------
 
 
 def is_informative(rewards: list[float]) -> bool:
@@ -106,9 +104,7 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
     return loss, ((clipped < unclipped) & mask.bool()).sum()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The model, called in one way everywhere
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- The model, called in one way everywhere -------------------------------------------------------------
 
 
 def autocast(model, dtype: torch.dtype):
@@ -172,9 +168,7 @@ def left_pad(prompts: list[list[int]], pad_id: int, device):
     return ids, torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Generation
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Generation ------------------------------------------------------------------------------------------
 
 
 def sample_tokens(logits, noise, temperature: float):
@@ -254,9 +248,7 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id)
     return [[t for t in row if t >= 0] for row in out.tolist()]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Log-probabilities, with gradient
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Log-probabilities, with gradient --------------------------------------------------------------------
 
 
 def token_logps(model, hidden, targets, temperature: float):
@@ -323,9 +315,7 @@ def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id
     return torch.zeros(mask.shape, device=device).masked_scatter(mask, scored), mask
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The update
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- The update ------------------------------------------------------------------------------------------
 
 
 def pack_micro_batches(groups: list[Group], max_rows: int) -> list[list[tuple[int, slice]]]:

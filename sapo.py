@@ -44,25 +44,13 @@ from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
-    from coordinator import Liveness, Pace, coordinate, experiment_status, reward_rows, validate_experiment
-    from drive_store import (
-        COORDINATOR,
-        MAX_SEED,
-        BadFile,
-        Courier,
-        DriveStore,
-        StoreError,
-        check_name,
-        is_known_dead,
-        list_experiment_names,
-        process_identity,
-        write_atomically,
-    )
+    from coordinator import Liveness, Pace, coordinate, experiment_status, is_known_dead, process_identity
+    from coordinator import reward_rows, validate_experiment
+    from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
+    from drive_store import check_name, list_experiment_names, write_atomically
     from grpo import Group, check_head, generate, sequence_logps, update
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Configuration
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Configuration ---------------------------------------------------------------------------------------
 
 
 class ConfigError(ValueError):
@@ -244,9 +232,7 @@ def variable_table() -> str:
     return "\n".join(rows)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Tasks and rewards
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Tasks and rewards -----------------------------------------------------------------------------------
 
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -369,9 +355,7 @@ def task_hash() -> str:
     return hashlib.sha256(json.dumps(TASK_TABLE, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Models
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Models ----------------------------------------------------------------------------------------------
 
 # The styles in which the embedded model learns to answer; only the first one is rewarded. See the README, "The tiny model".
 ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}")
@@ -579,9 +563,7 @@ def tied_names(model) -> set[str]:
     return tied
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# One process: its nodes, its log, its stop button
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- One process: its nodes, its log, its stop button ----------------------------------------------------
 
 
 class Stopped(BaseException):
@@ -699,9 +681,10 @@ class Log:
             print(text, flush=True)
         self._add(self.node_id, "stdout.log", text)
 
-    def event(self, kind: str, text: str, **data) -> None:
-        """A line for people that also becomes a row of training_events.jsonl."""
-        self.say(f"{self.node_id} {kind}: {text}")
+    def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
+        """A row of training_events.jsonl, and unless `quiet` a line for people."""
+        if not quiet:
+            self.say(f"{self.node_id} {kind}: {text}")
         row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": self.scrub(text), **data}
         self._add(self.node_id, "training_events.jsonl", json.dumps(row))
 
@@ -724,9 +707,7 @@ class Log:
             self._flushed = time.monotonic()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The steps of a round, in the order of Algorithm 1
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- The steps of a round, in the order of Algorithm 1 ---------------------------------------------------
 
 
 def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
@@ -988,9 +969,7 @@ def submit_reward(run: Run, node: Node, t: int, stage: int, stats: dict, externa
     run.log.metrics(node.id, {**row, "my_reward": stats["reward"], "total_reward": node.total_reward, **stats})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Algorithm 1
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Algorithm 1 -----------------------------------------------------------------------------------------
 
 
 def train(run: Run) -> None:
@@ -1107,9 +1086,7 @@ def rounds_to_keep(config: Config) -> int:
     return max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The log line
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- The log line ----------------------------------------------------------------------------------------
 
 
 def round_stats(run: Run, node: Node, t: int, local, external, trained: dict, figures: dict) -> dict:
@@ -1198,9 +1175,7 @@ def eta_seconds(run: Run, t: int) -> float:
     return per_round * (run.config.MAX_ROUNDS - 1 - t)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints, the final model, the Hub
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Checkpoints, the final model, the Hub ---------------------------------------------------------------
 
 
 def save_checkpoint(run: Run) -> None:
@@ -1218,7 +1193,7 @@ def save_checkpoint(run: Run) -> None:
         run.courier.post(run.store.write_checkpoint, run.done, node.id, local)
         run.courier.post(local.unlink, missing_ok=True)
         run.courier.post(run.store.clean_checkpoints, node.id, run.config.CHECKPOINT_KEEP)
-    run.log.event("checkpoint", f"after round {run.done}", round=run.done)
+    run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
 
 
 def resume(run: Run) -> None:
@@ -1305,9 +1280,7 @@ def push_to_hub(run: Run, node: Node) -> None:
     threading.Thread(target=push, name=f"hub {node.id}", daemon=True).start()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Roles
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- Roles -----------------------------------------------------------------------------------------------
 
 
 def join_experiment(config: Config, store: DriveStore, say) -> list[str]:
@@ -1348,7 +1321,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     load_warm_start(model, reader, config, tasks, log.say)
     nodes = [new_node(node_id, model, config, sessions[node_id]) for node_id in node_ids]
 
-    live = Liveness(store, config.STALE_AFTER_SECONDS, is_known_dead)
+    live = Liveness(store, config.STALE_AFTER_SECONDS)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
     state = {"run": None, "state": "running"}
     courier = Courier(log.event, lambda: beat(store, state), beat_seconds=min(15.0, config.STALE_AFTER_SECONDS / 4))
@@ -1465,7 +1438,7 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     return coordinate(
         store, session, COORDINATOR, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1,
         strategy=config.ROUND_ADVANCE, interval=config.COORDINATOR_ROUND_INTERVAL,
-        liveness=Liveness(store, config.STALE_AFTER_SECONDS, is_known_dead), say=log.say,
+        liveness=Liveness(store, config.STALE_AFTER_SECONDS), say=log.say,
         should_stop=lambda: stop.requested, clean=clean,
     )  # fmt: skip
 
@@ -1521,14 +1494,12 @@ def peak_memory_gb(config: Config) -> float:
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# For notebooks, and the command line
-# ---------------------------------------------------------------------------------------------------------------------
+# -------- For notebooks, and the command line -----------------------------------------------------------------
 
 
 def get_experiment_status(path, name: str) -> dict:
     """Status of one experiment below the shared folder `path`: current_round, num_active_peers, cumulative_rewards, …"""
-    return experiment_status(DriveStore(path, name), known_dead=is_known_dead)
+    return experiment_status(DriveStore(path, name))
 
 
 def get_experiment_metrics(path, name: str) -> list[dict]:
