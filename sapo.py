@@ -455,6 +455,24 @@ def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Reader]:
     return model, Reader(tokenizer, eos_ids | {eos_id}, eos_id, config.NUM_SHOTS, positions - longest, longest)
 
 
+def rows_that_fit(model, config: Config) -> tuple[int, float, float]:
+    """(completions per forward pass of the update, GB one of them needs, GB available), from a rough estimate.
+
+    About 100 bytes of activations per token, layer and hidden unit; a quarter of the memory is used, because several
+    workers may share it. Should the estimate be wrong, `update` halves the number when memory runs out.
+    """
+    shape = model.config
+    row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 100 / 1e9
+    if config.DEVICE.startswith("cuda"):
+        available = torch.cuda.mem_get_info()[0] / 1e9
+    else:
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has the latter
+        available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") / 1e9
+    if config.MICRO_BATCH_SIZE != "auto":
+        return config.MICRO_BATCH_SIZE, row, available
+    return max(1, min(1024, int(available / 4 / row))), row, available
+
+
 WARM_START_RECIPE = 1  # raise this when anything below or in build_tiny changes: it is part of the cache's name
 
 
@@ -656,7 +674,7 @@ class Run:
     rounds_worked: int = 0
     round_began: float = 0.0
     round_seconds: float = 0.0  # how long the last one took with the folder at hand
-    max_rows: int | None = None
+    max_rows: int = 1024  # completions per forward pass in the update
 
     def ask(self, function, *args, default=None, timeout: float = 60.0):
         """A read through the courier; `default` if the folder fails (the courier says so in the log)."""
@@ -937,8 +955,7 @@ def policy_gradient(run: Run, node: Node, rollouts: list[Rollout]) -> dict:
         num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows, pad_id=run.reader.eos_id,
         dtype=getattr(torch, config.DTYPE), before_step=run.stop.shield,
     )  # fmt: skip
-    if run.max_rows is not None:
-        run.max_rows = min(run.max_rows, stats["max_rows"])
+    run.max_rows = min(run.max_rows, stats["max_rows"])
     return stats
 
 
@@ -1370,6 +1387,9 @@ def prepare(run: Run) -> None:
     run.replay_until = run.clock
     store.sweep_temp_files([node.id for node in run.nodes], max(0, run.done - 1))
     check_disk(run)
+    run.max_rows, row, available = rows_that_fit(run.nodes[0].model, config)
+    at_once = min(run.max_rows, (config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES) * config.NUM_GENERATIONS)
+    run.log.say(f"memory: the update takes about {at_once * row:.1f} GB for {at_once} completions at once; {available:.1f} GB free")
     for node in run.nodes:
         info = {"node_id": node.id, **process_identity(), "versions": versions(), "device": config.DEVICE, "cpus": os.cpu_count()}
         run.courier.post(store.rewrite, f"logs/{node.id}/system_info.json", info)
