@@ -4,8 +4,15 @@ Everything here reads and writes through a DriveStore that is passed in; no mode
 train: it opens rounds. Without one, the workers open them themselves (see `next_round` in sapo.py).
 """
 
+import csv
+import itertools
+import json
+import math
 import os
+import random
 import socket
+import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -272,3 +279,221 @@ def validate_experiment(store, max_rounds: int, nodes: int, checkpoints: bool = 
             if not row.get(part):
                 problems.append(f"{row['node_id']} round {row['round']}: reward without {part}")
     return problems
+
+
+# -------- Comparing experiments ------------------------------------------------------------------------------------
+
+# The paper's table 1 (8 x Qwen2.5-0.5B, 2000 rounds): I/J -> (cumulative reward, improvement over 8/0)
+PAPER = {"8/0": (561.79, ""), "6/2": (854.43, "+52%"), "4/4": (1093.31, "+94%"), "2/6": (945.87, "+68%")}
+SETTINGS = {  # what makes two runs repetitions of one another, and its short name in a label; all but the seed
+    "NUM_TRAIN_SAMPLES": "I", "NUM_TRANSPLANT_TREES": "J", "EXTERNAL_FILTER": "filter", "LOCAL_OVERSAMPLE": "k",
+    "MODEL_NAME": "model", "LEARNING_RATE": "lr", "ANSWER_TAG_SHARE": "tags", "NUM_GENERATIONS": "G", "TASKS": "tasks",
+}  # fmt: skip
+
+
+def summarize(store, threshold: float = 0.3) -> dict | None:
+    """One finished or running experiment as figures, from config.json and rewards/ alone; None if there are no rewards."""
+    config, rows = store.read("config.json") or {}, reward_rows(store)
+    if not rows:
+        return None
+    nodes = sorted({row["node_id"] for row in rows})
+    rounds = max(row["round"] for row in rows) + 1
+    by_round, curves = [[] for _ in range(rounds)], {node: [None] * rounds for node in nodes}
+    for row in rows:
+        by_round[row["round"]].append(row["reward"])
+        curves[row["node_id"]][row["round"]] = row["reward"]
+    completions, spent = [0] * rounds, 0
+    for row in rows:
+        completions[row["round"]] += row.get("completions", 0)
+    for t in range(rounds):
+        spent += completions[t]
+        completions[t] = spent / len(nodes)
+    mean = [sum(r) / len(r) if r else None for r in by_round]
+    curve = smooth(mean, window_of(rounds))
+    reached = next((t for t, r in enumerate(curve) if r is not None and r >= threshold), None)
+    held_out = [row["held_out"] for row in rows if "held_out" in row and row["round"] >= 0.9 * rounds]
+    key = {short: config.get(name) for name, short in SETTINGS.items()}
+    key["filter"] = bool(key["filter"]) if key["J"] else None  # without externals there is nothing to filter
+    return {
+        "experiment": store.base.name, "seed": config.get("SEED"), "key": {**key, "nodes": len(nodes), "rounds": rounds},
+        "cumulative": sum(row["reward"] for row in rows), "per_node": sum(row["reward"] for row in rows) / len(nodes),
+        "mean_reward": sum(row["reward"] for row in rows) / len(rows), "peak": max(row["reward"] for row in rows),
+        "final": curve[-1], "rounds_to_threshold": reached,
+        "completions_to_threshold": None if reached is None else completions[reached],
+        "completions_per_node": completions[-1], "held_out": sum(held_out) / len(held_out) if held_out else None,
+        "useful_groups": sum(r["local_groups"] + r["external_groups"] - r["flat_groups"] for r in rows) / len(rows),
+        "mean": mean, "curves": curves, "completions": completions,
+    }  # fmt: skip
+
+
+def window_of(rounds: int) -> int:
+    return 100 if rounds >= 1000 else max(1, rounds // 10)
+
+
+def smooth(values: list, window: int) -> list:
+    """Mean over the last `window` values, None where there are none. smooth([0, 1, 1], 2) -> [0, 0.5, 1]."""
+    result = []
+    for i in range(len(values)):
+        recent = [v for v in values[max(0, i + 1 - window) : i + 1] if v is not None]
+        result.append(sum(recent) / len(recent) if recent else None)
+    return result
+
+
+def permutation_p(a: list[float], b: list[float], limit: int = 20000) -> float | None:
+    """Two-sided p-value of mean(a) != mean(b): the share of relabelings at least as far apart. Exact where feasible.
+
+    None where even the most extreme outcome could not get below 0.05: too few seeds to say anything.
+    """
+    both, n = [*a, *b], len(a)
+    total = math.comb(len(both), n)
+    if n == 0 or not b or 2 / total > 0.05:
+        return None
+    observed = abs(sum(a) / n - sum(b) / len(b))
+    rng = random.Random(0)
+    exact = total <= limit
+    splits = itertools.combinations(range(len(both)), n) if exact else (rng.sample(range(len(both)), n) for _ in range(limit))
+    hits = count = 0
+    for chosen in splits:
+        left = sum(both[i] for i in chosen)
+        hits += abs(left / n - (sum(both) - left) / len(b)) >= observed - 1e-12
+        count += 1
+    return hits / count if exact else (hits + 1) / (count + 1)
+
+
+def bootstrap_improvement(a: list[float], b: list[float], resamples: int = 10000) -> tuple[float, float] | None:
+    """95% interval of mean(a) / mean(b) - 1 by resampling the seeds; None with fewer than three of either."""
+    if min(len(a), len(b)) < 3 or not sum(b):
+        return None
+    rng = random.Random(0)
+    ratios = sorted(
+        sum(rng.choices(a, k=len(a))) / len(a) / max(1e-9, sum(rng.choices(b, k=len(b))) / len(b)) - 1 for _ in range(resamples)
+    )
+    return ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
+
+
+def label_of(key: dict, shown=()) -> str:
+    """4/4, 8/0 x4 (oversampled), 4/4 unfiltered; with the settings in `shown` behind."""
+    text = f"{key['I']}/{key['J']}" + (f" x{key['k']}" if key["k"] and key["k"] > 1 else "")
+    text += " unfiltered" if key["filter"] is False else ""
+    return " ".join([text, *(f"{name}={key[name]}" for name in shown)])
+
+
+def compare(summaries: list[dict]) -> list[dict]:
+    """Group summaries by everything but the seed and compare each group with its baseline: the same settings with J = 0."""
+    groups = {}
+    for summary in summaries:
+        groups.setdefault(json.dumps(summary["key"], sort_keys=True), []).append(summary)
+    keys = [members[0]["key"] for members in groups.values()]
+    shown = [n for n in ("model", "lr", "tags", "G", "nodes", "rounds", "tasks") if len({str(k[n]) for k in keys}) > 1]
+    rows = []
+    for members in groups.values():
+        key = members[0]["key"]
+        same = [n for n in key if n not in ("I", "J", "filter", "k")]
+        baseline = [
+            s for s in summaries
+            if s["key"]["J"] == 0 and s["key"]["k"] == 1 and s["key"]["I"] == key["I"] + key["J"] and all(s["key"][n] == key[n] for n in same)
+        ]  # fmt: skip
+        ours, base = [m["per_node"] for m in members], [s["per_node"] for s in baseline]
+        is_baseline = key["J"] == 0 and key["k"] == 1
+        row = {"label": label_of(key, shown), **key, "runs": len(members), "seeds": sorted(str(m["seed"]) for m in members)}
+        for name in ("cumulative", "per_node", "mean_reward", "peak", "final", "rounds_to_threshold", "completions_to_threshold",
+                     "completions_per_node", "held_out", "useful_groups"):  # fmt: skip
+            values = [m[name] for m in members if m[name] is not None]
+            row[name] = sum(values) / len(values) if values else None
+            if name.endswith("threshold") and len(values) < len(members):
+                row[name] = None  # not all runs reached it: a mean over those that did would flatter
+        row["spread"] = statistics.stdev(ours) if len(ours) > 1 else None
+        row["improvement"] = sum(ours) / len(ours) / (sum(base) / len(base)) - 1 if base and sum(base) and not is_baseline else None
+        row["interval"] = bootstrap_improvement(ours, base) if not is_baseline else None
+        row["p_value"] = permutation_p(ours, base) if not is_baseline else None
+        row["members"] = members
+        rows.append(row)
+    return sorted(rows, key=lambda r: (str([r[n] for n in shown]), -r["per_node"]))
+
+
+def report_text(rows: list[dict], threshold: float) -> str:
+    """The comparison as a Markdown table; what there are too few seeds for is said, not left out."""
+
+    def show(value, form, missing="-"):
+        return missing if value is None else format(value, form)
+
+    lines = [
+        "| I/J | runs | cumulative per node | improvement (95% interval) | p | final reward | held-out | "
+        f"rounds to {threshold:g} | completions to {threshold:g} | completions per node | useful groups |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        interval = f" ({row['interval'][0]:+.0%} to {row['interval'][1]:+.0%})" if row["interval"] else ""
+        tested = "baseline" if row["J"] == 0 and row["k"] == 1 else show(row["p_value"], ".3f", "too few seeds")
+        lines.append(
+            f"| {row['label']} | {row['runs']} | {row['per_node']:.2f}" + (f" ± {row['spread']:.2f}" if row["spread"] is not None else "")
+            + f" | {show(row['improvement'], '+.0%')}{interval} | {tested} | {show(row['final'], '.2f')} | {show(row['held_out'], '.2f')}"
+            f" | {show(row['rounds_to_threshold'], '.0f')} | {show(row['completions_to_threshold'], '.0f')}"
+            f" | {row['completions_per_node']:.0f} | {row['useful_groups']:.1f} |"
+        )  # fmt: skip
+    paper = ", ".join(f"{name} {total} {gain}".strip() for name, (total, gain) in PAPER.items())
+    lines += ["", f"The paper's own (8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): {paper}."]
+    return "\n".join(lines)
+
+
+def write_report(rows: list[dict], folder, threshold: float = 0.3) -> list[Path]:
+    """report.md, report.csv, report.json and, with matplotlib, report.png; returns what was written."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    text = report_text(rows, threshold)
+    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
+    plain = [{k: v for k, v in row.items() if k != "members"} for row in rows]
+    with open(folder / "report.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=list(plain[0]))
+        writer.writeheader()
+        writer.writerows(plain)
+    (folder / "report.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    written = [folder / name for name in ("report.md", "report.csv", "report.json")]
+    if plot_report(rows, folder / "report.png", threshold):
+        written.append(folder / "report.png")
+    return written
+
+
+def pyplot():
+    """matplotlib, or None with a line that says how to get it."""
+    try:
+        import matplotlib
+
+        if "ipykernel" not in sys.modules:
+            matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        return plt
+    except ImportError:
+        print("no picture: pip install matplotlib")
+        return None
+
+
+def plot_report(rows: list[dict], path, threshold: float) -> bool:
+    """Three panels: every agent's raw curve; smoothed mean over seeds with min/max band; reward against completions."""
+    plt = pyplot()
+    if plt is None:
+        return False
+    figure, (raw, band, cost) = plt.subplots(1, 3, figsize=(18, 5.5), constrained_layout=True)
+    for i, row in enumerate(rows):
+        color, members = f"C{i % 10}", row["members"]
+        for member in members[:1]:
+            for curve in member["curves"].values():
+                raw.plot([v if v is not None else float("nan") for v in curve], color=color, alpha=0.25, linewidth=0.7)
+        curves = [smooth(m["mean"], window_of(len(m["mean"]))) for m in members]
+        length = min(map(len, curves))
+        columns = [[c[t] for c in curves if c[t] is not None] or [float("nan")] for t in range(length)]
+        mean = [sum(c) / len(c) for c in columns]
+        band.plot(mean, color=color, label=f"{row['label']} ({row['runs']})")
+        band.fill_between(range(length), [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.15)
+        cost.plot(members[0]["completions"][:length], mean, color=color, label=row["label"])
+    raw.set(title="every agent, one seed each", xlabel="round", ylabel="reward")
+    band.set(title="mean over nodes and seeds, min/max over seeds", xlabel="round", ylabel="reward (smoothed)")
+    cost.set(title="what it costs", xlabel="completions generated per node", ylabel="reward (smoothed)")
+    cost.axhline(threshold, color="gray", linewidth=0.5)
+    band.legend(fontsize=8)
+    for axis in (raw, band, cost):
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return True

@@ -2,7 +2,9 @@
 # One coordinator and NUM_WORKERS (4) workers on this machine, or the paper's comparison, one experiment after another.
 #   bash run_swarm.sh                                           4 workers, I/J 4/4, embedded model: the main job
 #   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh             any variable of sapo.py is passed on
-#   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh           one experiment for each I/J and seed, then their figures
+#   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh           one experiment for each I/J and seed, then the report
+#   LOCAL_NODES=8 CONFIGS="8/0 4/4 4/4u 8/0x4" … run_swarm.sh   the same with all nodes in one process; u: EXTERNAL_FILTER
+#                                                               off, xK: LOCAL_OVERSAMPLE=K
 #   LOG_DIR=/tmp/logs bash run_swarm.sh                         every process's output also in a file of its own
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -34,8 +36,12 @@ start() {  # start NAME VAR=VALUE…: one process in the background, its output 
 
 run_experiment() {  # one coordinator and the workers, until all have ended; returns 1 and names whoever failed
   pids=() names=()
-  start coordinator NODE_ROLE=coordinator "$@"
-  for ((i = 0; i < NUM_WORKERS; i++)); do start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"; done
+  if [ "${LOCAL_NODES:-1}" -gt 1 ]; then
+    start swarm NODE_ROLE=worker "$@"  # its nodes keep step by themselves
+  else
+    start coordinator NODE_ROLE=coordinator "$@"
+    for ((i = 0; i < NUM_WORKERS; i++)); do start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"; done
+  fi
   local failed=0 status waiting="${!pids[*]}" still
   while [ -n "$waiting" ]; do
     still=
@@ -50,7 +56,7 @@ run_experiment() {  # one coordinator and the workers, until all have ended; ret
     done
     waiting=$still
     # a coordinator waits for workers to come; here none will
-    if [ "$waiting" = "0 " ] && [ "$failed" -eq 1 ]; then kill -INT "${pids[0]}" 2>/dev/null || true; failed=2; fi
+    if [ "$waiting" = "0 " ] && [ "${names[0]}" = coordinator ] && [ "$failed" -eq 1 ]; then kill -INT "${pids[0]}" 2>/dev/null || true; failed=2; fi
     sleep 0.5
   done
   [ "$failed" -eq 0 ]
@@ -58,15 +64,18 @@ run_experiment() {  # one coordinator and the workers, until all have ended; ret
 
 main() {
   if [ -n "${CONFIGS:-}" ]; then
-    for config in $CONFIGS; do
-      [[ $config =~ ^[0-9]+/[0-9]+$ ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4"; exit 2; }
-      for seed in ${SEEDS:-${SEED:-42}}; do
-        name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed
+    for seed in ${SEEDS:-${SEED:-42}}; do
+      for config in $CONFIGS; do
+        [[ $config =~ ^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$ ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"; exit 2; }
+        local name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
+        [ -z "${BASH_REMATCH[3]}" ] || filter=False
         echo "run_swarm: experiment $name"
-        run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${config%/*}" NUM_TRANSPLANT_TREES="${config#*/}" || exit 1
+        run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" \
+          EXTERNAL_FILTER=$filter LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1
         [ "$stopping" -eq 0 ] || exit 130
       done
     done
+    NODE_ROLE=report "$python" "$here/sapo.py"
   else
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
     case ${TEST_MODE:-0} in

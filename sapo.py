@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
     from coordinator import Liveness, Pace, coordinate, experiment_status, is_known_dead, process_identity
-    from coordinator import reward_rows, validate_experiment
+    from coordinator import compare, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
     from drive_store import check_name, list_experiment_names, write_atomically
     from grpo import Group, check_head, generate, sequence_logps, update
@@ -67,7 +67,7 @@ class Config:
 
     GDRIVE_PATH: str = var("auto", "the shared folder; auto = /content/drive/MyDrive/rl-swarm where that mount exists, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
-    NODE_ROLE: str = var("worker", "worker or coordinator; validate and benchmark only read", ("worker", "coordinator", "validate", "benchmark"))
+    NODE_ROLE: str = var("worker", "worker or coordinator; report, validate and benchmark change no experiment", ("worker", "coordinator", "report", "validate", "benchmark"))
     NODE_ID: str = var("auto", "unique name of this node; auto = node_<8 hex>, or node if LOCAL_NODES > 1")
     MODEL_NAME: str = var("auto", "tiny (embedded, offline), a Hugging Face id or a local folder; auto = Gensyn/Qwen2.5-0.5B-Instruct with an accelerator, else tiny")
     SEED: int = var(42, "the swarm's seed; nodes differ by NODE_ID", low=0, high=2**31)
@@ -1473,6 +1473,18 @@ def run_validate(config: Config) -> str:
     return "invalid" if problems else "valid"
 
 
+def run_report(config: Config) -> str:
+    """Compare all experiments below GDRIVE_PATH; print the table, write it to GDRIVE_PATH/reports."""
+    rows = compare_experiments(config.GDRIVE_PATH)
+    if not rows:
+        print(f"report: no experiment with rewards below {config.GDRIVE_PATH}")
+        return "invalid"
+    print(report_text(rows, REPORT_THRESHOLD))
+    for path in write_report(rows, Path(config.GDRIVE_PATH) / "reports", REPORT_THRESHOLD):
+        print(path)
+    return "finished"
+
+
 def run_benchmark(config: Config) -> str:
     """What this machine does: tokens per second, seconds per round, peak memory, store milliseconds. Writes to a temp folder."""
     with tempfile.TemporaryDirectory(prefix="sapo-benchmark-") as folder:
@@ -1514,6 +1526,9 @@ def peak_memory_gb(config: Config) -> float:
     return peak / 1e9 if sys.platform == "darwin" else peak * 1024 / 1e9
 
 
+REPORT_THRESHOLD = 0.3  # "rounds to" and "completions to" this smoothed mean reward
+
+
 # -------- For notebooks, and the command line -----------------------------------------------------------------
 
 
@@ -1530,6 +1545,12 @@ def get_experiment_metrics(path, name: str) -> list[dict]:
 def list_experiments(path) -> list[str]:
     """Names of the experiments below the shared folder `path`."""
     return list_experiment_names(path)
+
+
+def compare_experiments(path, names=None) -> list[dict]:
+    """Figures of the experiments `names` (all below `path` by default), averaged over seeds, against their J = 0 baseline."""
+    stores = [DriveStore(path, name) for name in names or list_experiment_names(path)]
+    return compare([s for s in (summarize(store, REPORT_THRESHOLD) for store in stores) if s])
 
 
 def main(environ=None) -> int:
@@ -1550,6 +1571,8 @@ def main(environ=None) -> int:
     try:
         if config.NODE_ROLE == "validate":
             outcome = run_validate(config)
+        elif config.NODE_ROLE == "report":
+            outcome = run_report(config)
         elif config.NODE_ROLE == "benchmark":
             outcome = run_benchmark(config)
         else:
