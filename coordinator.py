@@ -10,6 +10,7 @@ import json
 import math
 import os
 import random
+import shutil
 import socket
 import statistics
 import sys
@@ -497,3 +498,136 @@ def plot_report(rows: list[dict], path, threshold: float) -> bool:
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return True
+
+
+# -------- Watching one experiment -----------------------------------------------------------------------------------
+
+
+def sparkline(values: list[float], width: int = 20) -> str:
+    """The last `width` values in [0, 1] as bars. sparkline([0, 0.5, 1]) -> "▁▅█"."""
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * max(0.0, v)))] for v in values[-width:])
+
+
+def dashboard(store, live: Liveness, rows: list[dict], now: float) -> str:
+    """The state of an experiment as text: clock, nodes, latest rollout, storage, and what looks wrong."""
+    live.refresh()
+    clock = store.current_round()
+    lines = [f"{store.base.name}: round {clock}, {len(rows)} rewards, {time.strftime('%H:%M:%S', time.localtime(now))}", ""]
+    lines.append(f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend")
+    for node in sorted(live.sessions):
+        mine = [row for row in rows if row["node_id"] == node]
+        about, beat = live.about(node), live.heartbeats.get(node, {})
+        for row in mine[-1:]:
+            live.note(node, "reward", (row["round"], row["stage"]))
+        state = beat.get("state", "left") if live.has_left(node) else "live" if live.is_live(node) else "dead"
+        reward = f"{mine[-1]['reward']:7.2f} {sum(r['reward'] for r in mine):8.2f}  {sparkline([r['reward'] for r in mine])}" if mine else ""
+        round_ = mine[-1]["round"] if mine else beat.get("round", "-")
+        lines.append(f"{node:20.20} {str(about.get('role')):12.12} {str(about.get('model') or '-'):16.16} {state:8} {round_!s:>6} {reward}")
+    counts = [f"{r}: {len(store.publishers(r, 0))}" for r in range(max(0, clock - 4), clock + 1)]
+    lines += ["", f"rollout files in rounds  {'  '.join(counts)}", *latest_rollout(store, clock), *latest_winners(store, clock)]
+    size = sum(f.stat().st_size for f in store.base.rglob("*") if f.is_file())
+    free = shutil.disk_usage(store.base).free
+    lines += ["", f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free"]
+    return "\n".join(lines + [f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)])
+
+
+def latest_rollout(store, clock: int) -> list[str]:
+    """One question of the newest rollout file with two of its completions. Rewards are the publisher's own claim."""
+    for round_ in range(clock, max(-1, clock - 5), -1):
+        for node in store.publishers(round_, 0):
+            groups, _, _ = store.fetch(round_, 0, node)
+            if groups:
+                group = groups[0]
+                lines = [f"latest rollout: {node}, round {round_}, {group['task']}", f"  {group['prompt']!r:.110}"]
+                return lines + [f"  -> {c['response']!r:.100}" + ("" if c["finished"] else " (cut)") for c in group["completions"][:2]]
+    return []
+
+
+def latest_winners(store, clock: int) -> list[str]:
+    for round_ in range(clock, max(-1, clock - 3), -1):
+        votes = []
+        for name in store.names(f"winners/round_{round_:06d}"):
+            try:
+                votes.append(str((store.read(f"winners/round_{round_:06d}/{name}") or {}).get("winner")))
+            except ValueError:  # BadFile
+                continue
+        if votes:
+            return [f"winners of round {round_}: " + ", ".join(f"{n} ({votes.count(n)})" for n in sorted(set(votes)))]
+    return []
+
+
+def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: float) -> list[str]:
+    """What looks wrong, each with what to do about it."""
+    warnings, workers = [], live.live_workers()
+    everybody = [n for n in live.sessions if live.about(n).get("role") == "worker"]
+    finished = bool(everybody) and all(live.has_left(n) for n in everybody)
+    if clock < 0:
+        warnings.append("no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME")
+    if not workers and not finished:
+        warnings.append("no live worker: start one with its old NODE_ID to resume it")
+    if workers and not any(store.publishers(r, 0) for r in range(max(0, clock - 2), clock + 1)):
+        warnings.append("no rollouts in the last three rounds: is the folder of all nodes the same and synced?")
+    idle = min((live.silence(n) for n in workers), default=0.0)
+    if idle > live.stale_after / 2:
+        warnings.append(f"nothing new for {idle:.0f} s: is the drive still mounted?")
+    for node in workers:
+        pids = {name for name in store.names("peers") if name.startswith(f"{node}.") and name[len(node) + 1 :][:13].isdigit()}
+        if len(pids) > 5:
+            warnings.append(f"{node} was started {len(pids)} times: do two machines share this NODE_ID?")
+    recent = [row for row in rows if row["round"] > clock - 10]
+    if recent and all(row.get("flat_groups") == row.get("local_groups", 0) + row.get("external_groups", 0) for row in recent):
+        warnings.append("no informative group in ten rounds: see WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS")
+    if free < 1e9:
+        warnings.append("less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True")
+    return warnings
+
+
+def plot_experiment(store, path, rows: list[dict]) -> bool:
+    """Five charts of one experiment as a PNG; shown inline in a notebook. path=None only shows."""
+    plt = pyplot()
+    if plt is None or not rows:
+        return False
+    nodes = sorted({row["node_id"] for row in rows})
+    by_round = {}
+    for row in rows:
+        by_round.setdefault(row["round"], []).append(row["reward"])
+    rounds = sorted(by_round)
+    mean = [sum(by_round[t]) / len(by_round[t]) for t in rounds]
+    figure, axes = plt.subplots(2, 3, figsize=(16, 8), constrained_layout=True)
+    (spread, trend, total), (active, histogram, empty) = axes
+    spread.plot(rounds, mean)
+    spread.fill_between(rounds, [min(by_round[t]) for t in rounds], [max(by_round[t]) for t in rounds], alpha=0.2)
+    for node in nodes:
+        mine = [row for row in rows if row["node_id"] == node]
+        trend.plot([r["round"] for r in mine], smooth([r["reward"] for r in mine], window_of(len(rounds))), label=node)
+    total.bar(nodes, [sum(r["reward"] for r in rows if r["node_id"] == node) for node in nodes])
+    total.tick_params(axis="x", rotation=60)
+    active.step(rounds, [len(by_round[t]) for t in rounds])
+    histogram.hist([row["reward"] for row in rows], bins=20)
+    empty.axis("off")
+    titles = ("reward per round, min to max", "smoothed reward per node", "cumulative reward", "active nodes", "rewards, histogram")
+    for axis, title in zip((spread, trend, total, active, histogram), titles, strict=True):
+        axis.set_title(title)
+    if len(nodes) <= 10:
+        trend.legend(fontsize=8)
+    if path is not None:
+        figure.savefig(path, dpi=100)
+    if "ipykernel" in sys.modules:
+        plt.show()
+    plt.close(figure)
+    return True
+
+
+def monitor(store, stale_after: float, chart=None, every: float = 30.0, once: bool = False, should_stop=lambda: False) -> None:
+    """Print the dashboard every 30 seconds, on a terminal in place; once if asked. chart: a path for the five charts."""
+    live, terminal = Liveness(store, stale_after), sys.stdout.isatty()
+    while True:
+        rows = reward_rows(store)
+        print(("\033[2J\033[H" if terminal else "") + dashboard(store, live, rows, time.time()), flush=True)
+        if chart is not None or "ipykernel" in sys.modules:
+            plot_experiment(store, chart, rows)
+        deadline = time.monotonic() + every
+        while time.monotonic() < deadline and not once and not should_stop():
+            time.sleep(0.2)
+        if once or should_stop():
+            return

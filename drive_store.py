@@ -626,7 +626,9 @@ class Courier:
             self._wake.notify_all()
         if not answer["done"].wait(timeout):
             answer["abandoned"] = True  # if the thread comes back from its hang, it need not catch up on this
-            raise TimeoutError(f"the shared folder did not answer within {timeout:.0f} s")
+            error = TimeoutError(f"no answer within {timeout:.0f} s")
+            self._failed(error)
+            raise error
         if "error" in answer:
             raise answer["error"]
         return answer["value"]

@@ -23,6 +23,7 @@ import platform
 import random
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -45,7 +46,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
     from coordinator import Liveness, Pace, coordinate, experiment_status, is_known_dead, process_identity
-    from coordinator import compare, report_text, reward_rows, summarize, validate_experiment, write_report
+    from coordinator import compare, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
     from drive_store import check_name, list_experiment_names, write_atomically
     from grpo import Group, check_head, generate, sequence_logps, update
@@ -67,7 +68,7 @@ class Config:
 
     GDRIVE_PATH: str = var("auto", "the shared folder; auto = /content/drive/MyDrive/rl-swarm where that mount exists, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
-    NODE_ROLE: str = var("worker", "worker or coordinator; report, validate and benchmark change no experiment", ("worker", "coordinator", "report", "validate", "benchmark"))
+    NODE_ROLE: str = var("worker", "worker or coordinator; the readers monitor, report, validate and benchmark change no experiment", ("worker", "coordinator", "monitor", "report", "validate", "benchmark"))
     NODE_ID: str = var("auto", "unique name of this node; auto = node_<8 hex>, or node if LOCAL_NODES > 1")
     MODEL_NAME: str = var("auto", "tiny (embedded, offline), a Hugging Face id or a local folder; auto = Gensyn/Qwen2.5-0.5B-Instruct with an accelerator, else tiny")
     SEED: int = var(42, "the swarm's seed; nodes differ by NODE_ID", low=0, high=2**31)
@@ -670,6 +671,7 @@ class Run:
     replay_until: int = -1  # rounds up to here may have been worked on before this process started
     leaderless_since: float | None = None
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
+    reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
     started: float = field(default_factory=time.monotonic)
     rounds_worked: int = 0
     round_began: float = 0.0
@@ -678,6 +680,8 @@ class Run:
 
     def ask(self, function, *args, default=None, timeout: float = 60.0):
         """A read through the courier; `default` if the folder fails (the courier says so in the log)."""
+        if self.courier.outage_since is not None:
+            timeout = min(timeout, 2.0)  # a hanging folder must not cost a minute for every question
         try:
             return self.courier.ask(function, *args, timeout=timeout)
         except (OSError, BadFile, StoreError):  # TimeoutError is an OSError
@@ -687,8 +691,8 @@ class Run:
 class Log:
     """Lines for people, JSON lines for programs; both reach the shared folder every few seconds, through the courier."""
 
-    def __init__(self, node_id: str, secret: str = ""):
-        self.node_id, self.secret, self.bar = node_id, secret, None
+    def __init__(self, node_id: str, secret: str = "", resume_line: str = ""):
+        self.node_id, self.secret, self.resume_line, self.bar = node_id, secret, resume_line, None
         self._buffers, self._lock, self._flushed = {}, threading.Lock(), time.monotonic()
 
     def say(self, text: str) -> None:
@@ -913,8 +917,8 @@ def verify_uncached(run: Run, raw: dict):
 def count_rejections(run: Run, figures: dict, peer: str, reasons: dict) -> None:
     for reason, count in reasons.items():
         figures["rejected"] += count
-        if (peer, reason) not in run.verified:  # say it once
-            run.verified[peer, reason] = reason
+        if (peer, reason) not in run.reported:  # say it once
+            run.reported.add((peer, reason))
             run.log.event("reject", f"{peer}: {reason}", peer=peer, count=count)
 
 
@@ -1090,7 +1094,7 @@ def finish_round(run: Run, t: int) -> None:
     if config.ROLLOUT_CLEANUP_ENABLED:
         before = t + 1 - rounds_to_keep(config)
         run.courier.post(run.store.clean_rollouts, before, [node.id for node in run.nodes], config.ROLLOUT_ARCHIVE_OLD)
-    for key in [k for k in run.verified if isinstance(k[0], int) and k[0] < t - config.ROLLOUT_MAX_AGE]:
+    for key in [k for k in run.verified if k[0] < t - config.ROLLOUT_MAX_AGE]:
         del run.verified[key]
     run.log.flush(run)
     if run.log.bar is not None:
@@ -1119,6 +1123,7 @@ def round_stats(run: Run, node: Node, t: int, local, external, trained: dict, fi
         "local_groups": len(local),
         "external_groups": len(external),
         "external_pool": figures["pool"],
+        "external_short": run.config.NUM_TRANSPLANT_TREES - len(external),
         "external_ages": [t - r.key[0] for r in external],
         "external_peers": figures["peers"],
         "rejected": figures["rejected"],
@@ -1142,7 +1147,7 @@ def report_round(run: Run, node: Node, t: int, stats: dict) -> None:
     """Print the round; name a missing learning signal, and externals that did not come, with what to do about it."""
     config = run.config
     run.log.say(log_line(node.id, t, config.MAX_ROUNDS, stats, eta_seconds(run, t)))
-    missing = config.NUM_TRANSPLANT_TREES - stats["external_groups"]
+    missing = stats["external_short"]
     if missing > 0 and stats["external_peers"] == 0 and run.rounds_worked % 10 == 0 and t > run.replay_until:
         newest = run.ask(newest_peer_file, run, node, t)
         age = f"the newest peer file is {newest} rounds old (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})" if newest else "no peer file was found"
@@ -1177,10 +1182,11 @@ def log_line(node_id: str, t: int, max_rounds: int, s: dict, eta: float) -> str:
     """One round in one line. How to read it: README, "The log line"."""
     width = len(str(max_rounds))
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
+    short = f" ({s['external_short']} short)" if s["external_short"] else ""
     minutes = f"{eta / 60:.0f}m" if eta >= 60 else f"{eta:.0f}s"
     return (
         f"{node_id} round {t + 1:0{width}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
-        f"groups {s['local_groups']}+{s['external_groups']} of {s['external_pool']}, {s['flat_groups']} flat, {s['rejected']} rejected | "
+        f"groups {s['local_groups']}+{s['external_groups']} of {s['external_pool']}{short}, {s['flat_groups']} flat, {s['rejected']} rejected | "
         f"tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f} | "
         f"loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f} | "
         f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train | eta {minutes}"
@@ -1355,7 +1361,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     except Stopped:
         state["state"] = "stopped"
         save_checkpoint(run)
-        log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {resume_line(config)}")
+        log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
         return "stopped"
     except Superseded as error:
         log.event("end", str(error))
@@ -1396,7 +1402,7 @@ def prepare(run: Run) -> None:
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
     run.log.event("start", f"{len(run.nodes)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE}), round {run.done + 1}")
-    run.log.say(f"to resume: {resume_line(config)}")
+    run.log.say(f"to resume: {run.log.resume_line}")
 
 
 def check_disk(run: Run) -> None:
@@ -1408,11 +1414,11 @@ def check_disk(run: Run) -> None:
             run.log.event("disk", f"{place}: {free / 1e9:.1f} GB free, {copies} checkpoints need {copies * size / 1e9:.1f} GB; lower CHECKPOINT_KEEP or make room")
 
 
-def resume_line(config: Config) -> str:
-    """The command that resumes this node."""
-    own = [f for f in fields(config) if f.name not in ("HUGGINGFACE_ACCESS_TOKEN", "TASKS") and getattr(config, f.name) != f.default]
-    settings = [f"{f.name}={getattr(config, f.name)}" for f in own if f.name in ("GDRIVE_PATH", "EXPERIMENT_NAME", "NODE_ID", "MODEL_NAME")]
-    return " ".join([*settings, "… python sapo.py   (with the other variables as before)"])
+def resume_line(config: Config, environ) -> str:
+    """The command that resumes this node: what was set, and what was made up at the start; never the secret."""
+    given = {f.name: environ[f.name] for f in fields(config) if environ.get(f.name) and f.name != "HUGGINGFACE_ACCESS_TOKEN"}
+    given |= {"GDRIVE_PATH": config.GDRIVE_PATH, "NODE_ID": config.NODE_ID}
+    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
 
 
 def progress_bar(run: Run):
@@ -1471,6 +1477,18 @@ def run_validate(config: Config) -> str:
         print(f"validate: {problem}")
     print(f"validate: {store.base}: " + ("FAILED" if problems else "passed"))
     return "invalid" if problems else "valid"
+
+
+def run_monitor(config: Config, stop: StopButton) -> str:
+    """The live dashboard: every 30 seconds on a terminal or in a notebook, once elsewhere."""
+    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
+    if config.EXPERIMENT_NAME not in list_experiment_names(config.GDRIVE_PATH):
+        print(f"EXPERIMENT_NAME={config.EXPERIMENT_NAME!r}: expected one of {', '.join(list_experiment_names(config.GDRIVE_PATH)) or 'none yet'}")
+        return "invalid"
+    stop.shield()
+    live = sys.stdout.isatty() or "ipykernel" in sys.modules
+    monitor(store, config.STALE_AFTER_SECONDS, once=not live, should_stop=lambda: stop.requested)
+    return "finished"
 
 
 def run_report(config: Config) -> str:
@@ -1561,7 +1579,7 @@ def main(environ=None) -> int:
     except ConfigError as error:
         print(error)
         return 2
-    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN)
+    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
     for warning in warnings:
         log.say(f"warning: {warning}")
     transformers.utils.logging.set_verbosity_error()  # it warns of padding that this program handles itself
@@ -1569,7 +1587,9 @@ def main(environ=None) -> int:
     stop = StopButton()
     stop.install()
     try:
-        if config.NODE_ROLE == "validate":
+        if config.NODE_ROLE == "monitor":
+            outcome = run_monitor(config, stop)
+        elif config.NODE_ROLE == "validate":
             outcome = run_validate(config)
         elif config.NODE_ROLE == "report":
             outcome = run_report(config)
