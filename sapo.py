@@ -38,6 +38,7 @@ import reasoning_gym
 import torch
 import transformers
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+from safetensors import SafetensorError
 from safetensors.torch import load as safetensors_load
 from safetensors.torch import save as safetensors_save
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -525,52 +526,63 @@ def warm_start(model, reader: Reader, config: Config, tasks, steps: int, say) ->
     make_question.cache_clear()
 
 
-def load_warm_start(model, reader: Reader, config: Config, tasks, say, check_stop=lambda: None) -> None:
+def load_warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
     warmstart/<hash of the recipe>.safetensors is write-once; a claim file keeps the others from making it too, and is
-    ignored when its maker died or took too long (making it twice is harmless).
+    ignored when its maker died or took half an hour (making it twice is harmless).
     """
     steps = config.WARM_START_STEPS
     if steps == 0:
         return
-    recipe = [WARM_START_RECIPE, config.MODEL_NAME, model.config.vocab_size, steps, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS, reasoning_gym.__version__]
-    recipe += [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else [config.DTYPE]
+    tiny = config.MODEL_NAME == "tiny"
+    recipe = [WARM_START_RECIPE, config.MODEL_NAME, model.config.vocab_size, steps, config.SEED, task_hash(), sorted(tasks)]
+    recipe += [config.NUM_SHOTS, reasoning_gym.__version__, [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if tiny else config.DTYPE]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
     folder = Path(config.GDRIVE_PATH) / "warmstart"
     folder.mkdir(parents=True, exist_ok=True)
     path, claim = folder / f"{name}.safetensors", folder / f"{name}.claim"
-    deadline = time.monotonic() + 1800
-    waited = False
-    while not path.exists():
-        check_stop()
-        try:
-            with open(claim, "x") as file:
-                json.dump(process_identity(), file)
-            break
-        except FileExistsError:
-            with contextlib.suppress(OSError, ValueError):
-                if is_known_dead(json.loads(claim.read_text())):
-                    claim.unlink(missing_ok=True)
-                    continue
-        if time.monotonic() > deadline:
-            break
-        if not waited:
-            waited = say("another node is making the warm start; waiting for it") or True
+    waited_from = None
+    while (weights := read_weights(path)) is None:
+        if take_claim(claim) or (waited_from and time.monotonic() - waited_from > 1800):
+            say(f"warm start: {steps} supervised steps, once for all nodes")
+            try:
+                warm_start(model, reader, config, tasks, steps, say)
+                data = safetensors_save({k: v.cpu().contiguous() for k, v in model.state_dict().items() if k not in tied_names(model)})
+                write_atomically(path, lambda file, data=data: file.write(data), config.NODE_ID, True, lambda p: read_weights(p) is not None)
+            finally:
+                claim.unlink(missing_ok=True)
+            continue  # read it back like everybody else: if two made it, the first file counts
+        if waited_from is None:
+            waited_from = time.monotonic()
+            say("another node is making the warm start; waiting for it")
         time.sleep(0.5)
-    if not path.exists():
-        say(f"warm start: {steps} supervised steps, once for all nodes")
-        started = time.monotonic()
-        warm_start(model, reader, config, tasks, steps, say)
-        weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items() if k not in tied_names(model)}
-        data = safetensors_save(weights)
-        write_atomically(path, lambda file: file.write(data), config.NODE_ID, once=True, is_complete=Path.exists)
-        claim.unlink(missing_ok=True)
-        say(f"warm start made in {time.monotonic() - started:.0f} s: {path}")
-    missing, unexpected = model.load_state_dict(safetensors_load(path.read_bytes()), strict=False)
+    missing, unexpected = model.load_state_dict(weights, strict=False)
     if unexpected or set(missing) - tied_names(model):
         raise StoreError(f"{path} does not fit the model; delete it and start again")
     model.tie_weights()
+
+
+def take_claim(claim: Path) -> bool:
+    """Create the claim file; True if it is now ours. A claim of a process known to be dead is removed first."""
+    with contextlib.suppress(OSError, ValueError):
+        if is_known_dead(json.loads(claim.read_text())):
+            claim.unlink(missing_ok=True)
+    try:
+        with open(claim, "x") as file:
+            json.dump(process_identity(), file)
+        return True
+    except FileExistsError:
+        return False
+
+
+def read_weights(path: Path) -> dict | None:
+    """Tensors of a safetensors file; None if it is missing, not fully synced, damaged or holds non-finite numbers."""
+    try:
+        weights = safetensors_load(path.read_bytes())
+    except (OSError, SafetensorError):
+        return None
+    return weights if all(torch.isfinite(w).all() for w in weights.values()) else None
 
 
 def tied_names(model) -> set[str]:
