@@ -271,10 +271,17 @@ def validate_experiment(store, max_rounds: int, nodes: int, checkpoints: bool = 
             problems.append(f"{node}: no logs/{node}/metrics.jsonl")
         if checkpoints and not store.checkpoints(node):
             problems.append(f"{node}: no checkpoint")
-        if not (store.base / "models" / node / "config.json").is_file():
-            problems.append(f"{node}: no final model in models/{node}")
-    if not any(store.publishers(r, 0) for r in range(max_rounds)) and not config.get("ROLLOUT_CLEANUP_ENABLED"):
-        problems.append("no rollouts were published")
+        for name in ("config.json", "tokenizer.json"):
+            if not (store.base / "models" / node / name).is_file():
+                problems.append(f"{node}: no models/{node}/{name}")
+        if not any(name.endswith(".safetensors") for name in store.names(f"models/{node}")):
+            problems.append(f"{node}: no weights in models/{node}")
+    stages = config.get("MAX_STAGES", 1)
+    for round_ in range(max_rounds):
+        if not any(row["round"] == round_ for row in rows):
+            problems.append(f"round {round_}: no rewards")
+        if not any(store.publishers(round_, s) for s in range(stages)) and not config.get("ROLLOUT_CLEANUP_ENABLED"):
+            problems.append(f"round {round_}: no rollouts")
     for row in rows:
         for part in ("completions", "local_groups"):
             if not row.get(part):

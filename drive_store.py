@@ -324,6 +324,13 @@ class DriveStore:
             )
         return -1
 
+    def opened_by(self, round_: int) -> str | None:
+        """Who opened a round, None if unknown."""
+        try:
+            return (self.read(f"state/rounds/{bucket(round_)}.json") or {}).get("opened_by")
+        except BadFile:
+            return None
+
     def highest_rewarded_round(self) -> int:
         """The clock's second witness, for a lost state folder: the last round with a reward that follows on another.
 
@@ -705,7 +712,7 @@ class Courier:
             self.report("outage", f"the shared folder fails ({error}); training goes on, writes are queued")
 
     def _fine(self) -> None:
-        self._pause = 1.0
+        self._pause, self._retry_at = 1.0, 0.0  # one success: the queue need not wait any longer
         if self.outage_since is not None:
             seconds = time.monotonic() - self.outage_since
             self.outage_since = None

@@ -30,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections import Counter, deque
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -815,18 +816,19 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> tuple[list[Roll
     rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
     drawn, seen = [], {}
     for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
-        peers = choose_peers(run, node, t - age, stage, rng)
+        peers = choose_peers(run, node, t, age, rng)
         files = wait_for_peers(run, t, stage, peers) if age == 0 else fetch_older(run, t - age, peers)
         pool = []
         for peer, (groups, rejected) in sorted(files.items()):
             count_rejections(run, figures, peer, rejected)
+            groups = [raw for raw in groups if raw["key"] not in node.trained]
             if len(groups) > config.NUM_TRAIN_SAMPLES:  # a fair share: flooding the folder buys no influence
                 groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
             for raw in groups:
                 rollout = verify(run, raw)
                 if isinstance(rollout, str):
                     count_rejections(run, figures, peer, {rollout: 1})
-                elif rollout.key not in node.trained and (rollout.group.is_informative or not config.EXTERNAL_FILTER):
+                elif rollout.group.is_informative or not config.EXTERNAL_FILTER:
                     pool.append(rollout)
                 if age == 0 and not isinstance(rollout, str):
                     seen.setdefault(peer, []).extend(rollout.group.rewards)
@@ -840,18 +842,19 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> tuple[list[Roll
     return drawn, figures
 
 
-def choose_peers(run: Run, node: Node, round_: int, stage: int, rng) -> list[str]:
-    """Up to FETCH_MAX_PEERS nodes, at random: those that published in the round before, else whoever is registered.
+def choose_peers(run: Run, node: Node, t: int, age: int, rng) -> list[str]:
+    """Up to FETCH_MAX_PEERS nodes, at random. Costs one directory listing, however many peers there are.
 
-    Costs one directory listing, however many peers there are.
+    For this round (age 0): those that published in the round before, else whoever is registered and live. For an older
+    round: those that published in it.
     """
-    limit = run.config.FETCH_MAX_PEERS
-    known = run.ask(run.store.publishers, max(0, round_ - 1), stage, default=[])
+    limit, source = run.config.FETCH_MAX_PEERS, max(0, t - max(1, age))
+    known = run.ask(run.store.publishers, source, run.config.MAX_STAGES - 1, default=[])
     for peer in known:
-        run.live.note(peer, "rollouts", round_ - 1)
+        run.live.note(peer, "rollouts", source)
     peers = sorted(set(known) - {node.id})
-    if len(peers) >= limit:
-        return rng.sample(peers, limit)
+    if len(peers) >= limit or age > 0:
+        return rng.sample(peers, min(limit, len(peers)))
     others = sorted(set(run.live.sessions) - set(peers) - {node.id, COORDINATOR})
     others = rng.sample(others, min(len(others), 4 * limit))
     run.ask(run.live.refresh, others)
@@ -994,6 +997,7 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float | None:
 
 def submit_reward(run: Run, node: Node, t: int, stage: int, stats: dict, external: list[Rollout]) -> None:
     """Step 6: publish the reward and the round's figures; the externals by key, so that a replay can draw them again."""
+    run.stop.shield()  # from the first total on, the round is finished: a checkpoint must not count it twice
     node.total_reward += stats["reward"]
     node.trained = {key for key in node.trained if key[0] >= t - run.config.ROLLOUT_MAX_AGE} | {r.key for r in external}
     data = {**stats, "session": node.session, "externals": [list(r.key) for r in external]}
@@ -1082,7 +1086,7 @@ def look_around(run: Run) -> None:
     """Clock, coordinator and own sessions, as the folder shows them now."""
     run.live.refresh([COORDINATOR])
     run.clock = max(run.clock, run.store.current_round())
-    if COORDINATOR in run.live.sessions:
+    if run.store.opened_by(run.clock) == COORDINATOR:  # rounds that workers open are no sign of its life
         run.live.note(COORDINATOR, "clock", run.clock)
 
 
@@ -1100,6 +1104,7 @@ def finish_round(run: Run, t: int) -> None:
     run.done, run.rounds_worked = t, run.rounds_worked + 1
     last = t == config.MAX_ROUNDS - 1
     if (t + 1) % config.CHECKPOINT_INTERVAL == 0 or last:
+        run.log.flush(run, every=0.0)  # before the checkpoint: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
         for node in run.nodes:
             push_to_hub(run, node)
@@ -1227,6 +1232,7 @@ def save_checkpoint(run: Run) -> None:
         torch.save(state, local)
         run.courier.post(run.store.write_checkpoint, run.done, node.id, local)
         run.courier.post(local.unlink, missing_ok=True)
+    for node in run.nodes:  # only now: there is always a round that all nodes of this process have
         run.courier.post(run.store.clean_checkpoints, node.id, run.config.CHECKPOINT_KEEP)
     run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
 
@@ -1243,6 +1249,9 @@ def resume(run: Run) -> None:
         states = []
         for path in (p[round_] for p in paths):
             try:
+                damaged_part = zipfile.ZipFile(path).testzip()  # torch.load does not look at the checksums
+                if damaged_part:
+                    raise ValueError(f"checksum of {damaged_part}")
                 states.append(torch.load(path, map_location="cpu", weights_only=True))
             except Exception as error:  # torch raises many kinds; an unreadable file is what they have in common
                 damaged.append(path)
@@ -1256,7 +1265,8 @@ def resume(run: Run) -> None:
                 run.store.set_aside(path)
             run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
             return
-    if any(paths):
+    first_was_interrupted = not all(paths) and len(set.union(*map(set, paths))) == 1  # killed between two nodes' very first
+    if any(paths) and not first_was_interrupted:
         raise StoreError(
             f"{run.store.base / 'checkpoints'} holds checkpoints of {', '.join(n.id for n in run.nodes)} but none is readable"
             " for all of them. Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
@@ -1448,6 +1458,10 @@ def close(run: Run, state: dict) -> None:
     run.log.flush(run, every=0.0)
     if state["state"] != "running":
         run.courier.post(beat, run.store, state)
+    for thread in threading.enumerate():
+        if thread.name.startswith("hub "):
+            thread.join(timeout=120.0)
+    run.log.flush(run, every=0.0)
     if not run.courier.flush(timeout=10.0):
         run.log.say(f"{run.courier.pending} writes are still waiting for the shared folder; waiting up to 5 minutes (Ctrl-C gives up)")
     pending = run.courier.close(timeout=300.0)
