@@ -338,6 +338,27 @@ def pack_micro_batches(groups: list[Group], max_rows: int) -> list[list[tuple[in
     return batches
 
 
+def micro_batches(groups: list[Group], max_rows: int):
+    """Yield (prompt, completions) pairs of each micro-batch, and which of the batch's B rows they are."""
+    sizes = [len(g.completions) for g in groups]
+    first_row = [sum(sizes[:g]) for g in range(len(groups))]
+    for batch in pack_micro_batches(groups, max_rows):
+        pairs = [(groups[g].prompt, groups[g].completions[piece]) for g, piece in batch]
+        yield pairs, torch.tensor([first_row[g] + i for g, piece in batch for i in range(piece.start, piece.stop)])
+
+
+def halving_on_oom(function, max_rows: int):
+    """function(max_rows), begun again with half as many when memory runs out. Returns (its result, what fitted)."""
+    while True:
+        try:
+            return function(max_rows), max_rows
+        except torch.OutOfMemoryError:
+            if max_rows == 1:
+                raise
+        max_rows = (max_rows + 1) // 2  # outside the handler, where the failed attempt is freed
+        print(f"out of memory in the update: again with {max_rows} completions per forward", flush=True)
+
+
 def update(
     model, optimizer, groups, *, max_new_tokens, temperature=1.0, loss_type="dapo", clip_low=0.2, clip_high=0.28,
     num_iterations=1, max_rows=None, pad_id=0, dtype=torch.float32, before_step=lambda: None,
@@ -345,8 +366,8 @@ def update(
     """One GRPO update on local and external groups alike; `num_iterations` optimizer steps on the same completions.
 
     Flat groups cost no forward pass but count in the loss's denominator. The gradient does not depend on `max_rows`
-    (completions per forward); when memory runs out it is halved and the step begun again. `before_step` is called right
-    before the weights first change. Returns loss, clip_fraction, grad_norm, tokens (trained), max_rows (what fitted).
+    (completions per forward). `before_step` is called right before the weights first change. Returns loss,
+    clip_fraction, grad_norm, tokens (trained), max_rows (what fitted).
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])
     weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
@@ -357,57 +378,36 @@ def update(
         return stats  # no step at all: Adam's momentum alone would move the weights
     weights, lengths = weights[keep], lengths[keep]  # (B,)
     advantages = torch.tensor([a for g in groups for a in g.advantages])  # (B,)
-    stats["max_rows"] = max_rows or len(lengths)
-
-    def micro_batches():
-        """(prompt, completions) pairs of each micro-batch, and which of the B rows they are."""
-        first_row = [0]
-        for g in groups:
-            first_row.append(first_row[-1] + len(g.completions))
-        for batch in pack_micro_batches(groups, stats["max_rows"]):
-            pairs = [(groups[g].prompt, groups[g].completions[piece]) for g, piece in batch]
-            yield pairs, torch.tensor([first_row[g] + i for g, piece in batch for i in range(piece.start, piece.stop)])
 
     @torch.no_grad()
-    def logps_at_start():
+    def logps_at_start(rows_at_once):
         """The policy before the first step, (B, longest T): needed where a second step will have moved away from it."""
         old = torch.zeros(len(lengths), int(lengths.max()), device=model.device)
-        for pairs, rows in micro_batches():
+        for pairs, rows in micro_batches(groups, rows_at_once):
             with autocast(model, dtype):
                 logp, _ = shared_prompt_logps(model, pairs, temperature, pad_id)
             old[rows, : logp.shape[1]] = logp
         return old
 
-    def accumulate():
+    def accumulate(rows_at_once):
         """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
         optimizer.zero_grad(set_to_none=True)
-        loss_sum = clipped_sum = 0.0
-        for pairs, rows in micro_batches():
+        total = torch.zeros(2, dtype=torch.float64)
+        for pairs, rows in micro_batches(groups, rows_at_once):
             with autocast(model, dtype):
                 logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
             old = None if old_logp is None else old_logp[rows, : logp.shape[1]]
-            loss, clipped = grpo_loss(
-                logp, old, advantages[rows].to(logp), mask, weights[rows].to(logp), clip_low, clip_high
-            )
+            loss, clipped = grpo_loss(logp, old, advantages[rows].to(logp), mask, weights[rows].to(logp), clip_low, clip_high)
             loss.backward()
-            loss_sum, clipped_sum = loss_sum + loss.item(), clipped_sum + clipped.item()
-        return loss_sum, clipped_sum
-
-    def halving_on_oom(function):
-        while True:
-            try:
-                return function()
-            except torch.OutOfMemoryError:
-                if stats["max_rows"] == 1:
-                    raise
-                stats["max_rows"] = (stats["max_rows"] + 1) // 2
-            print(f"out of memory in the update: again with {stats['max_rows']} completions per forward", flush=True)
+            total += torch.tensor([loss.item(), clipped.item()])
+        return total.tolist()
 
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
-    old_logp = halving_on_oom(logps_at_start) if num_iterations > 1 else None
-    clipped_total = 0
+    old_logp, max_rows, clipped_total = None, max_rows or len(lengths), 0.0
+    if num_iterations > 1:
+        old_logp, max_rows = halving_on_oom(logps_at_start, max_rows)
     for iteration in range(num_iterations):
-        loss, clipped = halving_on_oom(accumulate)
+        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             print("non-finite gradient: this step is skipped", flush=True)
@@ -415,9 +415,6 @@ def update(
         before_step()
         optimizer.step()
         clipped_total += clipped
-        stats["grad_norm"] = norm.item()
-        if iteration == 0:
-            stats["loss"] = loss
+        stats |= {"grad_norm": norm.item(), "loss": loss if iteration == 0 else stats["loss"], "max_rows": max_rows}
     optimizer.zero_grad(set_to_none=True)
-    stats["clip_fraction"] = clipped_total / (stats["tokens"] * num_iterations)
-    return stats
+    return {**stats, "clip_fraction": clipped_total / (stats["tokens"] * num_iterations)}

@@ -38,6 +38,7 @@ from pathlib import Path
 import reasoning_gym
 import torch
 import transformers
+from reasoning_gym.logic.propositional_logic import Expression
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 from safetensors import SafetensorError
 from safetensors.torch import load as safetensors_load
@@ -64,7 +65,7 @@ def var(default, help, allowed=None, low=None, high=None):
     return field(default=default, metadata={"help": help, "allowed": allowed, "low": low, "high": high})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Config:
     """Every environment variable, one line each. A default of "auto" is worked out by `resolve`."""
 
@@ -94,7 +95,7 @@ class Config:
     LOSS_TYPE: str = var("dapo", "dapo: mean over all tokens; grpo: mean of per-completion means; dr_grpo: sum / (B x MAX_NEW_TOKENS)", ("dapo", "grpo", "dr_grpo"))
     MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass in the update; auto = what fits", low=1, high=65536)
     DTYPE: str = var("auto", "compute type, weights stay float32; auto = bfloat16 where the hardware has it", ("auto", "float32", "bfloat16"))
-    DEVICE: str = var("auto", "auto = cuda, mps or cpu, the first there is")
+    DEVICE: str = var("auto", "auto = cuda, mps or cpu, the first there is", ("auto", "cuda", "mps", "cpu"))
     REWARD: str = var("exact", "exact: 1 if the verifier's score is at least 0.99, else 0; verifier: its raw score", ("exact", "verifier"))
     EXTERNAL_FILTER: bool = var(True, "drop zero-advantage groups before drawing externals")
     LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I of them, informative ones first (the fair baseline)", low=1, high=64)
@@ -118,6 +119,9 @@ class Config:
     CONFIGS: str = var("", "run_swarm.sh: I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "run_swarm.sh: seeds to compare them over")
 
+    def __repr__(self):  # the default one would show the access token in every traceback
+        return config_table(self)
+
 
 TEST_MODE_DEFAULTS = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny", "WARM_START_STEPS": 60}
 SHARED_SETTINGS = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # the same for all nodes of an experiment, and for ever
@@ -139,7 +143,7 @@ def parse_value(text: str, spec):
         if allowed and text not in allowed:
             raise ValueError("expected " + ", ".join(allowed))
         return text
-    bounds = f"{'an integer' if kind is int else 'a number'} from {low:g} to {high:g}" + (", or auto" if spec.default == "auto" else "")
+    bounds = f"{'an integer' if kind is int else 'a number'} from {low} to {high}" + (", or auto" if spec.default == "auto" else "")
     try:
         value = kind(text)
     except ValueError:
@@ -154,9 +158,9 @@ def read_config(environ) -> tuple[Config, list[str]]:
     specs = {f.name: f for f in fields(Config)}
     given, mistakes, warnings = {}, [], []
     for name, spec in specs.items():
-        if environ.get(name, "") != "":
+        if text := environ.get(name, "").strip():
             try:
-                given[name] = parse_value(environ[name].strip(), spec)
+                given[name] = parse_value(text, spec)
             except ValueError as error:
                 mistakes.append(f"{name}={environ[name]!r}: {error}")
     for name in environ:
@@ -166,20 +170,17 @@ def read_config(environ) -> tuple[Config, list[str]]:
     if given.get("TEST_MODE"):
         given = {**TEST_MODE_DEFAULTS, **given}
     config = Config(**given)
-    if config.EXPERIMENT_NAME:
-        for name in ("EXPERIMENT_NAME", "NODE_ID"):
-            try:
-                check_name(getattr(config, name), name)
-            except ValueError as error:
-                mistakes.append(str(error))
+    for name in ("EXPERIMENT_NAME", "NODE_ID"):
+        try:
+            check_name(getattr(config, name), name)
+        except ValueError as error:
+            mistakes.append(str(error))
     if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
         mistakes.append(f"NODE_ID={config.NODE_ID!r}: this name is the coordinator's seat; choose another")
     if config.LOCAL_NODES > 1 and len(config.NODE_ID) > 60:
         mistakes.append(f"NODE_ID={config.NODE_ID!r}: at most 60 characters when LOCAL_NODES > 1")
-    if config.TASKS != "auto":
-        for task in config.TASKS.split(","):
-            with contextlib.suppress(KeyError):
-                mistakes.append(f"TASKS: {why_refused(task.strip())}")
+    tasks = [task.strip() for task in config.TASKS.split(",")]
+    mistakes += [f"TASKS: {why_refused(task)}" for task in tasks if task not in TASK_TABLE and config.TASKS != "auto"]
     needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE
     if config.ROLLOUT_CLEANUP_ENABLED and given.get("ROLLOUT_KEEP_LAST_N_ROUNDS", needed) < needed:
         mistakes.append(
@@ -188,13 +189,15 @@ def read_config(environ) -> tuple[Config, list[str]]:
         )
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes))
-    return resolve(config), warnings
+    return resolve(replace(config, TASKS=",".join(tasks))), warnings
 
 
 def resolve(config: Config) -> Config:
     """Work out every "auto" except TASKS, which may come from the experiment's config.json."""
-    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
-    device = config.DEVICE if config.DEVICE != "auto" else "cuda" if cuda else "mps" if mps else "cpu"
+    there = [name for name, found in (("cuda", torch.cuda.is_available()), ("mps", torch.backends.mps.is_available()), ("cpu", True)) if found]
+    device = there[0] if config.DEVICE == "auto" else config.DEVICE
+    if device not in there:
+        raise ConfigError(f"DEVICE={device!r}: this machine has {' and '.join(there)}")
     model = config.MODEL_NAME
     if model == "auto":
         model = "tiny" if device == "cpu" else "Gensyn/Qwen2.5-0.5B-Instruct"
@@ -242,7 +245,7 @@ SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 # name -> (reasoning-gym dataset, its settings). Add a task here only after reading its score_answer: a peer's text reaches it.
 TASK_TABLE = {
     # the paper's nine, at reasoning-gym's default difficulty
-    "base_conversion": ("base_conversion", {}),
+    "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
     "basic_arithmetic": ("basic_arithmetic", {}),
     "arc_1d": ("arc_1d", {}),
     "bf": ("bf", {}),
@@ -253,7 +256,7 @@ TASK_TABLE = {
     "binary_matrix": ("binary_matrix", {}),
     # eight small ones, within reach of the embedded model
     "small_arithmetic": ("basic_arithmetic", {**SMALL_RANGE, "operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}),
-    "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "max_value": 31}),
+    "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "min_value": 1, "max_value": 31}),
     "small_fractions": ("fraction_simplification", {"max_value": 9, "max_factor": 5, "styles": ("plain",)}),
     "small_chain_sum": ("chain_sum", {"min_terms": 3, "max_terms": 3, "max_digits": 1}),
     "small_gcd": ("gcd", {"max_value": 30}),
@@ -275,19 +278,18 @@ EVAL_ON_ANSWER = (
 )  # fmt: skip
 UNSTABLE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 HELD_OUT_SEEDS = range(MAX_SEED // 2, MAX_SEED)  # training seeds lie below
-MAX_SCORED_CHARS = 4096  # extract_answer is quadratic: 128 kB of opening tags take it half a minute
+MAX_SCORED_CHARS = 4096  # of the end of a completion
 
 
 def why_refused(task: str) -> str:
-    """Why a task is not in TASK_TABLE, as a sentence. KeyError if it is in the table."""
-    if task in TASK_TABLE:
-        raise KeyError(task)
+    """Why a task is not in TASK_TABLE, as a sentence."""
     if task in EVAL_ON_ANSWER:
         return f"{task!r} is refused: its verifier runs eval on the answer, so a peer's text could run code here"
     if task in UNSTABLE:
         return f"{task!r} is refused: its questions differ between processes, so peers could not verify them"
     near = difflib.get_close_matches(task, TASK_TABLE, n=1)
-    return f"{task!r} is unknown" + (f", did you mean {near[0]}?" if near else "") + "; allowed: " + ", ".join(TASK_TABLE)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{task!r} is refused: unknown, or its verifier has not been checked against hostile answers; {hint}allowed: " + ", ".join(TASK_TABLE)
 
 
 @dataclass(frozen=True)
@@ -321,31 +323,36 @@ def score(question: Question, text: str, kind: str = "exact") -> float:
     exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which the
     normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
     """
-    answer = extract_answer(text[-MAX_SCORED_CHARS:])
+    answer, source = find_answer(text), question.entry["metadata"]["source_dataset"]
     if answer is None:
         return 0.0
-    if question.entry["metadata"]["source_dataset"] == "binary_matrix":
-        raw = float(answer == question.answer)  # its verifier calls eval(answer)
-    elif question.entry["metadata"]["source_dataset"] == "propositional_logic" and not is_small_formula(question, answer):
-        raw = 0.0
-    else:
-        try:
+    try:
+        if source == "binary_matrix":
+            raw = float(answer == question.answer)  # its verifier calls eval(answer)
+        elif source == "propositional_logic" and not is_small_formula(question, answer):
+            raw = 0.0
+        else:
             with decimal.localcontext():
                 raw = float(question.dataset.score_answer(answer, question.entry))
-        except Exception:  # whatever a verifier trips over is a wrong answer
-            raw = 0.0
+    except Exception:  # whatever a verifier trips over is a wrong answer
+        raw = 0.0
     raw = min(1.0, max(0.0, raw)) if math.isfinite(raw) else 0.0
     return float(raw >= 0.99) if kind == "exact" else raw
 
 
 def is_small_formula(question: Question, answer: str) -> bool:
-    """Short, and only the question's own variables: the verifier's work doubles with every distinct one (9 s for 69 chars)."""
-    names = {name.strip() for name in re.split(r"[∧∨¬→↔()]", answer)} - {""}
-    return len(answer) <= 200 and names <= set(question.entry["metadata"]["variables"])
+    """Short, and only the question's own variables: the verifier's work doubles with every distinct one (9 s for 69 chars).
+
+    Its own parser must say what a variable is: to it "P ¬P", "P()" and "PP" are three.
+    """
+    allowed = set(question.entry["metadata"]["variables"])
+    return len(answer) <= 200 and question.dataset._collect_variables([Expression.from_string(answer)]) <= allowed
 
 
-def has_answer_tag(text: str) -> bool:
-    return extract_answer(text[-MAX_SCORED_CHARS:]) is not None
+def find_answer(text: str) -> str | None:
+    """What stands in the last answer tag. Text is capped, and cut after it: there extract_answer would be quadratic."""
+    text = text[-MAX_SCORED_CHARS:]
+    return extract_answer(text[: text.rfind("</answer>") + len("</answer>")])
 
 
 def stream_seed(config: Config, node_id: str, round_: int, stage: int, purpose: str, i: int = 0) -> int:
@@ -720,7 +727,7 @@ class Log:
         """A row of training_events.jsonl, and unless `quiet` a line for people."""
         if not quiet:
             self.say(f"{self.node_id} {kind}: {text}")
-        row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": self.scrub(text), **data}
+        row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text, **data}
         self._add(self.node_id, "training_events.jsonl", json.dumps(row))
 
     def metrics(self, node_id: str, row: dict) -> None:
@@ -731,7 +738,7 @@ class Log:
 
     def _add(self, node_id: str, name: str, line: str) -> None:
         with self._lock:
-            self._buffers.setdefault(f"logs/{node_id}/{name}", []).append(line + "\n")
+            self._buffers.setdefault(f"logs/{node_id}/{name}", []).append(self.scrub(line) + "\n")
 
     def flush(self, run: Run, every: float = 5.0) -> None:
         if time.monotonic() - self._flushed >= every:
@@ -1146,7 +1153,7 @@ def round_stats(run: Run, node: Node, t: int, local, external, trained: dict, fi
         "rejected": figures["rejected"],
         "flat_groups": sum(not r.group.is_informative for r in local + external),
         "informative_local": sum(r.group.is_informative for r in node.rollouts),
-        "answer_tag_rate": sum(map(has_answer_tag, texts)) / len(texts),
+        "answer_tag_rate": sum(find_answer(text) is not None for text in texts) / len(texts),
         "truncated_rate": 1 - sum(finished) / len(finished),
         "mean_length": sum(lengths) / len(lengths),
         "loss": trained["loss"],
@@ -1320,7 +1327,7 @@ def push_to_hub(run: Run, node: Node) -> None:
             api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {run.done}")
             run.log.event("hub", f"pushed to {repo}")
         except Exception as error:
-            run.log.event("hub", f"push failed, training goes on: {error!r}"[:500])
+            run.log.event("hub", f"push failed, training goes on: {error!r}")
 
     threading.Thread(target=push, name=f"hub {node.id}", daemon=True).start()
 
@@ -1345,12 +1352,12 @@ def join_experiment(config: Config, store: DriveStore, say) -> list[str]:
         unknown = [task for task in tasks.split(",") if task not in TASK_TABLE]
         if unknown:
             raise ConfigError(f"TASKS in {store.base / 'config.json'}: {why_refused(unknown[0])}")
-    ours = {**settings, "TASKS": ",".join(task.strip() for task in tasks.split(","))}
+    ours = {**settings, "TASKS": tasks}
     compared = ("MAX_STAGES",) if config.NODE_ROLE == "coordinator" else SHARED_SETTINGS
     wrong = [f"{n}={ours[n]!r}, but the experiment began with {began_with.get(n)!r}" for n in compared if began_with.get(n) != ours[n]]
     if wrong:
         raise ConfigError(f"{store.base / 'config.json'} disagrees; change these settings or EXPERIMENT_NAME:\n  " + "\n  ".join(wrong))
-    return ours["TASKS"].split(",")
+    return tasks.split(",")
 
 
 def run_worker(config: Config, log: Log, stop: StopButton) -> str:
