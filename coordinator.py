@@ -29,12 +29,14 @@ class Liveness:
         self.store, self.stale_after = store, stale_after
         self.sessions = {}  # node -> newest session
         self.heartbeats = {}  # node -> last heartbeat read
+        self.abouts = {}  # node -> what its newest session said of itself
         self._evidence = {}  # (node, kind) -> last value seen
         self._seen = {}  # node -> monotonic time of the newest evidence
 
     def note(self, node_id: str, kind: str, value, age: float = 0.0) -> None:
         """Something of this node was seen; it counts as a sign of life if it differs from the last of its kind."""
-        if self._evidence.get((node_id, kind)) != value:
+        last = self._evidence.get((node_id, kind))
+        if value != last and not (isinstance(last, int) and isinstance(value, int) and value < last):
             self._evidence[node_id, kind] = value
             self._seen[node_id] = max(self._seen.get(node_id, -1e9), time.monotonic() - max(0.0, age))
 
@@ -42,7 +44,7 @@ class Liveness:
         """Look at the registrations (one listing) and at the heartbeats of `node_ids` (None: everybody)."""
         self.sessions = self.store.sessions()
         for node in self.sessions if node_ids is None else [n for n in node_ids if n in self.sessions]:
-            about = self.store.registration(node, self.sessions[node]) or {}
+            about = self.abouts[node] = self.store.registration(node, self.sessions[node]) or {}
             first_look = node not in self._seen
             self.note(node, "session", self.sessions[node], age_of(about.get("registered_at")) if first_look else 0.0)
             beat = self.store.read_heartbeat(node)
@@ -51,9 +53,8 @@ class Liveness:
                 self.note(node, "heartbeat", beat.get("time"), age_of(beat.get("time")) if first_look else 0.0)
 
     def about(self, node_id: str) -> dict:
-        """The registration of this node's newest session; {} if there is none to read."""
-        session = self.sessions.get(node_id)
-        return (self.store.registration(node_id, session) if session else None) or {}
+        """What this node's newest session said when it registered, as `refresh` read it: no call to the folder."""
+        return self.abouts.get(node_id, {})
 
     def has_left(self, node_id: str) -> bool:
         """Whether its newest session said goodbye (finished or stopped)."""

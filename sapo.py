@@ -823,6 +823,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> tuple[list[Roll
     rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
     drawn, seen = [], {}
     for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
+        if run.courier.outage_since is not None:
+            break  # every question would cost its time-out
         peers = choose_peers(run, node, t, age, rng)
         files = wait_for_peers(run, t, stage, peers) if age == 0 else fetch_older(run, t - age, peers)
         pool = []
@@ -1031,7 +1033,7 @@ def train(run: Run) -> None:
                 node.rollouts = generate_rollouts(run, node, questions, "generate", t, stage, config.NUM_GENERATIONS)  # 2. G answers each
                 communicate(run, node, t, stage)  # 3. publish them, decoded
                 timings[node.id] = time.monotonic() - began
-            if config.NUM_TRANSPLANT_TREES:
+            if config.NUM_TRANSPLANT_TREES and run.courier.outage_since is None:
                 run.courier.flush(timeout=5.0)  # nobody samples before its own share is out
             for node in run.nodes:
                 external, figures = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
@@ -1174,7 +1176,7 @@ def report_round(run: Run, node: Node, t: int, stats: dict) -> None:
     missing = stats["external_short"]
     if missing > 0 and stats["external_peers"] == 0 and run.rounds_worked % 10 == 0 and t > run.replay_until:
         newest = run.ask(newest_peer_file, run, node, t)
-        age = f"the newest peer file is {newest} rounds old (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})" if newest else "no peer file was found"
+        age = f"the newest peer file is {newest} rounds old (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})" if newest is not None else "no peer file was found"
         run.log.event("wait", f"round {t}: {missing} of {config.NUM_TRANSPLANT_TREES} externals missing; {age}", round=t)
     if stats["flat_groups"] < stats["local_groups"] + stats["external_groups"]:
         node.signal_free.clear()
@@ -1419,7 +1421,7 @@ def prepare(run: Run) -> None:
     config, store = run.config, run.store
     resume(run)
     run.clock = store.current_round()
-    run.replay_until = run.clock
+    run.replay_until = max(run.clock, store.highest_rewarded_round())  # an outage leaves rewards above the clock
     store.sweep_temp_files([node.id for node in run.nodes], max(0, run.done - 1))
     check_disk(run)
     run.max_rows, row, available = rows_that_fit(run.nodes[0].model, config)
