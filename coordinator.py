@@ -4,6 +4,7 @@ Everything here reads and writes through a DriveStore that is passed in; no mode
 train: it opens rounds. Without one, the workers open them themselves (see `next_round` in sapo.py).
 """
 
+import contextlib
 import csv
 import itertools
 import json
@@ -75,7 +76,8 @@ class Liveness:
 
 def age_of(timestamp) -> float:
     """Seconds since a wall-clock timestamp somebody wrote; 0 if it makes no sense or lies in the future."""
-    return max(0.0, time.time() - timestamp) if isinstance(timestamp, int | float) and timestamp > 0 else 0.0
+    now = time.time()
+    return now - timestamp if isinstance(timestamp, int | float) and 0 < timestamp < now else 0.0
 
 
 def process_identity() -> dict:
@@ -159,7 +161,8 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
 
     session: this coordinator's own; a newer one on the same seat ends this one. clean: called with the round, now and then.
     """
-    round_, opened, down, next_beat, hold = resume_clock(store, seat), time.monotonic(), False, 0.0, True
+    round_, opened, down, next_beat = resume_clock(store, seat), time.monotonic(), False, 0.0
+    hold = round_ == 0  # models may take minutes to download: round 0 waits for its first reward
     say(f"coordinator: round {round_} is open ({strategy}, interval {interval:g} s)")
     pace = Pace()
     while not should_stop():
@@ -181,32 +184,30 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
             for node in store.publishers(round_, 0):
                 liveness.note(node, "rollouts", round_)
             live = liveness.live_workers()
-            if hold and round_ == 0 and not submitted:
-                opened = now  # models may take minutes to download: round 0 waits for its first reward
-            hold = hold and not submitted
-            if round_ >= max_rounds - 1 and submitted and set(live) <= set(submitted):
+            hold = hold and round_ == 0 and not submitted
+            if hold:
+                opened = now
+            elif round_ >= max_rounds - 1 and set(live) <= set(submitted):
                 store.heartbeat(seat, {"session": session, "round": round_, "state": "done"})
-                say(f"coordinator: round {round_} was the last; finished")
+                say(f"coordinator: round {round_} was the last; finished" + ("" if live else ", no worker is live"))
                 return "finished"
-            if round_ >= max_rounds - 1 and not live and not hold:
-                say(f"coordinator: round {round_} was the last and no worker is live; finished")
-                return "finished"
-            if round_ < max_rounds - 1 and is_round_over(strategy, now - opened, interval, live, submitted):
+            elif round_ < max_rounds - 1 and is_round_over(strategy, now - opened, interval, live, submitted):
                 late = sorted(set(live) - set(submitted))
                 say(f"coordinator: round {round_} -> {round_ + 1}: {len(submitted)} submitted" + (f", late: {' '.join(late)}" if late else ""))
-                round_ += 1
-                store.open_round(round_, seat)
-                opened = time.monotonic()
+                store.open_round(round_ + 1, seat)  # may fail: only an open round is the current one
+                round_, opened = round_ + 1, time.monotonic()
                 if clean is not None:
                     clean(round_)
             if down:
-                down = say("coordinator: the shared folder is back")
+                say("coordinator: the shared folder is back")
+                down = False
         except OSError as error:
             if not down:
                 say(f"coordinator: the shared folder fails ({error}); trying on")
             down = True
         pace.sleep()
-    store.heartbeat(seat, {"session": session, "round": round_, "state": "stopped"})
+    with contextlib.suppress(OSError):
+        store.heartbeat(seat, {"session": session, "round": round_, "state": "stopped"})
     return "stopped"
 
 
@@ -216,14 +217,10 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
 def reward_rows(store) -> list[dict]:
     """Every published reward, one row per node, round and stage: ready for pandas.DataFrame. Sorted by round."""
     rows = []
-    for bucket_name in store.names("rewards"):
-        for stage_name in store.names(f"rewards/{bucket_name}"):
-            round_text, stage_text = bucket_name.removeprefix("round_"), stage_name.removeprefix("stage_")
-            if round_text.isdecimal() and stage_text.isdecimal():
-                for node in store.rewarded(int(round_text), int(stage_text)):
-                    data = store.reward(int(round_text), int(stage_text), node)
-                    if data is not None:
-                        rows.append({**data, "experiment": store.base.name, "my_reward": data["reward"]})
+    for round_ in store.rounds("rewards"):
+        for stage in store.stages("rewards", round_):
+            found = [store.reward(round_, stage, node) for node in store.rewarded(round_, stage)]
+            rows += [{**data, "experiment": store.base.name, "my_reward": data["reward"]} for data in found if data]
     return rows
 
 
@@ -234,8 +231,9 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
     totals = {}
     for row in rows:
         totals[row["node_id"]] = totals.get(row["node_id"], 0.0) + row["reward"]
-    times = [row["timestamp"] for row in rows if isinstance(row.get("timestamp"), int | float)]
-    latest = [name for name in store.names("checkpoints") if store.names(f"checkpoints/{name}")]
+    times = [row["timestamp"] for row in rows]
+    saved = [f"checkpoints/round_{r:06d}" for r in reversed(store.rounds("checkpoints"))]
+    latest = next((store.base / path for path in saved if store.names(path)), None)
     return {
         "experiment": store.base.name,
         "current_round": store.current_round(),
@@ -244,7 +242,7 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
         "peer_ids": sorted(n for n in live.sessions if live.about(n).get("role") == "worker"),
         "last_updated": max(times, default=None),
         "cumulative_rewards": totals,
-        "latest_checkpoint": str(store.base / "checkpoints" / latest[-1]) if latest else None,
+        "latest_checkpoint": str(latest) if latest else None,
         "duration_seconds": max(times) - min(times) if times else 0.0,
     }
 

@@ -36,6 +36,7 @@ from pathlib import Path
 
 FORMAT = 1  # of rollout files
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens is about 4 MiB
+MAX_CACHE_BYTES = 32 << 20  # of JSON text; parsed it may take twenty times that
 MAX_GROUPS_PER_FILE = 4096
 MAX_RESPONSE_CHARS = 32768
 MAX_QUESTION_CHARS = 16384
@@ -78,6 +79,11 @@ def bucket_round(name: str) -> int | None:
 # -------- Reading and writing one file ------------------------------------------------------------------------
 
 
+def is_passing(error: Exception) -> bool:
+    """Whether this is a fault of the folder that may pass, not an answer that will stay the same."""
+    return isinstance(error, OSError) and error.errno not in DEFINITE_ERRNOS
+
+
 def retrying(operation, patience: float, pause: float = 0.05):
     """Run operation(); on a passing OSError try again with doubling, jittered pauses for up to `patience` seconds."""
     deadline = time.monotonic() + patience
@@ -85,7 +91,7 @@ def retrying(operation, patience: float, pause: float = 0.05):
         try:
             return operation()
         except OSError as error:
-            if error.errno in DEFINITE_ERRNOS or time.monotonic() + pause > deadline:
+            if not is_passing(error) or time.monotonic() + pause > deadline:
                 raise
         time.sleep(pause * random.uniform(0.5, 1.0))  # jitter: nodes must not come back in step
         pause = min(2 * pause, 5.0)
@@ -95,15 +101,15 @@ def read_bytes(path, max_bytes: int) -> bytes:
     """Contents of a regular file. Links, FIFOs, devices and larger files raise BadFile; nothing can block on open."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        fd = os.open(path, flags)
+        file = open(path, "rb", opener=lambda name, _: os.open(name, flags))
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO):
-            raise BadFile("not a regular file") from error
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM):
+            raise BadFile("not a regular file that this user may read") from error
         raise
-    with os.fdopen(fd, "rb") as file:
-        info = os.fstat(fd)
+    with file:
+        info = os.fstat(file.fileno())
         if not stat.S_ISREG(info.st_mode):
-            raise BadFile("not a regular file")
+            raise BadFile("not a regular file that this user may read")
         if info.st_size > max_bytes:
             raise BadFile(f"larger than {max_bytes} bytes")
         data = file.read(max_bytes + 1)  # the size above may be stale
@@ -155,7 +161,7 @@ def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_r
     write: called with a binary file. once=True keeps a complete file that is there already and returns False. The folder
     must exist. A crash leaves at most a temp file named after `owner`, which `sweep_temp_files` removes.
     """
-    temp = path.parent / f".{path.name}.{owner}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+    temp = path.parent / f".{path.name}~{owner}~{os.getpid()}-{secrets.token_hex(4)}.tmp"  # no name holds a ~
     try:
         with open(temp, "xb") as file:
             write(file)
@@ -193,7 +199,8 @@ class DriveStore:
         self.base = self.root / "experiments" / check_name(experiment, "EXPERIMENT_NAME")
         self.owner, self.patience = check_name(owner, "NODE_ID"), patience
         self.skipped = Counter()  # reason -> how many files were unusable
-        self._parsed = OrderedDict()  # path -> parsed write-once file: immutable, so read once
+        self._parsed = OrderedDict()  # path -> (parsed write-once file, its size): immutable, so read once
+        self._parsed_bytes = 0
         self._bad = {}  # path -> (size, mtime, reason): looked at again when one of them changes
 
     # -- plumbing
@@ -243,57 +250,65 @@ class DriveStore:
         path = self.base / path
         if path in self._parsed:
             self._parsed.move_to_end(path)
-            return self._parsed[path]
+            return self._parsed[path][0]
 
         def attempt():
+            info = os.lstat(path)
+            known = self._bad.get(path)
+            if known and known[:2] == (info.st_size, info.st_mtime_ns):
+                raise BadFile(known[2])
             try:
-                info = os.lstat(path)
-                known = self._bad.get(path)
-                if known and known[:2] == (info.st_size, info.st_mtime_ns):
-                    raise BadFile(known[2])
-                return info, read_json(path)
-            except FileNotFoundError:
-                self._require_base()
-                return None, None
+                data = read_json(path)
             except BadFile as error:
-                if path not in self._bad:
-                    self.skipped[str(error)] += 1
+                self.skipped[str(error)] += path not in self._bad
                 self._bad[path] = (info.st_size, info.st_mtime_ns, str(error))
                 raise
+            self._parsed[path], self._parsed_bytes = (data, info.st_size), self._parsed_bytes + info.st_size
+            while self._parsed_bytes > MAX_CACHE_BYTES:
+                self._parsed_bytes -= self._parsed.popitem(last=False)[1][1]
+            return data
 
-        info, data = retrying(attempt, self.patience)
-        if info is not None:
-            self._parsed[path] = data
-            while len(self._parsed) > 1024:
-                self._parsed.popitem(last=False)
-        return data
+        return self._unless_absent(attempt, None)
 
     def names(self, path) -> list[str]:
         """Names in a folder, sorted; empty if there is no such folder. One directory listing."""
+        return self._unless_absent(lambda: sorted(os.listdir(self.base / path)), [])
 
-        def attempt():
-            try:
-                return sorted(os.listdir(self.base / path))
-            except (FileNotFoundError, NotADirectoryError):
-                self._require_base()
-                return []
+    def _unless_absent(self, operation, absent):
+        """operation() with retries, or `absent` where it finds nothing; OSError if that is because the drive is gone."""
+        try:
+            return retrying(operation, self.patience)
+        except OSError as error:
+            if is_passing(error):
+                raise
+        retrying(self._require_base, self.patience)
+        return absent
 
-        return retrying(attempt, self.patience)
+    def rounds(self, kind: str) -> list[int]:
+        """Rounds that have a folder below `kind` (rollouts, rewards …), ascending."""
+        return [r for r in map(bucket_round, self.names(kind)) if r is not None]
+
+    def stages(self, kind: str, round_: int) -> list[int]:
+        """Stages that have a folder in this round, ascending (up to 100)."""
+        matches = (re.fullmatch(r"stage_(0|[1-9]\d?)", n, re.ASCII) for n in self.names(f"{kind}/{bucket(round_)}"))
+        return sorted(int(match[1]) for match in matches if match)
 
     def _node_names(self, path) -> list[str]:
         """Node ids that have a file NODE.json or a folder NODE/ in `path`; copies and temp files do not match."""
         found = set()
         for name in self.names(path):
             with contextlib.suppress(ValueError):
-                found.add(check_name(name.removesuffix(".json"), "file name"))
+                if name.endswith(".json") or (self.base / path / name).is_dir():
+                    found.add(check_name(name.removesuffix(".json"), "file name"))
         return sorted(found)
 
     # -- the experiment and its clock
 
     def open_config(self, settings: dict) -> dict:
         """What the experiment was started with: `settings` if this node is the first, else the file that is there."""
-        self.write_once("config.json", settings)
         try:
+            if self.read("config.json") is None:
+                self.write_once("config.json", settings)
             return self.read("config.json") or settings
         except BadFile as error:
             raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or start a new EXPERIMENT_NAME") from error
@@ -310,9 +325,9 @@ class DriveStore:
 
     def current_round(self) -> int:
         """The highest readable round file, -1 before round 0. StoreError if there are some and none can be read."""
-        rounds = [bucket_round(name.removesuffix(".json")) for name in self.names("state/rounds") if name.endswith(".json")]
-        rounds = sorted((r for r in rounds if r is not None), reverse=True)
-        for round_ in rounds:
+        files = [name for name in self.names("state/rounds") if name.endswith(".json")]
+        rounds = [r for r in (bucket_round(name.removesuffix(".json")) for name in files) if r is not None]
+        for round_ in reversed(rounds):
             with contextlib.suppress(BadFile):
                 data = self.read(f"state/rounds/{bucket(round_)}.json")
                 if data is not None and data.get("round") == round_:
@@ -336,8 +351,7 @@ class DriveStore:
 
         A lone outlier (round 999999 after round 12) is ignored. -1 if there are no rewards.
         """
-        rounds = sorted(r for r in map(bucket_round, self.names("rewards")) if r is not None)
-        rounds = [r for r in rounds if any(name.startswith("stage_") for name in self.names(f"rewards/{bucket(r)}"))]
+        rounds = [r for r in self.rounds("rewards") if self.stages("rewards", r)]
         while len(rounds) > 1 and rounds[-1] - rounds[-2] > 100:
             rounds.pop()
         return rounds[-1] if rounds else -1
@@ -378,10 +392,10 @@ class DriveStore:
     def read_heartbeat(self, node_id: str) -> dict | None:
         """The last heartbeat that reached this machine, or None. Never cached: this file changes."""
         try:
-            data = retrying(lambda: read_json(self.base / f"heartbeats/{node_id}.json"), self.patience)
-        except (BadFile, FileNotFoundError):
+            data = self._unless_absent(lambda: read_json(self.base / f"heartbeats/{node_id}.json"), None)
+        except BadFile:
             return None
-        return data if data.get("node_id") == node_id else None
+        return data if data and data.get("node_id") == node_id else None
 
     # -- rollouts
 
@@ -423,23 +437,27 @@ class DriveStore:
                 parts = data.get("parts")
             except BadFile as error:
                 rejected[str(error)] += 1
-        return groups, bool(files) and len(files) == parts, rejected
+            if len(groups) > MAX_GROUPS_PER_FILE:
+                return [], True, Counter({"too many groups": 1})
+        unique = {group["key"]: group for group in groups}  # a key must not stand for two groups
+        if len(unique) < len(groups):
+            rejected["group index used twice"] += len(groups) - len(unique)
+        return list(unique.values()), bool(files) and len(files) == parts, rejected
 
     def clean_rollouts(self, before_round: int, node_ids, archive: bool) -> int:
         """Delete, or move to archives/, the rollouts that `node_ids` published before a round; returns how many files."""
         done = 0
-        for name in self.names("rollouts"):
-            round_ = bucket_round(name)
-            if round_ is None or round_ >= before_round:
+        for round_ in self.rounds("rollouts"):
+            folder = f"rollouts/{bucket(round_)}"
+            if round_ >= before_round or (self.base / folder).is_symlink():  # a stranger's link may lead anywhere
                 continue
-            for stage in self.names(f"rollouts/{name}"):
-                for node_id in node_ids if node_ids is not None else self._node_names(f"rollouts/{name}/{stage}"):
-                    for path in (f"rollouts/{name}/{stage}/{node_id}.json", f"rollouts/{name}/{stage}/{node_id}"):
-                        done += self._retire(path, archive)
-                with contextlib.suppress(OSError):
-                    (self.base / "rollouts" / name / stage).rmdir()
-            with contextlib.suppress(OSError):  # not empty: other nodes' files are theirs to clean
-                (self.base / "rollouts" / name).rmdir()
+            stages = [f"{folder}/stage_{s}" for s in self.stages("rollouts", round_)]
+            for stage in [s for s in stages if not (self.base / s).is_symlink()]:
+                for node_id in node_ids if node_ids is not None else self._node_names(stage):
+                    done += self._retire(f"{stage}/{node_id}.json", archive) + self._retire(f"{stage}/{node_id}", archive)
+            for empty in (*stages, folder):
+                with contextlib.suppress(OSError):  # not empty: other nodes' files are theirs to clean
+                    (self.base / empty).rmdir()
         return done
 
     def _retire(self, path: str, archive: bool) -> int:
@@ -471,7 +489,8 @@ class DriveStore:
             return None
         if data is None or (data.get("node_id"), data.get("round"), data.get("stage")) != (node_id, round_, stage):
             return None
-        return data if is_number(data.get("reward")) and 0 <= data["reward"] <= 1 else None
+        sane = is_number(data.get("reward")) and 0 <= data["reward"] <= 1 and is_number(data.get("timestamp"))
+        return data if sane else None
 
     def rewarded(self, round_: int, stage: int) -> list[str]:
         """Nodes with a reward file for this round and stage. One directory listing."""
@@ -491,12 +510,8 @@ class DriveStore:
 
     def checkpoints(self, node_id: str) -> list[tuple[int, Path]]:
         """(round, path) of this node's checkpoints, newest first."""
-        found = []
-        for name in self.names("checkpoints"):
-            path = self.base / "checkpoints" / name / f"{node_id}.pt"
-            if bucket_round(name) is not None and retrying(path.is_file, self.patience):
-                found.append((bucket_round(name), path))
-        return sorted(found, reverse=True)
+        paths = [(r, self.base / f"checkpoints/{bucket(r)}/{node_id}.pt") for r in reversed(self.rounds("checkpoints"))]
+        return [(r, path) for r, path in paths if retrying(path.is_file, self.patience)]
 
     def set_aside(self, path: Path) -> None:
         """Rename an own damaged file out of the way; it is kept for its owner to look at."""
@@ -521,13 +536,10 @@ class DriveStore:
         """Remove temp files that a killed session of these nodes left, in the folders it wrote to; returns how many."""
         folders = ["", "state", "state/rounds", "peers", "heartbeats"] + [f"logs/{n}" for n in node_ids]
         for kind in ("rollouts", "rewards", "winners", "checkpoints"):
-            for name in self.names(kind):
-                if (bucket_round(name) or 0) >= from_round:
-                    folders.append(f"{kind}/{name}")
-                    if kind in ("rollouts", "rewards"):
-                        stages = [f"{kind}/{name}/{s}" for s in self.names(f"{kind}/{name}") if s.startswith("stage_")]
-                        folders += stages + [f"{s}/{n}" for s in stages for n in node_ids if kind == "rollouts"]
-        mine = re.compile(rf"\..+\.({'|'.join(map(re.escape, [self.owner, *node_ids]))})\.\d+-[0-9a-f]{{8}}\.tmp")
+            for round_ in [r for r in self.rounds(kind) if r >= from_round]:
+                stages = [f"{kind}/{bucket(round_)}/stage_{s}" for s in self.stages(kind, round_)]
+                folders += [f"{kind}/{bucket(round_)}", *stages, *(f"{s}/{n}" for s in stages for n in node_ids)]
+        mine = re.compile(rf"\..+~({'|'.join(map(re.escape, [self.owner, *node_ids]))})~\d+-[0-9a-f]{{8}}\.tmp")
         swept = 0
         for folder in folders:
             for name in self.names(folder):
@@ -576,7 +588,7 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[di
     need(len(rollouts) <= MAX_GROUPS_PER_FILE, "too many groups")
     groups = []
     for index, group in rollouts.items():
-        need(re.fullmatch(r"\d{1,6}", index, re.ASCII), "group index is no number")
+        need(re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII), "group index is no number")
         need(isinstance(group, dict), "group is no object")
         task, seed, prompt, completions = (group.get(k) for k in ("task", "seed", "prompt", "completions"))
         need(isinstance(task, str) and len(task) <= 64, "task is no short string")
@@ -675,7 +687,7 @@ class Courier:
                 self._answer(*question)
             else:
                 self._next_beat = now + self.beat_seconds
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(Exception):  # a convenience: nothing of it may end this thread
                     self.beat()
 
     def _carry_out(self, job) -> None:
@@ -683,12 +695,13 @@ class Courier:
         try:
             function(*args, **kwargs)
             self._fine()
-        except OSError as error:
-            self._failed(error)
-            self._retry_at = time.monotonic() + self._pause * random.uniform(0.5, 1.0)
-            self._pause = min(2 * self._pause, 15.0)
-            return  # stays at the head of the queue: order is kept
-        except Exception as error:  # a bug in one job must not stop the queue, nor training
+        except Exception as error:
+            if is_passing(error):
+                self._failed(error)
+                self._retry_at = time.monotonic() + self._pause * random.uniform(0.5, 1.0)
+                self._pause = min(2 * self._pause, 15.0)
+                return  # stays at the head of the queue: order is kept
+            # a bug, or a folder where a file should be: one job must not stop the queue, nor training
             self.report("error", f"{getattr(function, '__name__', 'job')} failed and was dropped: {error!r}")
         with self._wake:
             self._outbox.popleft()
@@ -699,10 +712,12 @@ class Courier:
             return
         try:
             answer["value"] = function(*args)
-            self._fine()
+            if not self._outbox:  # a full disk can be read: then the outage ends with the first write
+                self._fine()
+            self._retry_at = min(self._retry_at, time.monotonic() + 1.0)  # reading works: try writing soon
         except Exception as error:  # handed to whoever asked
             answer["error"] = error
-            if isinstance(error, OSError):
+            if is_passing(error):
                 self._failed(error)
         answer["done"].set()
 

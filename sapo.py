@@ -786,7 +786,7 @@ def communicate(run: Run, node: Node, t: int, stage: int) -> None:
     groups = [publishable(rollout) for rollout in node.rollouts]
     if config.ROLLOUT_PUBLISH_FREQUENCY == "generation":
         for i, group in enumerate(groups):
-            run.courier.post(run.store.publish, t, stage, node.id, about, {"0": group}, part=i, parts=len(groups))
+            run.courier.post(run.store.publish, t, stage, node.id, about, {str(i): group}, part=i, parts=len(groups))
         return
     if config.ROLLOUT_PUBLISH_FREQUENCY == "round":
         node.unpublished += groups
