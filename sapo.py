@@ -1473,7 +1473,9 @@ def close(run: Run, state: dict) -> None:
     run.log.flush(run, every=0.0)
     if not run.courier.flush(timeout=10.0):
         run.log.say(f"{run.courier.pending} writes are still waiting for the shared folder; waiting up to 5 minutes (Ctrl-C gives up)")
-    pending = run.courier.close(timeout=300.0)
+    run.courier.flush(timeout=300.0)
+    run.log.flush(run, every=0.0)  # what the courier said meanwhile
+    pending = run.courier.close(timeout=10.0)
     if pending:
         run.log.say(f"{pending} writes did not reach the shared folder; checkpoints among them lie in {run.scratch}")
     else:
