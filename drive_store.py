@@ -15,7 +15,7 @@ Contract
 Assumption: os.replace and os.link are atomic for readers on one machine. Across machines a stale or partial file may show
 for a while; it fails to parse and is read again when its size or time changes.
 
-Layout below GDRIVE_PATH/experiments/EXPERIMENT_NAME: see the README, section "The folder".
+Layout below GDRIVE_PATH/experiments/EXPERIMENT_NAME: see the tree at the top of the README.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ import stat
 import threading
 import time
 import zipfile
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from pathlib import Path
 
 FORMAT = 1  # of rollout files
@@ -155,6 +155,11 @@ def is_readable_json(path) -> bool:
         return False
 
 
+def is_whole_zip(path) -> bool:
+    """torch.save writes a zip, whose directory comes last: a torn one has none. A FIFO would block whoever opens it."""
+    return path.is_file() and zipfile.is_zipfile(path)
+
+
 def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_readable_json) -> bool:
     """Write `path` through a temp file: readers see the old file, or none, or the whole new one.
 
@@ -199,8 +204,8 @@ class DriveStore:
         self.base = self.root / "experiments" / check_name(experiment, "EXPERIMENT_NAME")
         self.owner, self.patience = check_name(owner, "NODE_ID"), patience
         self.skipped = Counter()  # reason -> how many files were unusable
-        self._parsed = OrderedDict()  # path -> (parsed write-once file, its size): immutable, so read once
-        self._parsed_bytes = 0
+        self._parsed = {}  # path -> (parsed write-once file, its size): immutable, so read once
+        self._parsed_bytes, self._lock = 0, threading.Lock()
         self._bad = {}  # path -> (size, mtime, reason): looked at again when one of them changes
 
     # -- plumbing
@@ -213,14 +218,31 @@ class DriveStore:
         if not self.base.is_dir():  # else an unmounted drive would be refilled on the local disk, unseen by the swarm
             raise OSError(errno.ENOTCONN, "the shared folder is gone (drive not mounted?)", str(self.base))
 
-    def _write(self, path: Path, write, once: bool, is_complete=is_readable_json) -> bool:
+    def _in_folder_of(self, path: Path, operation):
+        """operation() with retries, in a folder made for it; one that vanishes meanwhile is a fault that may pass."""
+
         def attempt():
             self._require_base()
-            for folder in reversed(path.relative_to(self.base).parents[:-1]):
-                (self.base / folder).mkdir(exist_ok=True)
-            return write_atomically(path, write, self.owner, once, is_complete)
+            try:
+                for folder in reversed(path.relative_to(self.base).parents[:-1]):
+                    (self.base / folder).mkdir(exist_ok=True)
+                return operation()
+            except FileNotFoundError as error:
+                raise OSError(errno.ESTALE, "the folder vanished during a write", str(path)) from error
 
         return retrying(attempt, self.patience)
+
+    def _write(self, path: Path, write, once: bool, is_complete=is_readable_json) -> bool:
+        return self._in_folder_of(path, lambda: write_atomically(path, write, self.owner, once, is_complete))
+
+    def _copy(self, local_file, path: Path, once: bool, is_complete=is_readable_json) -> bool:
+        with open(local_file, "rb") as source:
+
+            def copy(file):
+                source.seek(0)  # a second try starts over
+                shutil.copyfileobj(source, file, 1 << 20)
+
+            return self._write(path, copy, once, is_complete)
 
     def write_once(self, path, data: dict) -> bool:
         """Write a JSON file unless a complete one is there; returns whether ours was written."""
@@ -235,22 +257,19 @@ class DriveStore:
     def append(self, path, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first, so that the new ones stay readable."""
 
-        def attempt():
-            self._require_base()
-            (self.base / path).parent.mkdir(parents=True, exist_ok=True)
+        def add():
             with open(self.base / path, "a+b") as file:
                 if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
                     file.write(b"\n")
                 file.write(text.encode("utf-8", "replace"))
 
-        retrying(attempt, self.patience)
+        self._in_folder_of(self.base / path, add)
 
     def read(self, path) -> dict | None:
         """A write-once JSON file, read once and remembered. None if absent; BadFile (counted once) if unusable."""
         path = self.base / path
-        if path in self._parsed:
-            self._parsed.move_to_end(path)
-            return self._parsed[path][0]
+        if (known := self._parsed.get(path)) is not None:
+            return known[0]
 
         def attempt():
             info = os.lstat(path)
@@ -263,9 +282,11 @@ class DriveStore:
                 self.skipped[str(error)] += path not in self._bad
                 self._bad[path] = (info.st_size, info.st_mtime_ns, str(error))
                 raise
-            self._parsed[path], self._parsed_bytes = (data, info.st_size), self._parsed_bytes + info.st_size
-            while self._parsed_bytes > MAX_CACHE_BYTES:
-                self._parsed_bytes -= self._parsed.popitem(last=False)[1][1]
+            with self._lock:  # the courier's thread and the trainer's may read the same file at once
+                self._parsed_bytes += info.st_size - self._parsed.pop(path, (None, 0))[1]
+                self._parsed[path] = data, info.st_size
+                while self._parsed_bytes > MAX_CACHE_BYTES:  # the oldest goes
+                    self._parsed_bytes -= self._parsed.pop(next(iter(self._parsed)))[1]
             return data
 
         return self._unless_absent(attempt, None)
@@ -320,7 +341,7 @@ class DriveStore:
             raise ValueError(f"round {round_}: expected 0 to 999999")
         self.write_once(f"state/rounds/{bucket(round_)}.json", {"round": round_, "opened_by": by, "opened_at": now})
         state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
-        with contextlib.suppress(OSError):  # for people and old readers only
+        with contextlib.suppress(OSError):  # for people only
             self.rewrite("state/current_state.json", state)
 
     def current_round(self) -> int:
@@ -461,18 +482,22 @@ class DriveStore:
         return done
 
     def _retire(self, path: str, archive: bool) -> int:
-        source = self.base / path
-        if not os.path.lexists(source):
-            return 0
-        if archive:
-            target = self.root / "archives" / self.base.name / path
-            retrying(lambda: target.parent.mkdir(parents=True, exist_ok=True), self.patience)
-            retrying(lambda: shutil.move(source, target), self.patience)
-        elif source.is_dir() and not source.is_symlink():
-            retrying(lambda: shutil.rmtree(source), self.patience)
-        else:
-            retrying(lambda: source.unlink(missing_ok=True), self.patience)
-        return 1
+        source, target = self.base / path, self.root / "archives" / self.base.name / path
+
+        def retire():
+            os.lstat(source)
+            if archive and not os.path.lexists(target):  # what was archived first stands
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.move(source, target)
+            elif source.is_dir() and not source.is_symlink():
+                shutil.rmtree(source)
+            else:
+                source.unlink()
+            return 1
+
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # never there, or somebody else was faster
+            return retrying(retire, self.patience)
+        return 0
 
     # -- rewards and winners
 
@@ -501,12 +526,7 @@ class DriveStore:
     def write_checkpoint(self, round_: int, node_id: str, local_file) -> bool:
         """Copy a finished local file to checkpoints/round/NODE.pt, atomically; the first complete one stands."""
         path = self.base / f"checkpoints/{bucket(round_)}/{node_id}.pt"
-
-        def copy(file):
-            with open(local_file, "rb") as source:
-                shutil.copyfileobj(source, file, 1 << 20)
-
-        return self._write(path, copy, once=True, is_complete=zipfile.is_zipfile)  # torch.save writes a zip
+        return self._copy(local_file, path, once=True, is_complete=is_whole_zip)
 
     def checkpoints(self, node_id: str) -> list[tuple[int, Path]]:
         """(round, path) of this node's checkpoints, newest first."""
@@ -527,8 +547,7 @@ class DriveStore:
     def copy_folder(self, local, path: str) -> None:
         """Copy the files of a local folder, each atomically (a saved model)."""
         for source in sorted(Path(local).iterdir()):
-            with open(source, "rb") as file:
-                self._write(self.base / path / source.name, lambda target, file=file: shutil.copyfileobj(file, target, 1 << 20), once=False)
+            self._copy(source, self.base / path / source.name, once=False)
 
     # -- housekeeping
 

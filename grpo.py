@@ -1,6 +1,6 @@
 """GRPO by hand: sample completions, score them under the policy, turn group rewards into a gradient.
 
-Reads from top to bottom as one update does: advantages -> loss -> generation -> log-probabilities -> update.
+Reads from the idea to the machinery: advantages, loss, generation, log-probabilities, update.
 
 Symbols, the same in code, log and README:
     N  questions (groups) in a batch        P  prompt length in tokens (left-padded in a batch)
@@ -196,7 +196,8 @@ def generate(
     """
     rows = len(prompts) * num_generations
     noise = torch.rand(max_new_tokens, rows, generator=rng)  # on the CPU, so that every device draws the same
-    at_once = max(1, (max_rows or rows) // num_generations)  # prompts per batch
+    at_once = min(len(prompts), max(1, (max_rows or rows) // num_generations))  # prompts per batch
+    model.eval()
     completions, first = [], 0
     while first < len(prompts):
         batch = prompts[first : first + at_once]
@@ -209,7 +210,7 @@ def generate(
                 raise
             at_once = (at_once + 1) // 2
             print(f"out of memory while generating: going on with {at_once} questions at once", flush=True)
-            continue  # outside the handler the failed batch is freed
+            continue
         first += len(batch)
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
@@ -347,15 +348,18 @@ def micro_batches(groups: list[Group], max_rows: int):
         yield pairs, torch.tensor([first_row[g] + i for g, piece in batch for i in range(piece.start, piece.stop)])
 
 
-def halving_on_oom(function, max_rows: int):
-    """function(max_rows), begun again with half as many when memory runs out. Returns (its result, what fitted)."""
+def halving_on_oom(function, max_rows: int, rows: int):
+    """function(max_rows), begun again with half as many when memory runs out. Returns (its result, what fitted).
+
+    rows: how many there are; max_rows may be far above and must come below it to change anything.
+    """
     while True:
         try:
             return function(max_rows), max_rows
         except torch.OutOfMemoryError:
-            if max_rows == 1:
+            if min(max_rows, rows) == 1:
                 raise
-        max_rows = (max_rows + 1) // 2  # outside the handler, where the failed attempt is freed
+        max_rows = (min(max_rows, rows) + 1) // 2  # outside the handler, where the failed attempt is freed
         print(f"out of memory in the update: again with {max_rows} completions per forward", flush=True)
 
 
@@ -366,17 +370,17 @@ def update(
     """One GRPO update on local and external groups alike; `num_iterations` optimizer steps on the same completions.
 
     Flat groups cost no forward pass but count in the loss's denominator. The gradient does not depend on `max_rows`
-    (completions per forward). `before_step` is called right before the weights first change. Returns loss,
+    (completions per forward). `before_step` is called right before the weights change. Returns loss,
     clip_fraction, grad_norm, tokens (trained), max_rows (what fitted).
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])
     weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
     groups = [g for g in groups if g.is_informative]
-    stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "tokens": int(lengths[keep].sum()), "max_rows": max_rows}
+    weights, lengths = weights[keep], lengths[keep]  # (B,)
+    stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "tokens": int(lengths.sum()), "max_rows": max_rows}
     if not groups:
         return stats  # no step at all: Adam's momentum alone would move the weights
-    weights, lengths = weights[keep], lengths[keep]  # (B,)
     advantages = torch.tensor([a for g in groups for a in g.advantages])  # (B,)
 
     @torch.no_grad()
@@ -399,15 +403,16 @@ def update(
             old = None if old_logp is None else old_logp[rows, : logp.shape[1]]
             loss, clipped = grpo_loss(logp, old, advantages[rows].to(logp), mask, weights[rows].to(logp), clip_low, clip_high)
             loss.backward()
-            total += torch.tensor([loss.item(), clipped.item()])
+            total += torch.stack([loss, clipped]).detach().cpu()
         return total.tolist()
 
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
     old_logp, max_rows, clipped_total = None, max_rows or len(lengths), 0.0
     if num_iterations > 1:
-        old_logp, max_rows = halving_on_oom(logps_at_start, max_rows)
+        old_logp, max_rows = halving_on_oom(logps_at_start, max_rows, len(lengths))
     for iteration in range(num_iterations):
-        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows)
+        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths))
+        stats["max_rows"] = max_rows
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             print("non-finite gradient: this step is skipped", flush=True)
@@ -415,6 +420,6 @@ def update(
         before_step()
         optimizer.step()
         clipped_total += clipped
-        stats |= {"grad_norm": norm.item(), "loss": loss if iteration == 0 else stats["loss"], "max_rows": max_rows}
+        stats |= {"grad_norm": norm.item(), "loss": loss if iteration == 0 else stats["loss"]}
     optimizer.zero_grad(set_to_none=True)
     return {**stats, "clip_fraction": clipped_total / (stats["tokens"] * num_iterations)}

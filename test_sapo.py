@@ -722,6 +722,28 @@ def test_passing_faults_are_retried_and_definite_ones_are_not(tmp_path, monkeypa
     assert store.write_once("a.json", BIG) and os.listdir(store.base) == ["a.json"] and not faults
 
 
+def test_a_copy_that_is_repeated_after_a_fault_is_whole(tmp_path, monkeypatch):
+    store, real, faults = new_store(tmp_path, patience=2), os.fsync, [errno.EIO, errno.ENOSPC]
+    local = put(store, tmp_path / "model/weights.bin", b"w" * 100_000)
+    monkeypatch.setattr(os, "fsync", lambda fd: fail_with(faults.pop()) if faults else real(fd))
+    store.copy_folder(local.parent, "models/n1")
+    faults.append(errno.EIO)
+    store.write_checkpoint(3, "n1", local)
+    for copy in ("models/n1/weights.bin", "checkpoints/round_000003/n1.pt"):
+        assert (store.base / copy).read_bytes() == local.read_bytes()
+
+
+def test_a_write_in_which_the_drive_goes_away_is_kept_until_it_is_back(tmp_path, monkeypatch):
+    store, away = new_store(tmp_path, patience=0.01), tmp_path / "away"
+    (courier, events), real, moments = new_courier(), os.fsync, [1]
+    monkeypatch.setattr(os, "fsync", lambda fd: moments and (moments.pop(), store.base.rename(away)) or real(fd))
+    courier.post(store.submit_reward, 1, 0, "n1", {"reward": 0.5})
+    until(lambda: events)
+    assert courier.pending == 1 and not store.base.exists()
+    away.rename(store.base)
+    assert courier.flush(5) and store.reward(1, 0, "n1")["reward"] == 0.5 and events == ["outage", "outage over"]
+
+
 def test_a_vanished_folder_is_an_os_error_and_is_never_made_anew(tmp_path):
     store = new_store(tmp_path / "drive", patience=0.02)
     shutil.rmtree(store.root)
@@ -747,6 +769,9 @@ def test_retention_takes_own_old_rollouts_and_leaves_recent_and_foreign_ones(tmp
     assert files_below(rollouts) == own[2] | own[3] | {f"{bucket(1)}/stage_0/other.json"}
     assert files_below(tmp_path / "archives/x/rollouts") == (own[0] | own[1] if archive else set())
     assert store.names("rollouts") == [bucket(t) for t in (1, 2, 3)] and store.names(f"rollouts/{bucket(1)}") == ["stage_0"]
+    store.publish(0, 1, "n1", {"again": 1}, {}, part=0, parts=1)  # a late write
+    assert store.clean_rollouts(2, ["n1"], archive) == 1
+    assert files_below(tmp_path / "archives/x/rollouts") == (own[0] | own[1] if archive else set())
     assert store.clean_rollouts(9, None, archive) == 5 and store.names("rollouts") == []  # the coordinator: everybody's
 
 
@@ -833,6 +858,11 @@ def test_checkpoints_newest_first_keep_n_first_complete_stands_and_a_damaged_one
     path = store.checkpoints("n1")[0][1]
     path.write_bytes(path.read_bytes()[:-10])  # torn
     assert store.write_checkpoint(10, "n1", tmp_path / "2") and path.read_bytes() == (tmp_path / "2").read_bytes()
+    os.mkfifo(put(store, "checkpoints/round_000011/x").with_name("n1.pt"))  # would block whoever opens it
+    writer = threading.Thread(target=store.write_checkpoint, args=(11, "n1", tmp_path / "0"), daemon=True)
+    writer.start()
+    until(lambda: not writer.is_alive())
+    store.set_aside(store.checkpoints("n1")[0][1])
     store.set_aside(path)
     assert [round_ for round_, _ in store.checkpoints("n1")] == [9, 2] and path.with_name("n1.pt.damaged").exists()
     store.clean_checkpoints("n1", keep=1)
@@ -932,8 +962,8 @@ def test_life_is_judged_by_the_readers_clock(tmp_path, monkeypatch):
     beat("fresh", 0, state="running")
     assert live_after(0) == ["fresh"]
     beat("fresh", -1, session=sessions["fresh"], state="done")
-    assert live_after(0) == [] and live.has_left("fresh")
-    store.register("fresh", "worker", {})  # started again: the good-bye was another session's
+    assert live_after(0) == [] and live.has_left("fresh") and live_after(301) == []
+    store.register("fresh", "worker", {"registered_at": wall - 3600})  # started again, where the clock is behind
     assert live_after(0) == ["fresh"]
 
 
@@ -1044,12 +1074,15 @@ def test_the_clock_follows_others_never_rewinds_and_yields_to_a_newer_session(tm
     until(lambda: (store.read_heartbeat("coordinator") or {}).get("round") is not None)
     reward(store, 5)
     until(lambda: store.current_round() == 6)
+    (store.base / "state/rounds/round_000006.json").unlink()  # a stale listing
     reward(store, 0)  # late
     time.sleep(0.1)
-    assert rounds_of(store) == [0, 5, 6]
+    assert rounds_of(store) == [0, 5]
+    reward(store, 6)
+    until(lambda: store.current_round() == 7)
     store.register("coordinator", "coordinator", {})
     until(lambda: ended)
-    assert ended == ["superseded"] and rounds_of(store) == [0, 5, 6]
+    assert ended == ["superseded"] and rounds_of(store) == [0, 5, 7]
 
 
 def test_the_clock_ends_on_request_even_without_its_folder_and_when_nobody_is_left(tmp_path):
