@@ -247,6 +247,17 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
     }
 
 
+def spans(rounds) -> list[str]:
+    """[3, 5, 6, 7] -> ["round 3", "rounds 5 to 7"]"""
+    found = []
+    for r in rounds:
+        if found and found[-1][1] == r - 1:
+            found[-1][1] = r
+        else:
+            found.append([r, r])
+    return [f"round {a}" if a == b else f"rounds {a} to {b}" for a, b in found]
+
+
 def validate_experiment(store, max_rounds: int, nodes: int, checkpoints: bool = True) -> list[str]:
     """What a finished run lacks, as sentences; an empty list means that everything is there."""
     problems = []
@@ -276,11 +287,11 @@ def validate_experiment(store, max_rounds: int, nodes: int, checkpoints: bool = 
         if not any(name.endswith(".safetensors") for name in store.names(f"models/{node}")):
             problems.append(f"{node}: no weights in models/{node}")
     stages = config.get("MAX_STAGES", 1)
-    for round_ in range(max_rounds):
-        if not any(row["round"] == round_ for row in rows):
-            problems.append(f"round {round_}: no rewards")
-        if not any(store.publishers(round_, s) for s in range(stages)) and not config.get("ROLLOUT_CLEANUP_ENABLED"):
-            problems.append(f"round {round_}: no rollouts")
+    rewarded = {row["round"] for row in rows}
+    problems += [f"{span}: no rewards" for span in spans(r for r in range(max_rounds) if r not in rewarded)]
+    if not config.get("ROLLOUT_CLEANUP_ENABLED"):
+        lost = [r for r in range(max_rounds) if not any(store.publishers(r, s) for s in range(stages))]
+        problems += [f"{span}: no rollouts" for span in spans(lost)]
     for row in rows:
         for part in ("completions", "local_groups"):
             if not row.get(part):
@@ -431,7 +442,7 @@ def report_text(rows: list[dict], threshold: float) -> str:
     ]
     for row in rows:
         interval = f" ({row['interval'][0]:+.0%} to {row['interval'][1]:+.0%})" if row["interval"] else ""
-        tested = "baseline" if row["J"] == 0 and row["k"] == 1 else show(row["p_value"], ".3f", "too few seeds")
+        tested = "baseline" if row["J"] == 0 and row["k"] == 1 else show(row["p_value"], ".3f", "too few seeds" if row["improvement"] is not None else "no baseline")
         lines.append(
             f"| {row['label']} | {row['runs']} | {row['per_node']:.2f}" + (f" ± {row['spread']:.2f}" if row["spread"] is not None else "")
             + f" | {show(row['improvement'], '+.0%')}{interval} | {tested} | {show(row['final'], '.2f')} | {show(row['held_out'], '.2f')}"
@@ -577,9 +588,9 @@ def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: f
     if idle > live.stale_after / 2:
         warnings.append(f"nothing new for {idle:.0f} s: is the drive still mounted?")
     for node in workers:
-        pids = {name for name in store.names("peers") if name.startswith(f"{node}.") and name[len(node) + 1 :][:13].isdigit()}
-        if len(pids) > 5:
-            warnings.append(f"{node} was started {len(pids)} times: do two machines share this NODE_ID?")
+        started = [name for name in store.names("peers") if name.startswith(f"{node}.") and name[len(node) + 1 :][:13].isdigit()]
+        if len(started) > 5:
+            warnings.append(f"{node} was started {len(started)} times: do two machines share this NODE_ID?")
     recent = [row for row in rows if row["round"] > clock - 10]
     if recent and all(row.get("flat_groups") == row.get("local_groups", 0) + row.get("external_groups", 0) for row in recent):
         warnings.append("no informative group in ten rounds: see WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS")

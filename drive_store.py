@@ -339,7 +339,8 @@ class DriveStore:
         now = time.time()
         if not 0 <= round_ < 10**6:
             raise ValueError(f"round {round_}: expected 0 to 999999")
-        self.write_once(f"state/rounds/{bucket(round_)}.json", {"round": round_, "opened_by": by, "opened_at": now})
+        if not self.write_once(f"state/rounds/{bucket(round_)}.json", {"round": round_, "opened_by": by, "opened_at": now}):
+            return  # somebody was faster; a straggler must not set current_state.json back
         state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
         with contextlib.suppress(OSError):  # for people only
             self.rewrite("state/current_state.json", state)
@@ -553,7 +554,7 @@ class DriveStore:
 
     def sweep_temp_files(self, node_ids, from_round: int) -> int:
         """Remove temp files that a killed session of these nodes left, in the folders it wrote to; returns how many."""
-        folders = ["", "state", "state/rounds", "peers", "heartbeats"] + [f"logs/{n}" for n in node_ids]
+        folders = ["", "state", "state/rounds", "peers", "heartbeats"] + [f"{kind}/{n}" for kind in ("logs", "models") for n in node_ids]
         for kind in ("rollouts", "rewards", "winners", "checkpoints"):
             for round_ in [r for r in self.rounds(kind) if r >= from_round]:
                 stages = [f"{kind}/{bucket(round_)}/stage_{s}" for s in self.stages(kind, round_)]

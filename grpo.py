@@ -371,14 +371,14 @@ def update(
 
     Flat groups cost no forward pass but count in the loss's denominator. The gradient does not depend on `max_rows`
     (completions per forward). `before_step` is called right before the weights change. Returns loss,
-    clip_fraction, grad_norm, tokens (trained), max_rows (what fitted).
+    clip_fraction, grad_norm, trained_tokens, max_rows (what fitted).
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])
     weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
     groups = [g for g in groups if g.is_informative]
     weights, lengths = weights[keep], lengths[keep]  # (B,)
-    stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "tokens": int(lengths.sum()), "max_rows": max_rows}
+    stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "trained_tokens": int(lengths.sum()), "max_rows": max_rows}
     if not groups:
         return stats  # no step at all: Adam's momentum alone would move the weights
     advantages = torch.tensor([a for g in groups for a in g.advantages])  # (B,)
@@ -422,4 +422,4 @@ def update(
         clipped_total += clipped
         stats |= {"grad_norm": norm.item(), "loss": loss if iteration == 0 else stats["loss"]}
     optimizer.zero_grad(set_to_none=True)
-    return {**stats, "clip_fraction": clipped_total / (stats["tokens"] * num_iterations)}
+    return {**stats, "clip_fraction": clipped_total / (stats["trained_tokens"] * num_iterations)}

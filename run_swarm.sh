@@ -23,7 +23,7 @@ stop_all() {  # only what this script started; a second Ctrl-C makes them exit a
   stopping=1
   for pid in "${pids[@]}"; do kill -INT "$pid" 2>/dev/null || true; done
 }
-trap stop_all INT TERM
+trap stop_all INT TERM HUP  # HUP: the terminal was closed
 
 start() {  # start NAME VAR=VALUE…: one process in the background, its output prefixed by its name
   local name=$1; shift
@@ -40,7 +40,7 @@ run_experiment() {  # one coordinator and the workers, until all have ended; ret
     start swarm NODE_ROLE=worker "$@"  # its nodes keep step by themselves
   else
     start coordinator NODE_ROLE=coordinator "$@"
-    for ((i = 0; i < NUM_WORKERS; i++)); do start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"; done
+    for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"; done
   fi
   local failed=0 status waiting="${!pids[*]}" still
   while [ -n "$waiting" ]; do

@@ -461,7 +461,10 @@ def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Reader]:
         raise ConfigError(f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS}: {config.MODEL_NAME} has {positions} positions; expected at most half of that")
     longest = min(max(256, 4 * config.MAX_NEW_TOKENS), positions // 2)  # of a stranger's completion
     model = model.to(config.DEVICE).eval()
-    check_head(model)
+    try:
+        check_head(model)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     return model, Reader(tokenizer, eos_ids | {eos_id}, eos_id, config.NUM_SHOTS, positions - longest, longest)
 
 
@@ -617,7 +620,7 @@ class StopButton:
     """First signal: raise Stopped, or finish the round if weights have begun to change. Second signal: KeyboardInterrupt."""
 
     def __init__(self):
-        self.requested, self.shielded, self._old = False, False, {}
+        self.requested, self.shielded, self._since, self._old = False, False, 0.0, {}
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
@@ -630,9 +633,11 @@ class StopButton:
 
     def _on_signal(self, number, frame) -> None:
         if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        print("\nstopping: the round is " + ("finished" if self.shielded else "abandoned") + ", then a checkpoint is written; once more to exit at once", flush=True)
+            if time.monotonic() - self._since > 0.5:  # one key press may arrive twice
+                raise KeyboardInterrupt
+            return
+        self.requested, self._since = True, time.monotonic()
+        print("\nstopping; once more to exit at once", flush=True)
         if not self.shielded:
             raise Stopped
 
@@ -657,6 +662,7 @@ class Node:
     trained: set = field(default_factory=set)  # keys of external groups already used: never twice
     session: str = ""
     rollouts: list = field(default_factory=list)  # of the current stage
+    generate_seconds: float = 0.0  # what they took
     unpublished: list = field(default_factory=list)  # of the round so far, for publish frequency `round`
     signal_free: deque = field(default_factory=lambda: deque(maxlen=10))  # stats of the latest rounds without any signal
 
@@ -687,10 +693,12 @@ class Run:
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one
     done: int = -1  # last round finished (or skipped)
+    saved: int = -1  # last round of which a checkpoint was taken
     clock: int = -1  # highest round known to be open; never goes back
     replay_until: int = -1  # rounds up to here may have been worked on before this process started
     leaderless_since: float | None = None
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
+    late: set = field(default_factory=set)  # (round, stage, peer) that were waited for in vain
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
     started: float = field(default_factory=time.monotonic)
     rounds_worked: int = 0
@@ -720,7 +728,8 @@ class Log:
         if self.bar is not None:
             self.bar.write(text)
         else:
-            print(text, flush=True)
+            with contextlib.suppress(BrokenPipeError):  # whoever read the output is gone; the log file is not
+                print(text, flush=True)
         self._add(self.node_id, "stdout.log", text)
 
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
@@ -763,7 +772,7 @@ def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
 
 def generate_rollouts(run: Run, node: Node, questions: list[Question], purpose: str, t: int, stage: int, g: int) -> list[Rollout]:
     """Step 2: `g` completions for each question, in one batched call, decoded and scored."""
-    config, reader = run.config, run.reader
+    config, reader, began = run.config, run.reader, time.monotonic()
     rng = torch.Generator().manual_seed(stream_seed(config, node.id, t, stage, purpose))
     prompts = [reader.prompt(q) for q in questions]
     completions = generate(
@@ -776,6 +785,7 @@ def generate_rollouts(run: Run, node: Node, questions: list[Question], purpose: 
         rewards = [score(question, text, config.REWARD) for text in texts]
         finished = [ids[-1] in reader.eos_ids for ids in group]
         rollouts.append(Rollout(question, Group(prompt, group, rewards), texts, finished))
+    node.generate_seconds = time.monotonic() - began
     return rollouts
 
 
@@ -809,11 +819,11 @@ def publishable(rollout: Rollout) -> dict:
 def sample_external(run: Run, node: Node, t: int, stage: int) -> tuple[list[Rollout], dict]:
     """Step 4: verify and score the peers' groups, drop those without signal, draw J uniformly; older rounds fill gaps.
 
-    Returns the drawn groups and figures for the log: pool (how many could have been drawn), rejected, peers, seconds.
+    Returns the drawn groups and figures for the log: how many could have been drawn, how many were rejected, peers, seconds.
     A round that this node worked on before a restart draws the same groups again: its reward file says which.
     """
     config, began = run.config, time.monotonic()
-    figures = {"pool": 0, "rejected": 0, "peers": 0, "wait_seconds": 0.0}
+    figures = {"external_pool": 0, "rejected": 0, "external_peers": 0, "wait_seconds": 0.0}
     wanted = config.NUM_TRANSPLANT_TREES
     if wanted == 0:
         return [], figures
@@ -841,8 +851,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> tuple[list[Roll
                     pool.append(rollout)
                 if age == 0 and not isinstance(rollout, str):
                     seen.setdefault(peer, []).extend(rollout.group.rewards)
-        figures["pool"] += len(pool)
-        figures["peers"] += len(files) if age == 0 else 0
+        figures["external_pool"] += len(pool)
+        figures["external_peers"] += len(files) if age == 0 else 0
         drawn += rng.sample(pool, min(wanted - len(drawn), len(pool)))
         if len(drawn) == wanted:
             break
@@ -872,7 +882,10 @@ def choose_peers(run: Run, node: Node, t: int, age: int, rng) -> list[str]:
 
 
 def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
-    """{peer: (groups, rejected)} of this round, once every live one of `peers` has published or the time is up."""
+    """{peer: (groups, rejected)} of this round, once every live one of `peers` has published or the time is up.
+
+    All are read, but only registered ones are waited for, and one that let the time run out not again in this round.
+    """
     config = run.config
     if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < config.MAX_STAGES - 1:
         return {}  # nobody publishes before the last stage
@@ -890,8 +903,9 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
                 waiting.discard(peer)
                 run.live.note(peer, "rollouts", t)
         run.ask(run.live.refresh, sorted(waiting))
-        waiting = {peer for peer in waiting if run.live.is_live(peer)}
-        if time.monotonic() > deadline:
+        waiting = {p for p in waiting if p in run.live.sessions and run.live.is_live(p) and (t, stage, p) not in run.late}
+        if waiting and time.monotonic() > deadline:
+            run.late = {(t, stage, peer) for peer in waiting}
             run.log.event("wait", f"round {t}: {' '.join(sorted(waiting))} not here after FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g}", round=t)
             break
         if waiting:
@@ -976,15 +990,15 @@ def choose_local(rollouts: list[Rollout], wanted: int) -> list[Rollout]:
 
 def policy_gradient(run: Run, node: Node, rollouts: list[Rollout]) -> dict:
     """Step 5: one GRPO update on own and external groups alike."""
-    config = run.config
+    config, began = run.config, time.monotonic()
     stats = update(
         node.model, node.optimizer, [r.group for r in rollouts], max_new_tokens=config.MAX_NEW_TOKENS,
         temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW, clip_high=config.CLIP_HIGH,
         num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows, pad_id=run.reader.eos_id,
         dtype=getattr(torch, config.DTYPE), before_step=run.stop.shield,
     )  # fmt: skip
-    run.max_rows = min(run.max_rows, stats["max_rows"])
-    return stats
+    run.max_rows = min(run.max_rows, stats.pop("max_rows"))
+    return {**stats, "train_seconds": time.monotonic() - began}
 
 
 def mean_reward(rollouts: list[Rollout]) -> float:
@@ -993,15 +1007,18 @@ def mean_reward(rollouts: list[Rollout]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def held_out_accuracy(run: Run, node: Node, t: int) -> float | None:
-    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for every node and round."""
+def held_out_accuracy(run: Run, node: Node, t: int) -> dict:
+    """Every EVAL_INTERVAL rounds pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
     if not run.config.EVAL_INTERVAL or (t + 1) % run.config.EVAL_INTERVAL:
-        return None
+        return {}
     questions = []
     for i in range(run.config.EVAL_SAMPLES):
         seed = HELD_OUT_SEEDS.start + stream_seed(run.config, "", 0, 0, "held-out", i)
         questions.append(make_question(random.Random(seed).choice(run.tasks), seed))
-    return mean_reward(generate_rollouts(run, node, questions, "evaluate", t, 0, 1))
+    seconds = node.generate_seconds
+    accuracy = mean_reward(generate_rollouts(run, node, questions, "evaluate", t, 0, 1))
+    node.generate_seconds = seconds  # of the round's own completions
+    return {"held_out": accuracy}
 
 
 def submit_reward(run: Run, node: Node, t: int, stage: int, stats: dict, external: list[Rollout]) -> None:
@@ -1026,22 +1043,18 @@ def train(run: Run) -> None:
     config = run.config
     while (t := next_round(run)) is not None:
         for stage in range(config.MAX_STAGES):
-            timings = {}
             for node in run.nodes:
-                began = time.monotonic()
                 questions = sample_batch(run, node, t, stage)  # 1. draw I questions
-                node.rollouts = generate_rollouts(run, node, questions, "generate", t, stage, config.NUM_GENERATIONS)  # 2. G answers each
+                node.rollouts = generate_rollouts(run, node, questions, "generate", t, stage, config.NUM_GENERATIONS)  # 2. G answers
                 communicate(run, node, t, stage)  # 3. publish them, decoded
-                timings[node.id] = time.monotonic() - began
             if config.NUM_TRANSPLANT_TREES and run.courier.outage_since is None:
                 run.courier.flush(timeout=5.0)  # nobody samples before its own share is out
             for node in run.nodes:
                 external, figures = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
                 local = choose_local(node.rollouts, config.NUM_TRAIN_SAMPLES)
-                began = time.monotonic()
-                stats = policy_gradient(run, node, local + external)  # 5. learn from both
-                figures["train_seconds"], figures["generate_seconds"] = time.monotonic() - began, timings[node.id]
-                stats = round_stats(run, node, t, local, external, stats, figures)
+                figures |= policy_gradient(run, node, local + external)  # 5. learn from both
+                figures |= held_out_accuracy(run, node, t)
+                stats = round_stats(run, node, t, local, external, figures)
                 submit_reward(run, node, t, stage, stats, external)  # 6. report, then on to the next round
                 report_round(run, node, t, stats)
         finish_round(run, t)
@@ -1082,6 +1095,9 @@ def next_round(run: Run) -> int | None:
         return None
     if t > own:
         run.log.event("skip", f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}", first=own, last=t - 1)
+        for node in run.nodes:  # rounds it had finished before it was killed and does not replay
+            rewards = [run.ask(run.store.reward, r, s, node.id) for r in range(own, min(t, run.replay_until + 1)) for s in range(config.MAX_STAGES)]
+            node.total_reward += sum(reward["reward"] for reward in rewards if reward)
     now = time.monotonic()
     if run.courier.outage_since is None and run.rounds_worked:
         run.round_seconds = now - run.round_began
@@ -1110,9 +1126,9 @@ def somebody_is_ahead(run: Run) -> bool:
 def finish_round(run: Run, t: int) -> None:
     """Checkpoint when due, clean up, flush the log; then a pending stop takes effect."""
     config = run.config
+    due = (t + 1) // config.CHECKPOINT_INTERVAL > (run.done + 1) // config.CHECKPOINT_INTERVAL  # also when that round was skipped
     run.done, run.rounds_worked = t, run.rounds_worked + 1
-    last = t == config.MAX_ROUNDS - 1
-    if (t + 1) % config.CHECKPOINT_INTERVAL == 0 or last:
+    if due or t == config.MAX_ROUNDS - 1:
         run.log.flush(run, every=0.0)  # before the checkpoint: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
         for node in run.nodes:
@@ -1136,36 +1152,26 @@ def rounds_to_keep(config: Config) -> int:
 # -------- The log line ----------------------------------------------------------------------------------------
 
 
-def round_stats(run: Run, node: Node, t: int, local, external, trained: dict, figures: dict) -> dict:
+def round_stats(run: Run, node: Node, t: int, local, external, figures: dict) -> dict:
     """Every figure of the log line, as it goes into metrics.jsonl and the reward file."""
     texts = [text for r in node.rollouts for text in r.texts]
     lengths = [len(ids) for r in node.rollouts for ids in r.group.completions]
     finished = [done for r in node.rollouts for done in r.finished]
-    held_out = held_out_accuracy(run, node, t)
     return {
         "reward": mean_reward(node.rollouts),
-        **({} if held_out is None else {"held_out": held_out}),
         "completions": len(texts),
         "local_groups": len(local),
         "external_groups": len(external),
-        "external_pool": figures["pool"],
         "external_short": run.config.NUM_TRANSPLANT_TREES - len(external),
         "external_ages": [t - r.key[0] for r in external],
-        "external_peers": figures["peers"],
-        "rejected": figures["rejected"],
         "flat_groups": sum(not r.group.is_informative for r in local + external),
         "informative_local": sum(r.group.is_informative for r in node.rollouts),
         "answer_tag_rate": sum(find_answer(text) is not None for text in texts) / len(texts),
         "truncated_rate": 1 - sum(finished) / len(finished),
         "mean_length": sum(lengths) / len(lengths),
-        "loss": trained["loss"],
-        "clip_fraction": trained["clip_fraction"],
-        "grad_norm": trained["grad_norm"],
-        "trained_tokens": trained["tokens"],
         "generated_tokens": sum(lengths),
-        "generate_seconds": figures["generate_seconds"],
-        "wait_seconds": figures["wait_seconds"],
-        "train_seconds": figures["train_seconds"],
+        "generate_seconds": node.generate_seconds,
+        **figures,
     }
 
 
@@ -1211,7 +1217,7 @@ def log_line(node_id: str, t: int, max_rounds: int, s: dict, eta: float) -> str:
     short = f" ({s['external_short']} short)" if s["external_short"] else ""
     minutes = f"{eta / 60:.0f}m" if eta >= 60 else f"{eta:.0f}s"
     return (
-        f"{node_id} round {t + 1:0{width}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
+        f"{node_id} round {t:0{width}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
         f"groups {s['local_groups']}+{s['external_groups']} of {s['external_pool']}{short}, {s['flat_groups']} flat, {s['rejected']} rejected | "
         f"tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f} | "
         f"loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f} | "
@@ -1229,12 +1235,12 @@ def eta_seconds(run: Run, t: int) -> float:
 
 def save_checkpoint(run: Run) -> None:
     """Every node's state after round `run.done`: written to the local disk, then carried to the folder in the background."""
-    if run.done < 0:
-        return
+    if run.done <= run.saved:
+        return  # there is one already, perhaps still on its way
+    run.saved = run.done
     for node in run.nodes:
         state = {
-            "format": 1, "node_id": node.id, "model_name": run.config.MODEL_NAME, "next_round": run.done + 1,
-            "model": node.model.state_dict(), "optimizer": node.optimizer.state_dict(),
+            "model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "model": node.model.state_dict(), "optimizer": node.optimizer.state_dict(),
             "total_reward": node.total_reward, "trained": sorted(map(list, node.trained)),
         }  # fmt: skip
         local = run.scratch / f"{node.id}.{run.done}.pt"
@@ -1269,7 +1275,7 @@ def resume(run: Run) -> None:
         else:
             for node, state in zip(run.nodes, states, strict=True):
                 restore(run, node, state)
-            run.done = round_
+            run.done = run.saved = states[0]["next_round"] - 1
             for path in damaged:
                 run.store.set_aside(path)
             run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
@@ -1300,7 +1306,9 @@ def save_models(run: Run) -> None:
         local = save_locally(run, node)
         run.courier.post(run.store.copy_folder, local, f"models/{node.id}")
     folder = run.store.base / "models" / run.nodes[0].id
-    run.log.say(f"final model: {folder}\n  try it: python -c \"from transformers import pipeline; print(pipeline('text-generation', '{folder}')('What is 2 + 3?'))\"")
+    prompt = run.reader.tokenizer.decode(run.reader.prompt(make_question(run.tasks[0], 1)))
+    ask = f"pipeline('text-generation', {str(folder)!r})({prompt!r}, max_new_tokens={run.config.MAX_NEW_TOKENS})"
+    run.log.say(f"final model: {folder}\n  try it: python -c {shlex.quote(f'from transformers import pipeline; print({ask})')}")
 
 
 def save_locally(run: Run, node: Node) -> Path:
@@ -1448,7 +1456,7 @@ def check_disk(run: Run) -> None:
 def resume_line(config: Config, environ) -> str:
     """The command that resumes this node: what was set, and what was made up at the start; never the secret."""
     given = {f.name: environ[f.name] for f in fields(config) if environ.get(f.name) and f.name != "HUGGINGFACE_ACCESS_TOKEN"}
-    given |= {"GDRIVE_PATH": config.GDRIVE_PATH, "NODE_ID": config.NODE_ID}
+    given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
 
 
@@ -1507,20 +1515,35 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
 
 
 def run_validate(config: Config) -> str:
-    """Print what a finished run lacks; "valid" or "invalid"."""
+    """Print what a finished run lacks; "valid" or "invalid". Rounds and nodes as set here, else as the run was started."""
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
-    problems = validate_experiment(store, config.MAX_ROUNDS, config.NUM_WORKERS)
+    if not is_there(config):
+        return "invalid"
+    try:
+        began_with = store.read("config.json")
+    except BadFile as error:
+        raise StoreError(f"{store.base / 'config.json'}: {error}") from error
+    rounds = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else began_with["MAX_ROUNDS"]
+    nodes = began_with["LOCAL_NODES"] if began_with["LOCAL_NODES"] > 1 else config.NUM_WORKERS
+    problems = validate_experiment(store, rounds, nodes)
     for problem in problems:
         print(f"validate: {problem}")
     print(f"validate: {store.base}: " + ("FAILED" if problems else "passed"))
     return "invalid" if problems else "valid"
 
 
+def is_there(config: Config) -> bool:
+    """Whether the experiment to be read exists; else says so, and which ones do."""
+    names = list_experiment_names(config.GDRIVE_PATH)
+    if config.EXPERIMENT_NAME not in names:
+        print(f"no experiment {config.EXPERIMENT_NAME!r} below {config.GDRIVE_PATH}" + (f"; there are: {', '.join(names)}" if names else ""))
+    return config.EXPERIMENT_NAME in names
+
+
 def run_monitor(config: Config, stop: StopButton) -> str:
     """The live dashboard: every 30 seconds on a terminal or in a notebook, once elsewhere."""
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
-    if config.EXPERIMENT_NAME not in list_experiment_names(config.GDRIVE_PATH):
-        print(f"EXPERIMENT_NAME={config.EXPERIMENT_NAME!r}: expected one of {', '.join(list_experiment_names(config.GDRIVE_PATH)) or 'none yet'}")
+    if not is_there(config):
         return "invalid"
     stop.shield()
     live = sys.stdout.isatty() or "ipykernel" in sys.modules
@@ -1541,35 +1564,52 @@ def run_report(config: Config) -> str:
 
 
 def run_benchmark(config: Config) -> str:
-    """What this machine does: tokens per second, seconds per round, peak memory, store milliseconds. Writes to a temp folder."""
-    with tempfile.TemporaryDirectory(prefix="sapo-benchmark-") as folder:
-        config = replace(config, GDRIVE_PATH=folder, EXPERIMENT_NAME="benchmark", LOCAL_NODES=2, MAX_ROUNDS=4, WARM_START_STEPS=0)
-        config = replace(config, NUM_TRANSPLANT_TREES=config.NUM_TRANSPLANT_TREES or config.NUM_TRAIN_SAMPLES, EXTERNAL_FILTER=False, NODE_ID="benchmark")
-        with contextlib.redirect_stdout(io.StringIO()):
-            run_worker(config, Log(config.NODE_ID), StopButton())
-        store = DriveStore(folder, "benchmark")
-        rows = [row for row in reward_rows(store) if row["round"] > 0]  # round 0 warms caches up
-        began = time.monotonic()
-        for i in range(20):
-            store.publish(100 + i, 0, "benchmark_0", {}, {})
-        publish_ms = (time.monotonic() - began) / 20 * 1000
-        began = time.monotonic()
-        for i in range(20):
-            store.fetch(100 + i, 0, "benchmark_0")
-        fetch_ms = (time.monotonic() - began) / 20 * 1000
-
-    def total(key):
-        return sum(row[key] for row in rows)
-
-    seconds = (total("generate_seconds") + total("train_seconds") + total("wait_seconds")) / len(rows)
-    print(f"model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE}), I {config.NUM_TRAIN_SAMPLES} J {config.NUM_TRANSPLANT_TREES} G {config.NUM_GENERATIONS}")
-    print(f"generated {total('generated_tokens') / total('generate_seconds'):.0f} tokens/s")
-    trained = total("trained_tokens")
-    print(f"trained   {trained / total('train_seconds'):.0f} tokens/s" if trained else "trained   no informative group in this benchmark: see REWARD and the model")
-    print(f"a round   {seconds:.2f} s per node")
-    print(f"memory    {peak_memory_gb(config):.2f} GB at the peak")
-    print(f"store     {publish_ms:.1f} ms to publish, {fetch_ms:.1f} ms to fetch (temp folder of this machine)")
+    """What this machine does: tokens per second, seconds per round, peak memory, store milliseconds. Touches no experiment."""
+    tasks = (SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS) if config.TASKS == "auto" else config.TASKS.split(",")
+    model, reader = load_model(config, tasks)
+    optimizer, rounds = torch.optim.AdamW(model.parameters(), lr=0.0), []
+    for i in range(4):
+        questions = [make_question(tasks[j % len(tasks)], 1000 * i + j) for j in range(config.NUM_TRAIN_SAMPLES)]
+        prompts, began = [reader.prompt(q) for q in questions], time.monotonic()
+        completions = generate(
+            model, prompts, config.NUM_GENERATIONS, config.MAX_NEW_TOKENS, config.TEMPERATURE, reader.eos_ids,
+            torch.Generator().manual_seed(i), reader.eos_id, dtype=getattr(torch, config.DTYPE),
+        )  # fmt: skip
+        generated = time.monotonic()
+        made_up = [float(j % 2) for j in range(config.NUM_GENERATIONS)]  # so that every group has something to train on
+        groups = [Group(prompt, group, made_up) for prompt, group in zip(prompts, completions, strict=True)]
+        rows, _, _ = rows_that_fit(model, config)
+        stats = update(
+            model, optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS, loss_type=config.LOSS_TYPE, max_rows=rows,
+            num_iterations=config.NUM_ITERATIONS, pad_id=reader.eos_id, dtype=getattr(torch, config.DTYPE),
+        )  # fmt: skip
+        seconds = (generated - began, time.monotonic() - generated)
+        rounds.append((sum(len(c) for g in completions for c in g), stats["trained_tokens"], *seconds))
+    tokens, trained, generating, training = (sum(column) for column in zip(*rounds[1:], strict=True))  # the first one warms up
+    publish_ms, fetch_ms = store_milliseconds(questions, completions, reader)
+    print(f"model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE}), {config.NUM_TRAIN_SAMPLES} questions x {config.NUM_GENERATIONS}")
+    print(f"generated {tokens / generating:.0f} tokens/s\ntrained   {trained / training:.0f} tokens/s")
+    print(f"a round   {(generating + training) / 3:.2f} s\nmemory    {peak_memory_gb(config):.2f} GB at the peak")
+    print(f"store     {publish_ms:.1f} ms to publish, {fetch_ms:.1f} ms to fetch (a temporary folder of this machine)")
     return "finished"
+
+
+def store_milliseconds(questions, completions, reader: Reader, times: int = 20) -> tuple[float, float]:
+    """Milliseconds to publish and to fetch these groups through a store in a temporary folder."""
+    groups = {
+        str(i): publishable(Rollout(q, Group([], group, [0.0] * len(group)), [reader.decode(c) for c in group], [True] * len(group)))
+        for i, (q, group) in enumerate(zip(questions, completions, strict=True))
+    }
+    with tempfile.TemporaryDirectory(prefix="sapo-benchmark-") as folder:
+        store, reading = DriveStore(folder, "benchmark"), DriveStore(folder, "benchmark")
+        store.create()
+        began = time.monotonic()
+        for i in range(times):
+            store.publish(i, 0, "node", {}, groups)
+        published = time.monotonic()
+        for i in range(times):
+            reading.fetch(i, 0, "node")
+        return (published - began) * 1000 / times, (time.monotonic() - published) * 1000 / times
 
 
 def peak_memory_gb(config: Config) -> float:
@@ -1640,10 +1680,10 @@ def main(environ=None) -> int:
         log.say(str(error))
         return 2
     except OSError as error:
-        log.say(f"GDRIVE_PATH={config.GDRIVE_PATH!r} cannot be used: {error}")
+        log.say(f"{error.filename or config.GDRIVE_PATH} cannot be used: {error.strerror or error} (GDRIVE_PATH={config.GDRIVE_PATH})")
         return 2
     except (Stopped, KeyboardInterrupt):
-        log.say("stopped")
+        log.say(f"stopped; to go on:\n  {log.resume_line}")
         return 130
     finally:
         stop.restore()

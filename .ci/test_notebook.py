@@ -32,7 +32,7 @@ def printed(tmp_path_factory):
 
 def test_one_cell_trains_a_whole_swarm(printed):
     assert "node end: finished" in printed[1]
-    assert "node_0 round 3/3" in printed[1] and "node_1 round 3/3" in printed[1]
+    assert "node_0 round 2/3" in printed[1] and "node_1 round 2/3" in printed[1]
     assert "groups 4+4" in printed[1], "the two nodes of the cell share with one another"
 
 
@@ -41,7 +41,7 @@ def test_the_cell_leaves_its_functions_behind_for_the_next_cells(printed):
 
 
 def test_running_the_same_cell_again_resumes_instead_of_starting_over(printed):
-    assert "from the checkpoint after round 2" in printed[3] and "round 1/3" not in printed[3]
+    assert "from the checkpoint after round 2" in printed[3] and "round 0/3" not in printed[3]
 
 
 def test_the_run_validates(printed):

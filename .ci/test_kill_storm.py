@@ -1,0 +1,279 @@
+"""Kill storms: real processes, real signals, one real folder. What is written is never damaged, changed or lost."""
+
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = {
+    "MODEL_NAME": "tiny", "TASKS": "small_products", "WARM_START_STEPS": 100, "ANSWER_TAG_SHARE": 0.3, "NUM_TRAIN_SAMPLES": 4,
+    "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "CHECKPOINT_INTERVAL": 3, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1,
+}  # fmt: skip
+STARTED = r" start: |coordinator: round \d+ is open"
+ROUND = r"\w+ round \d+/\d+ "
+
+
+class Process:
+    """One sapo.py (or run_swarm.sh) in a session of its own; `text` is what its newest start has printed so far."""
+
+    def __init__(self, drive: Path, name: str, *command, **settings):
+        self.drive, self.name, self.child = drive, name, None
+        self.command = command or (sys.executable, ROOT / "sapo.py")
+        self.settings = {**TINY, "NODE_ID": name, "GDRIVE_PATH": drive, **settings}
+        if name == "coordinator":
+            self.settings["NODE_ROLE"] = name
+
+    def start(self):
+        self.log = self.drive.parent / f"{self.name}.{len(CHILDREN)}.log"
+        clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")}
+        environ = clean | {k: str(v) for k, v in self.settings.items()}
+        with open(self.log, "wb") as out:
+            self.child = subprocess.Popen(self.command, env=environ, cwd=self.drive.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        CHILDREN.append(self.child)
+        return self
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def shows(self, pattern: str, times: int = 1) -> bool:
+        return len(re.findall(pattern, self.text)) >= times
+
+    def until(self, pattern: str, times: int = 1, seconds: float = 90) -> bool:
+        """Wait until its output shows `pattern` so often; False if it ended before that."""
+        deadline = time.monotonic() + seconds
+        while not self.shows(pattern, times):
+            if self.child.poll() is not None:
+                return self.shows(pattern, times)
+            assert time.monotonic() < deadline, f"{self.name}: no {pattern!r} after {seconds} s:\n{self.text[-3000:]}"
+            time.sleep(0.01)
+        return True
+
+    def kill(self):
+        self.child.kill()
+        self.child.wait()
+
+    def end(self, seconds: float = 90) -> int:
+        try:
+            return self.child.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.name} runs on after {seconds} s:\n{self.text[-3000:]}")
+
+
+CHILDREN = []
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    yield
+    while CHILDREN:
+        child = CHILDREN.pop()
+        if child.poll() is None:
+            child.send_signal(signal.SIGCONT)
+            child.kill()
+            child.wait()
+
+
+@functools.cache
+def unbroken(root: Path) -> Path:
+    """The folder of a LOCAL_NODES=2 run that nobody disturbed; its warm start serves all tests."""
+    process = Process(root / "unbroken", "n", LOCAL_NODES=2, MAX_ROUNDS=40)
+    assert process.start().end() == 0, process.text
+    return process.drive
+
+
+@pytest.fixture
+def drive(tmp_path_factory, tmp_path) -> Path:
+    source = unbroken(tmp_path_factory.getbasetemp())
+    shutil.copytree(source / "warmstart", tmp_path / "drive" / "warmstart")
+    return tmp_path / "drive"
+
+
+class Witness:
+    """Looks at the folder again and again: a write-once file keeps its bytes, the clock never goes back."""
+
+    def __init__(self, drive: Path):
+        self.base, self.known, self.clock, self.shown = drive / "experiments" / "default", {}, -1, -1
+
+    def look(self):
+        for kind in ("rewards", "rollouts", "state/rounds", "winners", "peers"):
+            for path in self.base.glob(f"{kind}/**/*.json"):
+                assert self.known.setdefault(path, data := path.read_bytes()) == data, f"{path} has changed"
+        gone = [path for path in self.known if not path.exists()]
+        assert not gone
+        clock = max((int(p.stem[6:]) for p in self.base.glob("state/rounds/*.json")), default=-1)
+        assert clock >= self.clock
+        self.clock = clock
+
+    def all_is_whole(self):
+        """Every file parses, to the last byte; no temp file and no claim is left."""
+        self.look()
+        for path in (p for p in self.base.parent.parent.rglob("*") if p.is_file()):
+            if path.suffix == ".json":
+                json.loads(path.read_bytes())
+            elif path.suffix == ".jsonl":
+                [json.loads(line) for line in path.read_text().splitlines()]
+            elif path.suffix == ".pt":
+                assert zipfile.ZipFile(path).testzip() is None, path
+            elif path.suffix == ".safetensors":
+                data = path.read_bytes()
+                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+                assert len(data) == 8 + int.from_bytes(data[:8], "little") + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
+            else:
+                assert path.suffix in (".log", ".jinja"), f"what is {path}?"
+
+
+def rewards(drive: Path) -> dict:
+    files = (drive / "experiments" / "default" / "rewards").glob("*/*/*.json")
+    return {(p.parts[-3], p.name): json.loads(p.read_bytes())["reward"] for p in files}
+
+
+def newest_checkpoint(drive: Path, node: str) -> int | None:
+    return max((int(p.parent.name[6:]) for p in (drive / "experiments" / "default").glob(f"checkpoints/*/{node}.pt")), default=None)
+
+
+def test_a_swarm_in_one_process_killed_at_random_moments_repeats_the_unbroken_run_bit_for_bit(drive, tmp_path_factory):
+    rng, kills, witness = random.Random(1), 0, Witness(drive)
+    process = Process(drive, "n", LOCAL_NODES=2, MAX_ROUNDS=40)
+    while kills < 10:
+        process.start()
+        if not process.until(ROUND, rng.randrange(1, 8)):  # a line per node and round
+            break
+        time.sleep(rng.uniform(0, 0.1))
+        process.kill()
+        kills += 1
+        witness.look()
+    assert process.start().end() == 0, process.text
+    assert kills >= 8
+    witness.all_is_whole()
+    assert rewards(drive) == rewards(unbroken(tmp_path_factory.getbasetemp()))
+
+
+def test_a_swarm_of_processes_survives_twelve_kills_of_any_of_them_and_a_power_cut(drive):
+    rng, kills, witness = random.Random(2), 0, Witness(drive)
+    settings = {"MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.5, "STALE_AFTER_SECONDS": 20}
+    swarm = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1", "w2")]
+
+    def kill_and_start_again(victims):
+        for process in victims:
+            process.kill()
+        witness.look()
+        for process in victims:
+            process.expected = newest_checkpoint(drive, process.name)
+            process.start()
+        for process in victims:
+            assert process.until(STARTED), process.text
+            assert process.expected is None or f"from the checkpoint after round {process.expected}\n" in process.text
+
+    for process in swarm:
+        process.until(STARTED)
+    while kills < 12:
+        time.sleep(rng.uniform(0, 2))
+        victims = rng.sample(swarm, rng.choice([1, 2, 3]))
+        kill_and_start_again(victims)
+        kills += len(victims)
+    witness.look()
+    for process in swarm:
+        process.settings["MAX_ROUNDS"] = witness.clock + 20
+    kill_and_start_again(swarm)
+    assert [p.end() for p in swarm] == [0] * 4, "\n".join(p.text[-500:] for p in swarm)
+    witness.all_is_whole()
+    assert swarm[0].settings["MAX_ROUNDS"] - 1 == witness.clock
+
+
+def test_of_two_processes_with_one_node_id_the_older_stops_within_seconds_and_says_so(drive):
+    older = Process(drive, "twin", MAX_ROUNDS=10**6).start()
+    older.until(ROUND)
+    newer = Process(drive, "twin", MAX_ROUNDS=10**6).start()
+    newer.until(STARTED)
+    assert older.end(10) == 3
+    assert "a newer session of twin is running" in older.text
+    assert newer.until(ROUND, 3) and newer.child.poll() is None
+    newer.child.send_signal(signal.SIGINT)
+    assert newer.end(30) == 130
+    Witness(drive).all_is_whole()
+
+
+def test_a_suspended_coordinator_is_replaced_and_stops_when_it_wakes(drive):
+    settings = {"MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "completion", "STALE_AFTER_SECONDS": 3}
+    first, worker = (Process(drive, name, **settings).start() for name in ("coordinator", "w0"))
+    worker.until(ROUND, 5)
+    first.child.send_signal(signal.SIGSTOP)
+    suspended, witness = time.monotonic(), Witness(drive)
+    second = Process(drive, "coordinator", **settings).start()
+    second.until(STARTED)
+    time.sleep(max(0.0, suspended + 5 - time.monotonic()))
+    witness.look()
+    lines = len(re.findall(ROUND, worker.text))
+    worker.until(ROUND, lines + 5)
+    before = witness.clock
+    first.child.send_signal(signal.SIGCONT)
+    assert first.end(10) == 3
+    assert "a newer session holds the seat" in first.text
+    lines = len(re.findall(ROUND, worker.text))
+    assert worker.until(ROUND, lines + 5)
+    witness.look()
+    assert witness.clock > before
+    for process in (worker, second):
+        process.child.send_signal(signal.SIGINT)
+        assert process.end(30) == 130
+    witness.all_is_whole()
+
+
+def alive(session: int) -> list[str]:
+    """Command lines of all processes of a session, whatever their process group."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            pass  # it has just ended
+    return found
+
+
+def run_swarm(drive: Path, **settings) -> Process:
+    settings = {"PYTHON": sys.executable, "NUM_WORKERS": 2, **settings}
+    process = Process(drive, "run_swarm", "bash", ROOT / "run_swarm.sh", **settings)
+    del process.settings["NODE_ID"]
+    return process.start()
+
+
+def test_ctrl_c_ends_a_whole_run_swarm_with_checkpoints_and_status_130(drive):
+    script = run_swarm(drive, MAX_ROUNDS=10**5)
+    script.until(r"worker_0 round \d+/"), script.until(r"worker_1 round \d+/")
+    script.child.send_signal(signal.SIGINT)
+    assert script.end(60) == 130, script.text[-3000:]
+    assert alive(script.child.pid) == []
+    assert script.shows(r"worker_\d end: stopped before round", 2) and "Traceback" not in script.text
+    assert None not in [newest_checkpoint(drive, node) for node in ("worker_0", "worker_1")]
+    Witness(drive).all_is_whole()
+
+
+@pytest.mark.parametrize("seconds", [0.3, 4])
+def test_ctrl_c_ends_run_swarm_while_it_is_starting_too(drive, seconds):
+    script = run_swarm(drive, MAX_ROUNDS=10**5)
+    time.sleep(seconds)
+    script.child.send_signal(signal.SIGINT)
+    assert script.end(60) == 130, script.text[-3000:]
+    assert alive(script.child.pid) == []
+
+
+def test_run_swarm_names_workers_with_a_bad_setting_and_leaves_no_process_behind(drive, tmp_path_factory):
+    shutil.copytree(unbroken(tmp_path_factory.getbasetemp()) / "experiments", drive / "experiments")
+    script = run_swarm(drive, MAX_ROUNDS=10**5, SEED=7)  # the experiment began with another one
+    assert script.end(60) == 1
+    assert script.shows(r"run_swarm: worker_\d ended with exit code 2", 2) and "SEED=7" in script.text
+    assert alive(script.child.pid) == []
