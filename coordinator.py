@@ -36,7 +36,7 @@ class Liveness:
 
     def note(self, node_id: str, kind: str, value, age: float = 0.0) -> None:
         """Something of this node was seen; it counts as a sign of life if it differs from the last of its kind."""
-        last = self._evidence.get((node_id, kind))
+        last = self._evidence.get((node_id, kind))  # a round number may not go down: old rollouts read again are no life
         if value != last and not (isinstance(last, int) and isinstance(value, int) and value < last):
             self._evidence[node_id, kind] = value
             self._seen[node_id] = max(self._seen.get(node_id, -1e9), time.monotonic() - max(0.0, age))
@@ -339,7 +339,7 @@ def summarize(store, threshold: float = 0.3) -> dict | None:
         "final": curve[-1], "rounds_to_threshold": reached,
         "completions_to_threshold": None if reached is None else completions[reached],
         "completions_per_node": completions[-1], "held_out": sum(held_out) / len(held_out) if held_out else None,
-        "useful_groups": sum(r["local_groups"] + r["external_groups"] - r["flat_groups"] for r in rows) / len(rows),
+        "useful_groups": sum(r.get("local_groups", 0) + r.get("external_groups", 0) - r.get("flat_groups", 0) for r in rows) / len(rows),
         "mean": mean, "curves": curves, "completions": completions,
     }  # fmt: skip
 

@@ -259,8 +259,10 @@ class DriveStore:
 
         def add():
             with open(self.base / path, "a+b") as file:
-                if file.seek(0, os.SEEK_END) and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
-                    file.write(b"\n")
+                if file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        file.write(b"\n")
                 file.write(text.encode("utf-8", "replace"))
 
         self._in_folder_of(self.base / path, add)
@@ -451,16 +453,17 @@ class DriveStore:
             files = [n for n in self.names(f"{folder}/{node_id}") if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
         except BadFile as error:
             return [], True, Counter({str(error): 1})
-        parts = None
-        for name in files[:MAX_GROUPS_PER_FILE]:
+        parts, budget = None, MAX_JSON_BYTES
+        for part in [f"{folder}/{node_id}/{name}" for name in files]:
             try:
-                data = self.read(f"{folder}/{node_id}/{name}")
+                data = self.read(part)
                 groups += check_rollouts(data or {}, round_, stage, node_id)
                 parts = data.get("parts")
             except BadFile as error:
                 rejected[str(error)] += 1
-            if len(groups) > MAX_GROUPS_PER_FILE:
-                return [], True, Counter({"too many groups": 1})
+            budget -= self._unless_absent(lambda part=part: os.lstat(self.base / part).st_size, 0)
+            if budget < 0 or len(groups) > MAX_GROUPS_PER_FILE:
+                break  # all parts together may be no larger than one file
         unique = {group["key"]: group for group in groups}  # a key must not stand for two groups
         if len(unique) < len(groups):
             rejected["group index used twice"] += len(groups) - len(unique)
@@ -515,7 +518,8 @@ class DriveStore:
             return None
         if data is None or (data.get("node_id"), data.get("round"), data.get("stage")) != (node_id, round_, stage):
             return None
-        sane = is_number(data.get("reward")) and 0 <= data["reward"] <= 1 and is_number(data.get("timestamp"))
+        counts = [data.get(key, 0) for key in ("completions", "local_groups", "external_groups", "flat_groups")]
+        sane = all(map(is_number, [data.get("reward"), data.get("timestamp"), *counts])) and 0 <= data["reward"] <= 1
         return data if sane else None
 
     def rewarded(self, round_: int, stage: int) -> list[str]:
@@ -571,11 +575,11 @@ class DriveStore:
 
 def list_experiment_names(root) -> list[str]:
     """Names of the experiments below GDRIVE_PATH, sorted."""
-    folder = Path(root) / "experiments"
-    try:
-        return sorted(p.name for p in folder.iterdir() if p.is_dir() and (p / "config.json").exists())
-    except FileNotFoundError:
-        return []
+    names = []
+    for path in sorted(Path(root).glob("experiments/*/config.json")):
+        with contextlib.suppress(ValueError):  # a folder that this project did not make
+            names.append(check_name(path.parent.name, "EXPERIMENT_NAME"))
+    return names
 
 
 # -------- What a stranger's rollout file may look like --------------------------------------------------------

@@ -722,6 +722,17 @@ def test_passing_faults_are_retried_and_definite_ones_are_not(tmp_path, monkeypa
     assert store.write_once("a.json", BIG) and os.listdir(store.base) == ["a.json"] and not faults
 
 
+def test_a_fault_that_does_not_pass_is_an_error_and_never_taken_for_nothing_there(tmp_path, monkeypatch):
+    store = new_store(tmp_path, patience=0.02)
+    store.open_round(3, "n1")
+    reads = {"listdir": store.current_round, "lstat": lambda: store.read("state/rounds/round_000003.json"), "open": lambda: store.read_heartbeat("n1")}
+    for name, read in reads.items():
+        with monkeypatch.context() as broken, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            broken.setattr(os, name, lambda *_, **__: fail_with(errno.EIO))
+            read()
+    assert store.current_round() == 3
+
+
 def test_a_copy_that_is_repeated_after_a_fault_is_whole(tmp_path, monkeypatch):
     store, real, faults = new_store(tmp_path, patience=2), os.fsync, [errno.EIO, errno.ENOSPC]
     local = put(store, tmp_path / "model/weights.bin", b"w" * 100_000)
@@ -800,6 +811,13 @@ def test_publish_frequencies_read_back_the_same_and_a_missing_part_is_reported(t
     assert len(store.fetch(1, 0, "c")[0]) == 1 and store.fetch(1, 0, "c")[2].total() == 1
 
 
+def test_all_parts_of_a_peer_together_are_no_larger_than_one_file_may_be(tmp_path, monkeypatch):
+    store, opened = new_store(tmp_path), count_calls(monkeypatch, "open")
+    for i in range(9):
+        put(store, f"{PEER}p/{i:04d}.json", b'{"junk": [' + b"[]," * (MAX_JSON_BYTES // 12) + b"[]]}")
+    assert store.fetch(1, 0, "p")[0] == [] and len(opened) <= 4
+
+
 def test_the_clock_is_the_highest_readable_round_and_the_first_to_open_it_stands(tmp_path):
     store = new_store(tmp_path)
     assert store.current_round() == -1
@@ -834,6 +852,7 @@ def test_the_first_config_stands_and_a_damaged_one_is_an_error_and_is_not_replac
     with pytest.raises(StoreError, match="config.json"):
         new_store(tmp_path).open_config({"SEED": 2})
     assert path.read_bytes() == b'{"SEED": '
+    put(new_store(tmp_path), tmp_path / "experiments/not a name/config.json")
     assert list_experiment_names(tmp_path) == ["x"] and list_experiment_names(tmp_path / "no") == []
 
 
@@ -1121,7 +1140,7 @@ def finished_run(folder) -> DriveStore:
 
 def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
     store = finished_run(tmp_path)
-    junk = [{"reward": 2}, {"reward": -0.1}, {"reward": True}, {"reward": None}, {"round": 7}, {"stage": 1}, {"node_id": "n1"}]
+    junk = [{"completions": "x"}, {"flat_groups": None}, {"reward": 2}, {"reward": -0.1}, {"reward": True}, {"reward": None}, {"round": 7}, {"stage": 1}, {"node_id": "n1"}]
     for i, change in enumerate(junk):
         name = f"rewards/round_000001/stage_0/n{i + 3}.json"
         put(store, name, {"node_id": f"n{i + 3}", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 5.0} | change)
