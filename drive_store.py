@@ -246,13 +246,15 @@ class DriveStore:
 
     def write_once(self, path, data: dict) -> bool:
         """Write a JSON file unless a complete one is there; returns whether ours was written."""
-        text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1).encode("utf-8", "replace")
-        return self._write(self.base / path, lambda file: file.write(text), once=True)
+        return self._write_json(path, data, once=True)
 
     def rewrite(self, path, data: dict) -> None:
         """Replace a JSON file that is a convenience for people."""
+        self._write_json(path, data, once=False)
+
+    def _write_json(self, path, data: dict, once: bool) -> bool:
         text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1).encode("utf-8", "replace")
-        self._write(self.base / path, lambda file: file.write(text), once=False)
+        return self._write(self.base / path, lambda file: file.write(text), once)
 
     def append(self, path, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first, so that the new ones stay readable."""

@@ -579,12 +579,8 @@ def take_claim(claim: Path) -> bool:
     with contextlib.suppress(OSError, ValueError):
         if is_known_dead(json.loads(claim.read_text())):
             claim.unlink(missing_ok=True)
-    try:
-        with open(claim, "x") as file:
-            json.dump(process_identity(), file)
-        return True
-    except FileExistsError:
-        return False
+    identity = json.dumps(process_identity()).encode()
+    return write_atomically(claim, lambda file: file.write(identity), "claim", once=True, is_complete=Path.exists)
 
 
 def read_weights(path: Path) -> dict | None:
@@ -1202,8 +1198,7 @@ def report_round(run: Run, node: Node, t: int, stats: dict) -> None:
 
 def newest_peer_file(run: Run, node: Node, t: int) -> int | None:
     """Age in rounds of the newest rollouts any peer has in the folder, None if there are none."""
-    rounds = [int(name[6:]) for name in run.store.names("rollouts") if re.fullmatch(r"round_\d{6}", name)]
-    for round_ in sorted((r for r in rounds if r <= t), reverse=True)[:100]:
+    for round_ in [r for r in reversed(run.store.rounds("rollouts")) if r <= t][:100]:
         for stage in range(run.config.MAX_STAGES):
             if set(run.store.publishers(round_, stage)) - {node.id}:
                 return t - round_
