@@ -51,7 +51,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
     from coordinator import Liveness, Pace, coordinate, experiment_status, is_known_dead, process_identity
     from coordinator import compare, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
-    from drive_store import check_name, list_experiment_names, write_atomically
+    from drive_store import bucket, check_name, list_experiment_names, write_atomically
     from grpo import Group, check_head, generate, sequence_logps, update
 
 # -------- Configuration ---------------------------------------------------------------------------------------
@@ -495,14 +495,14 @@ def warm_start_loss(model, reader: Reader, prompts, answers):
     return -(logp * mask).sum() / mask.sum()
 
 
-def warm_start(model, reader: Reader, config: Config, tasks, steps: int, say) -> None:
+def warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
     """Supervised steps on the tasks' own questions, counted in steps, not seconds, so that the result is repeatable.
 
     tiny: answers in all styles, half of them the rewarded one, then a last phase in which that style is made rare
     (ANSWER_TAG_SHARE): the model can do the arithmetic but hardly ever says it in the form that is rewarded. This is done
     on purpose: finding that form is what the swarm has to learn. Other models: the rewarded style only.
     """
-    tiny = config.MODEL_NAME == "tiny"
+    tiny, steps = config.MODEL_NAME == "tiny", config.WARM_START_STEPS
     batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)
     last_phase = min(150, steps // 4) if tiny else 0
     rng = random.Random(f"warm start {config.SEED}")
@@ -558,7 +558,7 @@ def load_warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
         if take_claim(claim) or (waited_from and time.monotonic() - waited_from > 1800):
             say(f"warm start: {steps} supervised steps, once for all nodes")
             try:
-                warm_start(model, reader, config, tasks, steps, say)
+                warm_start(model, reader, config, tasks, say)
                 data = safetensors_save({k: v.cpu().contiguous() for k, v in model.state_dict().items() if k not in tied_names(model)})
                 write_atomically(path, lambda file, data=data: file.write(data), config.NODE_ID, True, lambda p: read_weights(p) is not None)
             finally:
@@ -976,7 +976,7 @@ def announce_winner(run: Run, node: Node, t: int, seen: dict) -> None:
         means[node.id] = mean_reward(node.rollouts)
         winner = max(sorted(means), key=means.get)
         data = {"round": t, "node_id": node.id, "winner": winner, "mean_rewards": means}
-        run.courier.post(run.store.write_once, f"winners/round_{t:06d}/{node.id}.json", data)
+        run.courier.post(run.store.write_once, f"winners/{bucket(t)}/{node.id}.json", data)
 
 
 def choose_local(rollouts: list[Rollout], wanted: int) -> list[Rollout]:
