@@ -641,7 +641,7 @@ class Courier:
     """A daemon thread that owns the folder calls, because a call on a mounted drive can hang for minutes.
 
     post()  hands over a write; writes are carried out in order and kept until they succeed: nothing is lost in an outage.
-    ask()   runs a read and waits for it with a deadline.
+    ask()   runs a read, ahead of waiting writes, and waits for it with a deadline.
     beat    is called every `beat_seconds` (the heartbeat).
     report  is called with (event, text) when an outage begins or ends, and when a job fails for good.
     """
@@ -705,12 +705,12 @@ class Courier:
                 if not (can_write or self._questions or beat_due):
                     self._wake.wait(0.5)
                     continue
+                question = self._questions.popleft() if self._questions else None  # first: somebody waits for it
                 job = self._outbox[0] if can_write else None
-                question = self._questions.popleft() if self._questions and not job else None
-            if job:
-                self._carry_out(job)
-            elif question:
+            if question:
                 self._answer(*question)
+            elif job:
+                self._carry_out(job)
             else:
                 self._next_beat = now + self.beat_seconds
                 with contextlib.suppress(Exception):  # a convenience: nothing of it may end this thread

@@ -52,7 +52,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
     from coordinator import compare, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
     from drive_store import bucket, check_name, list_experiment_names, write_atomically
-    from grpo import Group, check_head, generate, sequence_logps, update
+    from grpo import Group, check_head, generate, sequence_logps, shared_prompt_logps, update
 
 # -------- Configuration ---------------------------------------------------------------------------------------
 
@@ -227,15 +227,6 @@ def config_table(config: Config) -> str:
         shown = ("set" if value else "unset") if spec.name == "HUGGINGFACE_ACCESS_TOKEN" else value
         lines.append(f"{'*' if value != spec.default else ' '} {spec.name:28} {shown}")
     return "\n".join(lines)
-
-
-def variable_table() -> str:
-    """The README's table of variables, made from Config."""
-    rows = ["| variable | default | meaning |", "|---|---|---|"]
-    for spec in fields(Config):
-        default = "unset" if spec.default == "" else f"{spec.default:g}" if spec.type is float and spec.default != "auto" else spec.default
-        rows.append(f"| {spec.name} | {default} | {spec.metadata['help']} |")
-    return "\n".join(rows)
 
 
 # -------- Tasks and rewards -----------------------------------------------------------------------------------
@@ -496,7 +487,15 @@ WARM_START_RECIPE = 1  # raise this when anything below or in build_tiny changes
 
 def warm_start_loss(model, codec: Codec, prompts, answers):
     """Mean negative log-likelihood of the answers' tokens: ordinary supervised fine-tuning."""
-    logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
+    if not codec.tokenizer.chat_template:
+        logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
+        return -(logp * mask).sum() / mask.sum()
+    shared = len(os.path.commonprefix(prompts))  # the system prompt, most of a short question's tokens: run it once
+    rests = [prompt[shared:] for prompt in prompts]
+    rows = [rest + answer for rest, answer in zip(rests, answers, strict=True)]
+    logp, mask = shared_prompt_logps(model, [(list(prompts[0][:shared]), rows)], 1.0, codec.eos_id)
+    position = torch.arange(mask.shape[1], device=mask.device)
+    mask = mask & (position >= torch.tensor([[len(rest)] for rest in rests], device=mask.device))  # the answers' tokens only
     return -(logp * mask).sum() / mask.sum()
 
 
@@ -698,6 +697,8 @@ class Run:
     clock: int = -1  # highest round known to be open; never goes back
     replay_until: int = -1  # rounds up to here may have been worked on before this process started
     leaderless_since: float | None = None
+    listed: dict = field(default_factory=dict)  # round -> who published in it; asked once a round, for all nodes here
+    fetched: dict = field(default_factory=dict)  # (round, stage, peer) -> what `fetch` gave, once complete and whole
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     late: set = field(default_factory=set)  # (round, stage, peer) that were waited for in vain
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
@@ -869,7 +870,9 @@ def choose_peers(run: Run, node: Node, t: int, age: int, rng) -> list[str]:
     round: those that published in it.
     """
     limit, source = run.config.FETCH_MAX_PEERS, max(0, t - max(1, age))
-    known = run.ask(run.store.publishers, source, run.config.MAX_STAGES - 1, default=[])
+    if source not in run.listed:
+        run.listed[source] = run.ask(run.store.publishers, source, run.config.MAX_STAGES - 1, default=[])
+    known = run.listed[source]
     for peer in known:
         run.live.note(peer, "rollouts", source)
     peers = sorted(set(known) - {node.id})
@@ -877,7 +880,8 @@ def choose_peers(run: Run, node: Node, t: int, age: int, rng) -> list[str]:
         return rng.sample(peers, min(limit, len(peers)))
     others = sorted(set(run.live.sessions) - set(peers) - {node.id, COORDINATOR})
     others = rng.sample(others, min(len(others), 4 * limit))
-    run.ask(run.live.refresh, others)
+    if others:
+        run.ask(run.live.refresh, others)
     workers = [p for p in others if run.live.is_live(p) and run.live.about(p).get("role") == "worker"]
     return peers + workers[: limit - len(peers)]
 
@@ -894,7 +898,7 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
     files, waiting = {}, set(peers)
     while waiting:
         for peer in sorted(waiting):
-            answer = run.ask(run.store.fetch, t, stage, peer, timeout=max(1.0, deadline - time.monotonic()))
+            answer = fetch_once(run, t, stage, peer, timeout=max(1.0, deadline - time.monotonic()))
             if answer is None or run.courier.outage_since is not None:
                 return files  # an outage: train on what there is
             groups, complete, rejected = answer
@@ -903,7 +907,8 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
             if complete:
                 waiting.discard(peer)
                 run.live.note(peer, "rollouts", t)
-        run.ask(run.live.refresh, sorted(waiting))
+        if waiting:
+            run.ask(run.live.refresh, sorted(waiting))
         waiting = {p for p in waiting if p in run.live.sessions and run.live.is_live(p) and (t, stage, p) not in run.late}
         if waiting and time.monotonic() > deadline:
             run.late = {(t, stage, peer) for peer in waiting}
@@ -914,12 +919,23 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
     return files
 
 
+def fetch_once(run: Run, round_: int, stage: int, peer: str, timeout: float = 60.0):
+    """What the store's `fetch` gives, None in an outage. A whole file never changes: the nodes here read it once for all."""
+    key = (round_, stage, peer)
+    answer = run.fetched.get(key) or run.ask(run.store.fetch, *key, timeout=timeout)
+    if answer is not None:
+        _, complete, rejected = answer
+        if complete and not rejected:
+            run.fetched[key] = answer
+    return answer
+
+
 def fetch_older(run: Run, round_: int, peers: list[str]) -> dict:
     """{peer: (groups, rejected)} of an earlier round, all stages, without waiting."""
     files = {}
     for peer in peers:
         for stage in range(run.config.MAX_STAGES):
-            groups, _, rejected = run.ask(run.store.fetch, round_, stage, peer, default=([], False, {}))
+            groups, _, rejected = fetch_once(run, round_, stage, peer) or ([], False, {})
             known, counted = files.get(peer, ([], Counter()))
             files[peer] = known + groups, counted + Counter(rejected)
     return files
@@ -1137,8 +1153,10 @@ def finish_round(run: Run, t: int) -> None:
     if config.ROLLOUT_CLEANUP_ENABLED:
         before = t + 1 - rounds_to_keep(config)
         run.courier.post(run.store.clean_rollouts, before, [node.id for node in run.nodes], config.ROLLOUT_ARCHIVE_OLD)
-    for key in [k for k in run.verified if k[0] < t - config.ROLLOUT_MAX_AGE]:
-        del run.verified[key]
+    run.listed.clear()
+    for cache in (run.fetched, run.verified):
+        for key in [k for k in cache if k[0] < t - config.ROLLOUT_MAX_AGE]:
+            del cache[key]
     run.log.flush(run)
     if run.log.bar is not None:
         run.log.bar.update(t + 1 - run.log.bar.n)

@@ -48,7 +48,7 @@ from grpo import shared_prompt_logps, token_logps, update
 from sapo import Config, ConfigError, EVAL_ON_ANSWER, HELD_OUT_SEEDS, Log, PAPER_TASKS, Codec, SMALL_TASKS
 from sapo import SYSTEM_PROMPTS, TASK_TABLE, UNSTABLE, build_tiny, config_table, held_out_accuracy, join_experiment
 from sapo import make_question, push_to_hub, read_config, resume_line, rounds_to_keep, sample_batch, score
-from sapo import stream_seed, variable_table, verify_uncached
+from sapo import stream_seed, verify_uncached
 
 # ======== grpo.py: generation, log-probabilities, loss, update ================================================
 
@@ -926,8 +926,9 @@ def test_writes_survive_an_outage_in_order_and_it_is_reported_once():
 
 
 def test_an_answer_has_a_deadline_while_a_write_hangs_and_a_late_question_is_not_asked():
-    (courier, _), hang, asked, began = new_courier(), threading.Event(), [], time.monotonic()
-    courier.post(hang.wait)
+    (courier, _), begun, hang, asked, began = new_courier(), threading.Event(), threading.Event(), [], time.monotonic()
+    courier.post(lambda: begun.set() or hang.wait())
+    assert begun.wait(10)
     with pytest.raises(TimeoutError):
         courier.ask(asked.append, 1, timeout=0.1)
     assert time.monotonic() - began < 1 and courier.pending == 1
@@ -935,6 +936,17 @@ def test_an_answer_has_a_deadline_while_a_write_hangs_and_a_late_question_is_not
     with pytest.raises(BadFile):
         courier.ask(parse_json, b"", timeout=5)
     assert courier.ask(int, "2", timeout=5) == 2 and asked == [] and courier.close(1) == 0
+
+
+def test_a_question_goes_ahead_of_waiting_writes():
+    (courier, _), begun, go, order = new_courier(), threading.Event(), threading.Event(), []
+    courier.post(lambda: begun.set() or go.wait())
+    assert begun.wait(10)
+    for i in range(3):
+        courier.post(order.append, i)
+    threading.Timer(0.05, go.set).start()
+    courier.ask(order.append, "question", timeout=10)
+    assert courier.flush(10) and order == ["question", 0, 1, 2]
 
 
 def test_no_job_heartbeat_or_obstacle_stops_the_courier(tmp_path):
@@ -1205,6 +1217,15 @@ def config_error(**environ) -> str:
     with pytest.raises(ConfigError) as caught:
         read_config(environ)
     return str(caught.value)
+
+
+def variable_table() -> str:
+    """The README's table of variables, made from Config."""
+    rows = ["| variable | default | meaning |", "|---|---|---|"]
+    for spec in fields(Config):
+        default = "unset" if spec.default == "" else f"{spec.default:g}" if spec.type is float and spec.default != "auto" else spec.default
+        rows.append(f"| {spec.name} | {default} | {spec.metadata['help']} |")
+    return "\n".join(rows)
 
 
 def tiny_codec(num_shots=0, chat_template=None, controls=()) -> Codec:
@@ -1585,6 +1606,26 @@ def test_a_chat_model_sees_the_default_system_prompt_and_the_question(refuses_sy
     text = f"<|im_start|>{first}\n{rules}{between}{question.text}<|im_end|>\n<|im_start|>assistant\n"
     assert codec.tokenizer.decode(codec.prompt(question)) == text
     assert codec.prompt(question).count(codec.tokenizer.convert_tokens_to_ids("<|im_start|>")) == text.count("<|im_start|>")
+
+
+def test_the_warm_start_of_a_chat_model_runs_the_system_prompt_once_and_gets_the_same_gradient():
+    model, _ = build_tiny(SMALL_TASKS)
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}>"
+    codec, plain = tiny_codec(chat_template=template), tiny_codec()
+    questions = [make_question(task, 3) for task in SMALL_TASKS[:5]]
+    prompts = [codec.encode("system: be short\nuser: ") + plain.prompt(q) for q in questions]
+    answers = [codec.completion(f"<answer>{q.answer}</answer>", True) for q in questions]
+    seen, found = [], []
+    model.base_model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    for style in (plain, codec):
+        model.zero_grad()
+        loss = sapo.warm_start_loss(model, style, prompts, answers)
+        loss.backward()
+        found.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
+        seen.append(None)
+    near(found[1], found[0], 1e-6, 1e-4)
+    whole, _, prefix, rests, _ = seen
+    assert prefix >= len(codec.encode("system: be short\nuser: ")) and prefix + rests < whole
 
 
 def test_control_tokens_in_a_strangers_text_stay_text():
@@ -2227,7 +2268,7 @@ def test_settings_that_disagree_with_the_experiment_are_refused_with_both_values
 
 def test_another_model_is_refused_on_resume(drive, unbroken, llama_folder, capsys):
     shutil.copytree(unbroken, drive / "experiments/other_model")
-    assert swarm(drive, "other_model", MODEL_NAME=llama_folder, MAX_NEW_TOKENS=8, **UNTRAINED) == 2
+    assert swarm(drive, "other_model", MODEL_NAME=base_models / "llama", MAX_NEW_TOKENS=8, **UNTRAINED) == 2
     line = next(line for line in capsys.readouterr().out.splitlines() if "was made with" in line)
     assert str(llama_folder) in line and "'tiny'" in line
 
