@@ -2266,11 +2266,11 @@ def test_settings_that_disagree_with_the_experiment_are_refused_with_both_values
     assert contents(unbroken) == before
 
 
-def test_another_model_is_refused_on_resume(drive, unbroken, llama_folder, capsys):
+def test_another_model_is_refused_on_resume(drive, unbroken, base_models, capsys):
     shutil.copytree(unbroken, drive / "experiments/other_model")
     assert swarm(drive, "other_model", MODEL_NAME=base_models / "llama", MAX_NEW_TOKENS=8, **UNTRAINED) == 2
     line = next(line for line in capsys.readouterr().out.splitlines() if "was made with" in line)
-    assert str(llama_folder) in line and "'tiny'" in line
+    assert str(base_models) in line and "'tiny'" in line
 
 
 REMOVED = ["models", "models/*/model.safetensors", "logs/*/metrics.jsonl", "checkpoints", "rewards/round_000002", "rewards/round_000001",
