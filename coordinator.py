@@ -22,8 +22,8 @@ from pathlib import Path
 class Liveness:
     """Who is live: a node of which anything new was seen within `stale_after` seconds.
 
-    Judged by when *this* reader first saw it, on its own monotonic clock, so that the nodes' clocks need not agree. Only at
-    the very first look does a timestamp count: something that says it is an hour old is not taken for fresh.
+    Judged by when *this* reader first saw it, on its own monotonic clock, so that the nodes' clocks need not agree.
+    Only at the very first look does a timestamp count: what says it is an hour old is not taken for fresh.
     """
 
     def __init__(self, store, stale_after: float):
@@ -36,8 +36,9 @@ class Liveness:
 
     def note(self, node_id: str, kind: str, value, age: float = 0.0) -> None:
         """Something of this node was seen; it counts as a sign of life if it differs from the last of its kind."""
-        last = self._evidence.get((node_id, kind))  # a round number may not go down: old rollouts read again are no life
-        if value != last and not (isinstance(last, int) and isinstance(value, int) and value < last):
+        last = self._evidence.get((node_id, kind))
+        is_older = isinstance(last, int) and isinstance(value, int) and value < last  # old rollouts, read again
+        if value != last and not is_older:
             self._evidence[node_id, kind] = value
             self._seen[node_id] = max(self._seen.get(node_id, -1e9), time.monotonic() - max(0.0, age))
 
@@ -70,8 +71,11 @@ class Liveness:
         fresh = self.silence(node_id) < self.stale_after
         return fresh and not self.has_left(node_id) and not is_known_dead(self.about(node_id))
 
+    def workers(self) -> list[str]:
+        return sorted(n for n in self.sessions if self.about(n).get("role") == "worker")
+
     def live_workers(self) -> list[str]:
-        return sorted(n for n in self.sessions if self.about(n).get("role") == "worker" and self.is_live(n))
+        return [n for n in self.workers() if self.is_live(n)]
 
 
 def age_of(timestamp) -> float:
@@ -81,18 +85,17 @@ def age_of(timestamp) -> float:
 
 
 def process_identity() -> dict:
-    """Host, pid and start time of this process: enough for others on the same host to see that it has died."""
-    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid(), "pid_start": _pid_start(os.getpid())}
+    """Host, boot, pid and start time of this process: by these others on the same host see that it has died."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": pid, "pid_start": _pid_start(pid)}
 
 
 def is_known_dead(about: dict) -> bool:
     """Whether a process that registered with `process_identity` ran on this host and is gone. False means: unknown."""
-    pid = about.get("pid")
-    if about.get("host") != socket.gethostname() or about.get("boot_id") != _boot_id() or not isinstance(pid, int):
+    here, pid = (socket.gethostname(), _boot_id()), about.get("pid")
+    if None in here or (about.get("host"), about.get("boot_id")) != here:
         return False
-    if _boot_id() is None or not 0 < pid < 2**31:
-        return False
-    return _pid_start(pid) != about.get("pid_start")
+    return isinstance(pid, int) and 0 < pid < 2**31 and _pid_start(pid) != about.get("pid_start")
 
 
 def _boot_id() -> str | None:
@@ -122,12 +125,9 @@ class Pace:
     def __init__(self):
         self._start = time.monotonic()
 
-    def seconds(self) -> float:
-        cost = time.monotonic() - self._start
-        return min(5.0, max(0.02, 10 * cost))
-
     def sleep(self) -> None:
-        time.sleep(self.seconds())
+        cost = time.monotonic() - self._start
+        time.sleep(min(5.0, max(0.02, 10 * cost)))
         self._start = time.monotonic()
 
 
@@ -148,19 +148,22 @@ def is_round_over(strategy: str, elapsed: float, interval: float, live: list[str
 
     It never runs on for nobody: without a live worker and without any reward of this round, it waits.
     """
-    if not live and not submitted:
-        return False
-    all_submitted = bool(submitted) and set(live) <= set(submitted)
-    if strategy == "time":
-        return elapsed >= interval
-    return all_submitted or (strategy == "hybrid" and elapsed >= interval)
+    in_time = elapsed >= interval and bool(live or submitted)
+    complete = bool(submitted) and set(live) <= set(submitted)
+    return {"time": in_time, "completion": complete, "hybrid": in_time or complete}[strategy]
 
 
-def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interval, liveness, say, should_stop, clean=None):
+def coordinate(
+    store, session, seat, *, max_rounds, last_stage, strategy, interval, liveness, say, should_stop, clean=None
+) -> str:
     """Run the clock until MAX_ROUNDS is reached and every worker is done or stale. Returns how it ended, in a word.
 
-    session: this coordinator's own; a newer one on the same seat ends this one. clean: called with the round, now and then.
+    session: this coordinator's own; a newer one on the same seat ends this one. clean: called with every round it opens.
     """
+
+    def beat(state):
+        store.heartbeat(seat, {"session": session, "round": round_, "state": state})
+
     round_, opened, down, next_beat = resume_clock(store, seat), time.monotonic(), False, 0.0
     hold = round_ == 0  # models may take minutes to download: round 0 waits for its first reward
     say(f"coordinator: round {round_} is open ({strategy}, interval {interval:g} s)")
@@ -173,27 +176,27 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
                 return "superseded"
             now = time.monotonic()
             if now >= next_beat:
-                store.heartbeat(seat, {"session": session, "round": round_, "state": "running"})
+                beat("running")
                 next_beat = now + min(15.0, liveness.stale_after / 4)
-            seen = store.current_round()
-            if seen > round_:
+            if (seen := store.current_round()) > round_:
                 round_, opened = seen, now
             submitted = store.rewarded(round_, last_stage)
-            for node in submitted:
-                liveness.note(node, "reward", round_)
-            for node in store.publishers(round_, 0):
-                liveness.note(node, "rollouts", round_)
+            for kind, nodes in (("reward", submitted), ("rollouts", store.publishers(round_, 0))):
+                for node in nodes:
+                    liveness.note(node, kind, round_)
             live = liveness.live_workers()
+            late = sorted(set(live) - set(submitted))
             hold = hold and round_ == 0 and not submitted
             if hold:
                 opened = now
-            elif round_ >= max_rounds - 1 and set(live) <= set(submitted):
-                store.heartbeat(seat, {"session": session, "round": round_, "state": "done"})
-                say(f"coordinator: round {round_} was the last; finished" + ("" if live else ", no worker is live"))
-                return "finished"
-            elif round_ < max_rounds - 1 and is_round_over(strategy, now - opened, interval, live, submitted):
-                late = sorted(set(live) - set(submitted))
-                say(f"coordinator: round {round_} -> {round_ + 1}: {len(submitted)} submitted" + (f", late: {' '.join(late)}" if late else ""))
+            elif round_ >= max_rounds - 1:
+                if not late:
+                    beat("done")
+                    say(f"coordinator: round {round_} was the last; finished" + ("" if live else ", no worker is live"))
+                    return "finished"
+            elif is_round_over(strategy, now - opened, interval, live, submitted):
+                behind = f", late: {' '.join(late)}" if late else ""
+                say(f"coordinator: round {round_} -> {round_ + 1}: {len(submitted)} submitted{behind}")
                 store.open_round(round_ + 1, seat)  # may fail: only an open round is the current one
                 round_, opened = round_ + 1, time.monotonic()
                 if clean is not None:
@@ -207,7 +210,7 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
             down = True
         pace.sleep()
     with contextlib.suppress(OSError):
-        store.heartbeat(seat, {"session": session, "round": round_, "state": "stopped"})
+        beat("stopped")
     return "stopped"
 
 
@@ -216,33 +219,38 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
 
 def reward_rows(store) -> list[dict]:
     """Every published reward, one row per node, round and stage: ready for pandas.DataFrame. Sorted by round."""
-    rows = []
-    for round_ in store.rounds("rewards"):
-        for stage in store.stages("rewards", round_):
-            found = [store.reward(round_, stage, node) for node in store.rewarded(round_, stage)]
-            rows += [{**data, "experiment": store.base.name, "my_reward": data["reward"]} for data in found if data]
-    return rows
+    return [
+        {**data, "experiment": store.base.name, "my_reward": data["reward"]}
+        for round_ in store.rounds("rewards")
+        for stage in store.stages("rewards", round_)
+        for node in store.rewarded(round_, stage)
+        if (data := store.reward(round_, stage, node))
+    ]
+
+
+def rows_by(column: str, rows: list[dict]) -> dict:
+    """{value of this column: its rows}, the values in order."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[column], []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def experiment_status(store, stale_after: float = 300.0) -> dict:
     """The state of one experiment, as a reader sees it now. Changes nothing."""
     rows, live = reward_rows(store), Liveness(store, stale_after)
     live.refresh()
-    totals = {}
-    for row in rows:
-        totals[row["node_id"]] = totals.get(row["node_id"], 0.0) + row["reward"]
     times = [row["timestamp"] for row in rows]
-    saved = [f"checkpoints/round_{r:06d}" for r in reversed(store.rounds("checkpoints"))]
-    latest = next((store.base / path for path in saved if store.names(path)), None)
+    saved = [path for r in store.rounds("checkpoints") if store.names(path := f"checkpoints/round_{r:06d}")]
     return {
         "experiment": store.base.name,
         "current_round": store.current_round(),
-        "current_stage": max((row["stage"] for row in rows if row["round"] == rows[-1]["round"]), default=0),
+        "current_stage": rows[-1]["stage"] if rows else 0,
         "num_active_peers": len(live.live_workers()),
-        "peer_ids": sorted(n for n in live.sessions if live.about(n).get("role") == "worker"),
+        "peer_ids": live.workers(),
         "last_updated": max(times, default=None),
-        "cumulative_rewards": totals,
-        "latest_checkpoint": str(latest) if latest else None,
+        "cumulative_rewards": {n: sum(row["reward"] for row in mine) for n, mine in rows_by("node_id", rows).items()},
+        "latest_checkpoint": str(store.base / saved[-1]) if saved else None,
         "duration_seconds": max(times) - min(times) if times else 0.0,
     }
 
@@ -258,44 +266,38 @@ def spans(rounds) -> list[str]:
     return [f"round {a}" if a == b else f"rounds {a} to {b}" for a, b in found]
 
 
-def validate_experiment(store, max_rounds: int, nodes: int, checkpoints: bool = True) -> list[str]:
+def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     """What a finished run lacks, as sentences; an empty list means that everything is there."""
-    problems = []
     try:
         config = store.read("config.json")
         if config is None:
             return [f"{store.base}: no such experiment (no config.json)"]
-        if store.current_round() < max_rounds - 1:
-            problems.append(f"the clock stands at round {store.current_round()}, expected {max_rounds - 1}")
+        clock = store.current_round()
     except Exception as error:  # StoreError or BadFile: a reader reports it
         return [f"{store.base}: {error}"]
-    rows = reward_rows(store)
-    workers = sorted({row["node_id"] for row in rows})
-    if len(workers) < nodes:
-        problems.append(f"{len(workers)} nodes submitted rewards, expected {nodes}")
-    last = {row["node_id"] for row in rows if row["round"] == max_rounds - 1}
-    for node in workers:
-        if node not in last:
-            problems.append(f"{node}: no reward for the last round {max_rounds - 1}")
-        if not (store.base / "logs" / node / "metrics.jsonl").is_file():
-            problems.append(f"{node}: no logs/{node}/metrics.jsonl")
-        if checkpoints and not store.checkpoints(node):
-            problems.append(f"{node}: no checkpoint")
-        for name in ("config.json", "tokenizer.json"):
-            if not (store.base / "models" / node / name).is_file():
-                problems.append(f"{node}: no models/{node}/{name}")
-        if not any(name.endswith(".safetensors") for name in store.names(f"models/{node}")):
-            problems.append(f"{node}: no weights in models/{node}")
-    stages = config.get("MAX_STAGES", 1)
-    rewarded = {row["round"] for row in rows}
-    problems += [f"{span}: no rewards" for span in spans(r for r in range(max_rounds) if r not in rewarded)]
-    if not config.get("ROLLOUT_CLEANUP_ENABLED"):
-        lost = [r for r in range(max_rounds) if not any(store.publishers(r, s) for s in range(stages))]
-        problems += [f"{span}: no rollouts" for span in spans(lost)]
-    for row in rows:
+    rows, last = reward_rows(store), max_rounds - 1
+    by_node, by_round = rows_by("node_id", rows), rows_by("round", rows)
+    checks = [  # (whether it is there, what to say if not)
+        (clock >= last, f"the clock stands at round {clock}, expected {last}"),
+        (len(by_node) >= nodes, f"{len(by_node)} nodes submitted rewards, expected {nodes}"),
+    ]
+    for node, mine in by_node.items():
+        model = store.names(f"models/{node}")
+        checks += [
+            (any(row["round"] == last for row in mine), f"{node}: no reward for the last round {last}"),
+            ("metrics.jsonl" in store.names(f"logs/{node}"), f"{node}: no logs/{node}/metrics.jsonl"),
+            (store.checkpoints(node), f"{node}: no checkpoint"),
+            *((name in model, f"{node}: no models/{node}/{name}") for name in ("config.json", "tokenizer.json")),
+            (any(name.endswith(".safetensors") for name in model), f"{node}: no weights in models/{node}"),
+        ]
         for part in ("completions", "local_groups"):
-            if not row.get(part):
-                problems.append(f"{row['node_id']} round {row['round']}: reward without {part}")
+            checks += [(row.get(part), f"{node} round {row['round']}: reward without {part}") for row in mine]
+    problems = [problem for there, problem in checks if not there]
+    problems += [f"{span}: no rewards" for span in spans(r for r in range(max_rounds) if r not in by_round)]
+    if not config.get("ROLLOUT_CLEANUP_ENABLED"):
+        stages = range(config.get("MAX_STAGES", 1))
+        lost = [r for r in range(max_rounds) if not any(store.publishers(r, s) for s in stages)]
+        problems += [f"{span}: no rollouts" for span in spans(lost)]
     return problems
 
 
