@@ -101,18 +101,15 @@ def read_bytes(path, max_bytes: int) -> bytes:
     """Contents of a regular file. Links, FIFOs, devices and larger files raise BadFile; nothing can block on open."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        file = open(path, "rb", opener=lambda name, _: os.open(name, flags))
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(max_bytes + 1) if is_regular else b""
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM):
-            raise BadFile("not a regular file that this user may read") from error
-        raise
-    with file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode):
-            raise BadFile("not a regular file that this user may read")
-        if info.st_size > max_bytes:
-            raise BadFile(f"larger than {max_bytes} bytes")
-        data = file.read(max_bytes + 1)  # the size above may be stale
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM):
+            raise
+        is_regular = False
+    if not is_regular:
+        raise BadFile("not a regular file that this user may read")
     if len(data) > max_bytes:
         raise BadFile(f"larger than {max_bytes} bytes")
     return data
