@@ -568,14 +568,11 @@ def latest_rollout(store, clock: int) -> list[str]:
 
 def latest_winners(store, clock: int) -> list[str]:
     for round_ in range(clock, max(-1, clock - 3), -1):
-        votes = []
-        for name in store.names(f"winners/round_{round_:06d}"):
-            try:
-                votes.append(str((store.read(f"winners/round_{round_:06d}/{name}") or {}).get("winner")))
-            except ValueError:  # BadFile
-                continue
+        folder = f"winners/round_{round_:06d}"
+        found = [store.read_matching(f"{folder}/{name}", round=round_) for name in store.names(folder)]
+        votes = Counter(str(data.get("winner")) for data in found if data)
         if votes:
-            return [f"winners of round {round_}: " + ", ".join(f"{n} ({votes.count(n)})" for n in sorted(set(votes)))]
+            return [f"winners of round {round_}: " + ", ".join(f"{n} ({votes[n]})" for n in sorted(votes))]
     return []
 
 

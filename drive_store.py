@@ -76,6 +76,11 @@ def bucket_round(name: str) -> int | None:
     return int(name[6:]) if re.fullmatch(r"round_\d{6}", name, re.ASCII) else None
 
 
+def stage_folder(kind: str, round_: int, stage: int) -> str:
+    """("rewards", 12, 0) -> "rewards/round_000012/stage_0"."""
+    return f"{kind}/{bucket(round_)}/stage_{stage}"
+
+
 # -------- Reading and writing one file ------------------------------------------------------------------------
 
 
@@ -292,6 +297,14 @@ class DriveStore:
 
         return self._unless_absent(attempt, None)
 
+    def read_matching(self, path, **identity) -> dict | None:
+        """A write-once JSON file that says of itself what its path says; None if absent, unusable or another's."""
+        with contextlib.suppress(BadFile):
+            data = self.read(path)
+            if data is not None and all(data.get(key) == value for key, value in identity.items()):
+                return data
+        return None
+
     def names(self, path) -> list[str]:
         """Names in a folder, sorted; empty if there is no such folder. One directory listing."""
         return self._unless_absent(lambda: sorted(os.listdir(self.base / path)), [])
@@ -351,10 +364,8 @@ class DriveStore:
         files = [name for name in self.names("state/rounds") if name.endswith(".json")]
         rounds = [r for r in (bucket_round(name.removesuffix(".json")) for name in files) if r is not None]
         for round_ in reversed(rounds):
-            with contextlib.suppress(BadFile):
-                data = self.read(f"state/rounds/{bucket(round_)}.json")
-                if data is not None and data.get("round") == round_:
-                    return round_
+            if self.read_matching(f"state/rounds/{bucket(round_)}.json", round=round_):
+                return round_
         if rounds:
             raise StoreError(
                 f"{self.base / 'state/rounds'}: {len(rounds)} round files, none readable. Nothing was changed. "
@@ -364,10 +375,7 @@ class DriveStore:
 
     def opened_by(self, round_: int) -> str | None:
         """Who opened a round, None if unknown."""
-        try:
-            return (self.read(f"state/rounds/{bucket(round_)}.json") or {}).get("opened_by")
-        except BadFile:
-            return None
+        return (self.read_matching(f"state/rounds/{bucket(round_)}.json", round=round_) or {}).get("opened_by")
 
     def highest_rewarded_round(self) -> int:
         """The clock's second witness, for a lost state folder: the last round with a reward that follows on another.
@@ -402,12 +410,8 @@ class DriveStore:
         return session
 
     def registration(self, node_id: str, session: str) -> dict | None:
-        """What a node said of itself when it registered (role, model, host, pid …); None if unreadable or not its own."""
-        try:
-            data = self.read(f"peers/{node_id}.{session}.json")
-        except BadFile:
-            return None
-        return data if data and data.get("node_id") == node_id else None
+        """What a node said of itself when it registered: role, model, host, pid …"""
+        return self.read_matching(f"peers/{node_id}.{session}.json", node_id=node_id)
 
     def heartbeat(self, node_id: str, data: dict) -> None:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
@@ -428,14 +432,14 @@ class DriveStore:
         part: None writes NODE.json; a number writes NODE/<part>.json, one of `parts` (publish frequency `generation`).
         """
         data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage, "timestamp": time.time(), **about}
-        folder = f"rollouts/{bucket(round_)}/stage_{stage}"
-        if part is None:
-            return self.write_once(f"{folder}/{node_id}.json", {**data, "rollouts": groups})
-        return self.write_once(f"{folder}/{node_id}/{part:04d}.json", {**data, "parts": parts, "rollouts": groups})
+        if part is not None:
+            data["parts"] = parts
+        name = f"{node_id}.json" if part is None else f"{node_id}/{part:04d}.json"
+        return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{name}", {**data, "rollouts": groups})
 
     def publishers(self, round_: int, stage: int) -> list[str]:
         """Nodes that have published anything for this round and stage. One directory listing."""
-        return self._node_names(f"rollouts/{bucket(round_)}/stage_{stage}")
+        return self._node_names(stage_folder("rollouts", round_, stage))
 
     def fetch(self, round_: int, stage: int, node_id: str) -> tuple[list[dict], bool, Counter]:
         """One peer's groups of one round: (groups, whether all of them are there, reasons of what was rejected).
@@ -443,26 +447,25 @@ class DriveStore:
         Each group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished}]}, its
         structure checked, its truth not: rewards and answers of a peer are not even passed on.
         """
-        folder = f"rollouts/{bucket(round_)}/stage_{stage}"
-        rejected, groups = Counter(), []
+        mine, rejected, groups, parts = f"{stage_folder('rollouts', round_, stage)}/{node_id}", Counter(), [], None
         try:
-            data = self.read(f"{folder}/{node_id}.json")
+            data = self.read(f"{mine}.json")
             if data is not None:
                 return check_rollouts(data, round_, stage, node_id), True, rejected
-            files = [n for n in self.names(f"{folder}/{node_id}") if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
+            files = [f"{mine}/{name}" for name in self.names(mine) if re.fullmatch(r"\d{4}\.json", name, re.ASCII)]
         except BadFile as error:
             return [], True, Counter({str(error): 1})
-        parts, budget = None, MAX_JSON_BYTES
-        for part in [f"{folder}/{node_id}/{name}" for name in files]:
+        budget = MAX_JSON_BYTES  # all parts together may be no larger than one file
+        for path in files:
             try:
-                data = self.read(part)
-                groups += check_rollouts(data or {}, round_, stage, node_id)
+                data = self.read(path) or {}
+                groups += check_rollouts(data, round_, stage, node_id)
                 parts = data.get("parts")
             except BadFile as error:
                 rejected[str(error)] += 1
-            budget -= self._unless_absent(lambda part=part: os.lstat(self.base / part).st_size, 0)
+            budget -= self._unless_absent(lambda path=path: os.lstat(self.base / path).st_size, 0)
             if budget < 0 or len(groups) > MAX_GROUPS_PER_FILE:
-                break  # all parts together may be no larger than one file
+                break
         unique = {group["key"]: group for group in groups}  # a key must not stand for two groups
         if len(unique) < len(groups):
             rejected["group index used twice"] += len(groups) - len(unique)
@@ -506,24 +509,20 @@ class DriveStore:
 
     def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
         """Publish a node's reward of a round and stage; the first one stands."""
-        path = f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json"
-        return self.write_once(path, {"node_id": node_id, "round": round_, "stage": stage, "timestamp": time.time(), **data})
+        identity = {"node_id": node_id, "round": round_, "stage": stage, "timestamp": time.time()}
+        return self.write_once(f"{stage_folder('rewards', round_, stage)}/{node_id}.json", identity | data)
 
     def reward(self, round_: int, stage: int, node_id: str) -> dict | None:
         """A published reward file, or None if there is none or it makes no sense."""
-        try:
-            data = self.read(f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json")
-        except BadFile:
-            return None
-        if data is None or (data.get("node_id"), data.get("round"), data.get("stage")) != (node_id, round_, stage):
-            return None
+        path = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
+        data = self.read_matching(path, node_id=node_id, round=round_, stage=stage) or {}
         counts = [data.get(key, 0) for key in ("completions", "local_groups", "external_groups", "flat_groups")]
         sane = all(map(is_number, [data.get("reward"), data.get("timestamp"), *counts])) and 0 <= data["reward"] <= 1
         return data if sane else None
 
     def rewarded(self, round_: int, stage: int) -> list[str]:
         """Nodes with a reward file for this round and stage. One directory listing."""
-        return self._node_names(f"rewards/{bucket(round_)}/stage_{stage}")
+        return self._node_names(stage_folder("rewards", round_, stage))
 
     # -- checkpoints
 
