@@ -32,6 +32,7 @@ import threading
 import time
 import zipfile
 from collections import Counter, deque
+from concurrent import futures
 from pathlib import Path
 
 FORMAT = 1  # of rollout files
@@ -661,18 +662,16 @@ class Courier:
 
     def ask(self, function, *args, timeout: float):
         """function(*args), run by the thread. Raises TimeoutError after `timeout` seconds, or what it raised itself."""
-        answer = {"done": threading.Event(), "abandoned": False}
+        future = futures.Future()
         with self._wake:
-            self._questions.append((answer, function, args))
+            self._questions.append((future, function, args))
             self._wake.notify_all()
-        if not answer["done"].wait(timeout):
-            answer["abandoned"] = True  # if the thread comes back from its hang, it need not catch up on this
+        if not futures.wait([future], timeout).done:
+            future.cancel()  # if the thread comes back from its hang, it need not catch up on this
             error = TimeoutError(f"no answer within {timeout:.0f} s")
             self._failed(error)
             raise error
-        if "error" in answer:
-            raise answer["error"]
-        return answer["value"]
+        return future.result()
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything posted is written; False when `timeout` seconds passed first."""
@@ -691,29 +690,24 @@ class Courier:
         return self.pending
 
     def _run(self) -> None:
-        while True:
+        while self._open:
             with self._wake:
                 now = time.monotonic()
-                can_write = self._outbox and now >= self._retry_at
-                beat_due = self.beat is not None and now >= self._next_beat
-                if not self._open:
-                    return
-                if not (can_write or self._questions or beat_due):
-                    self._wake.wait(0.5)
-                    continue
-                job = self._outbox[0] if can_write else None
+                job = self._outbox[0] if self._outbox and now >= self._retry_at else None
                 question = self._questions.popleft() if self._questions and not job else None
+                beat_due = self.beat is not None and now >= self._next_beat
+                if not (job or question or beat_due):
+                    self._wake.wait(0.5)
             if job:
-                self._carry_out(job)
+                self._carry_out(*job)
             elif question:
                 self._answer(*question)
-            else:
+            elif beat_due:
                 self._next_beat = now + self.beat_seconds
                 with contextlib.suppress(Exception):  # a convenience: nothing of it may end this thread
                     self.beat()
 
-    def _carry_out(self, job) -> None:
-        function, args, kwargs = job
+    def _carry_out(self, function, args, kwargs) -> None:
         try:
             function(*args, **kwargs)
             self._fine()
@@ -729,19 +723,20 @@ class Courier:
             self._outbox.popleft()
             self._wake.notify_all()
 
-    def _answer(self, answer, function, args) -> None:
-        if answer["abandoned"]:
+    def _answer(self, future, function, args) -> None:
+        if not future.set_running_or_notify_cancel():  # whoever asked has given up
             return
         try:
-            answer["value"] = function(*args)
-            if not self._outbox:  # a full disk can be read: then the outage ends with the first write
-                self._fine()
-            self._retry_at = min(self._retry_at, time.monotonic() + 1.0)  # reading works: try writing soon
+            value = function(*args)
         except Exception as error:  # handed to whoever asked
-            answer["error"] = error
             if is_passing(error):
                 self._failed(error)
-        answer["done"].set()
+            future.set_exception(error)
+            return
+        if not self._outbox:  # a full disk can be read: then the outage ends with the first write
+            self._fine()
+        self._retry_at = min(self._retry_at, time.monotonic() + 1.0)  # reading works: try writing soon
+        future.set_result(value)
 
     def _failed(self, error: OSError) -> None:
         if self.outage_since is None:
