@@ -7,13 +7,13 @@ Contract
                  writer of the same name leaves it as it is.
     Rewritten    current_state.json and heartbeats are conveniences for people; logs are appended. On a mounted drive
                  such files may arrive late or never, so nothing depends on them alone.
-    Tolerant     A stranger may write anything here. Readers bound size, type and depth, parse or raise BadFile, and never
-                 follow a link. One's *own* unreadable state is a StoreError, never "round 0".
+    Tolerant     A stranger may write anything here. Readers bound size, type and depth, parse or raise BadFile, and
+                 never follow a link. One's *own* unreadable state is a StoreError, never "round 0".
     Patient      Every call retries passing faults (EIO, ENOTCONN, ETIMEDOUT, ENOSPC …) with backoff and jitter, then
                  raises OSError. The Courier, one daemon thread, owns these calls, so that training never hangs on one.
 
-Assumption: os.replace and os.link are atomic for readers on one machine. Across machines a stale or partial file may show
-for a while; it fails to parse and is read again when its size or time changes.
+Assumption: os.replace and os.link are atomic for readers on one machine. Across machines a stale or partial file may
+show for a while; it fails to parse and is read again when its size or time changes.
 
 Layout below GDRIVE_PATH/experiments/EXPERIMENT_NAME: see the tree at the top of the README.
 """
@@ -166,8 +166,8 @@ def is_whole_zip(path) -> bool:
 def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_readable_json) -> bool:
     """Write `path` through a temp file: readers see the old file, or none, or the whole new one.
 
-    write: called with a binary file. once=True keeps a complete file that is there already and returns False. The folder
-    must exist. A crash leaves at most a temp file named after `owner`, which `sweep_temp_files` removes.
+    write: called with a binary file. once=True keeps a complete file that is there already and returns False. The
+    folder must exist. A crash leaves at most a temp file named after `owner`, which `sweep_temp_files` removes.
     """
     temp = path.parent / f".{path.name}~{owner}~{os.getpid()}-{secrets.token_hex(4)}.tmp"  # no name holds a ~
     try:
@@ -176,24 +176,16 @@ def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_r
             file.flush()
             os.fsync(file.fileno())
         if once:
-            try:
+            with contextlib.suppress(OSError):
                 os.link(temp, path)  # atomic and exclusive, where the file system has links
-            except OSError:  # it exists, or there are no links: look, then replace
-                if os.path.lexists(path) and is_complete(path):
-                    return False
-                os.replace(temp, path)
-        else:
-            os.replace(temp, path)
+                return True
+            if os.path.lexists(path) and is_complete(path):
+                return False
+        os.replace(temp, path)
+        return True
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temp)
-    with contextlib.suppress(OSError):  # make the name durable too; some mounts cannot open folders
-        fd = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    return True
 
 
 # -------- The store -------------------------------------------------------------------------------------------
@@ -311,7 +303,7 @@ class DriveStore:
         return self._unless_absent(lambda: sorted(os.listdir(self.base / path)), [])
 
     def _unless_absent(self, operation, absent):
-        """operation() with retries, or `absent` where it finds nothing; OSError if that is because the drive is gone."""
+        """operation() with retries, or `absent` where it finds nothing; OSError if nothing because the drive is gone."""
         try:
             return retrying(operation, self.patience)
         except OSError as error:
@@ -347,18 +339,19 @@ class DriveStore:
                 self.write_once("config.json", settings)
             return self.read("config.json") or settings
         except BadFile as error:
-            raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or start a new EXPERIMENT_NAME") from error
+            path = self.base / "config.json"
+            raise StoreError(f"{path}: {error}; restore it or start a new EXPERIMENT_NAME") from error
 
     def open_round(self, round_: int, by: str) -> None:
         """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
-        now = time.time()
         if not 0 <= round_ < 10**6:
             raise ValueError(f"round {round_}: expected 0 to 999999")
-        if not self.write_once(f"state/rounds/{bucket(round_)}.json", {"round": round_, "opened_by": by, "opened_at": now}):
-            return  # somebody was faster; a straggler must not set current_state.json back
-        state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
-        with contextlib.suppress(OSError):  # for people only
-            self.rewrite("state/current_state.json", state)
+        now = time.time()
+        opened = {"round": round_, "opened_by": by, "opened_at": now}
+        if self.write_once(f"state/rounds/{bucket(round_)}.json", opened):  # a straggler must not set the other one back
+            with contextlib.suppress(OSError):  # for people only
+                state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
+                self.rewrite("state/current_state.json", state)
 
     def current_round(self) -> int:
         """The highest readable round file, -1 before round 0. StoreError if there are some and none can be read."""
@@ -402,7 +395,7 @@ class DriveStore:
         return newest
 
     def register(self, node_id: str, role: str, about: dict) -> str:
-        """Announce a new session of this node and return its id; it sorts after every session seen, whatever the clocks."""
+        """Announce a new session of this node and return its id; it sorts after every one seen, whatever the clocks."""
         previous = self.sessions().get(node_id, "0")
         start = max(int(time.time() * 1000), int(previous.split("-")[0]) + 1)
         session = f"{start:013d}-{secrets.token_hex(4)}"
@@ -432,11 +425,11 @@ class DriveStore:
 
         part: None writes NODE.json; a number writes NODE/<part>.json, one of `parts` (publish frequency `generation`).
         """
-        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage, "timestamp": time.time(), **about}
+        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage, "timestamp": time.time()}
+        name = f"{node_id}.json"
         if part is not None:
-            data["parts"] = parts
-        name = f"{node_id}.json" if part is None else f"{node_id}/{part:04d}.json"
-        return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{name}", {**data, "rollouts": groups})
+            data["parts"], name = parts, f"{node_id}/{part:04d}.json"
+        return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{name}", {**data, **about, "rollouts": groups})
 
     def publishers(self, round_: int, stage: int) -> list[str]:
         """Nodes that have published anything for this round and stage. One directory listing."""
@@ -473,16 +466,16 @@ class DriveStore:
         return list(unique.values()), bool(files) and len(files) == parts, rejected
 
     def clean_rollouts(self, before_round: int, node_ids, archive: bool) -> int:
-        """Delete, or move to archives/, the rollouts that `node_ids` published before a round; returns how many files."""
+        """Delete, or move to archives/, what `node_ids` (None: everybody) published before a round; returns a count."""
         done = 0
         for round_ in self.rounds("rollouts"):
             folder = f"rollouts/{bucket(round_)}"
             if round_ >= before_round or (self.base / folder).is_symlink():  # a stranger's link may lead anywhere
                 continue
-            stages = [f"{folder}/stage_{s}" for s in self.stages("rollouts", round_)]
+            stages = [stage_folder("rollouts", round_, s) for s in self.stages("rollouts", round_)]
             for stage in [s for s in stages if not (self.base / s).is_symlink()]:
                 for node_id in node_ids if node_ids is not None else self._node_names(stage):
-                    done += self._retire(f"{stage}/{node_id}.json", archive) + self._retire(f"{stage}/{node_id}", archive)
+                    done += sum(self._retire(f"{stage}/{name}", archive) for name in (f"{node_id}.json", node_id))
             for empty in (*stages, folder):
                 with contextlib.suppress(OSError):  # not empty: other nodes' files are theirs to clean
                     (self.base / empty).rmdir()
@@ -557,10 +550,11 @@ class DriveStore:
 
     def sweep_temp_files(self, node_ids, from_round: int) -> int:
         """Remove temp files that a killed session of these nodes left, in the folders it wrote to; returns how many."""
-        folders = ["", "state", "state/rounds", "peers", "heartbeats"] + [f"{kind}/{n}" for kind in ("logs", "models") for n in node_ids]
+        folders = ["", "state", "state/rounds", "peers", "heartbeats"]
+        folders += [f"{kind}/{n}" for kind in ("logs", "models") for n in node_ids]
         for kind in ("rollouts", "rewards", "winners", "checkpoints"):
             for round_ in [r for r in self.rounds(kind) if r >= from_round]:
-                stages = [f"{kind}/{bucket(round_)}/stage_{s}" for s in self.stages(kind, round_)]
+                stages = [stage_folder(kind, round_, s) for s in self.stages(kind, round_)]
                 folders += [f"{kind}/{bucket(round_)}", *stages, *(f"{s}/{n}" for s in stages for n in node_ids)]
         mine = re.compile(rf"\..+~({'|'.join(map(re.escape, [self.owner, *node_ids]))})~\d+-[0-9a-f]{{8}}\.tmp")
         swept = 0
@@ -594,8 +588,8 @@ def is_number(value) -> bool:
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:
     """Structure of a rollout file -> its groups; BadFile with the reason if any of it is out of bounds.
 
-    Extra keys are ignored, so that newer writers stay readable. One bad group rejects the file: a writer that breaks the
-    format once is not trusted with the rest.
+    Extra keys are ignored, so that newer writers stay readable. One bad group rejects the file: a writer that breaks
+    the format once is not trusted with the rest.
     """
 
     def need(condition, reason):
@@ -637,7 +631,7 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[di
 class Courier:
     """A daemon thread that owns the folder calls, because a call on a mounted drive can hang for minutes.
 
-    post()  hands over a write; writes are carried out in order and kept until they succeed: nothing is lost in an outage.
+    post()  hands over a write; they are carried out in order and kept until they succeed: an outage loses nothing.
     ask()   runs a read and waits for it with a deadline.
     beat    is called every `beat_seconds` (the heartbeat).
     report  is called with (event, text) when an outage begins or ends, and when a job fails for good.
@@ -748,4 +742,5 @@ class Courier:
         if self.outage_since is not None:
             seconds = time.monotonic() - self.outage_since
             self.outage_since = None
-            self.report("outage over", f"the shared folder is back after {seconds:.0f} s; {self.pending} writes to catch up on")
+            text = f"the shared folder is back after {seconds:.0f} s; {self.pending} writes to catch up on"
+            self.report("outage over", text)
