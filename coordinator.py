@@ -256,17 +256,6 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
     }
 
 
-def spans(rounds) -> list[str]:
-    """[3, 5, 6, 7] -> ["round 3", "rounds 5 to 7"]"""
-    found = []
-    for r in rounds:
-        if found and found[-1][1] == r - 1:
-            found[-1][1] = r
-        else:
-            found.append([r, r])
-    return [f"round {a}" if a == b else f"rounds {a} to {b}" for a, b in found]
-
-
 def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     """What a finished run lacks, as sentences; an empty list means that everything is there."""
     try:
@@ -293,13 +282,15 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         ]
         for part in ("completions", "local_groups"):
             checks += [(row.get(part), f"{node} round {row['round']}: reward without {part}") for row in mine]
-    problems = [problem for there, problem in checks if not there]
-    problems += [f"{span}: no rewards" for span in spans(r for r in range(max_rounds) if r not in by_round)]
+    lost = {"rewards": [t for t in range(max_rounds) if t not in by_round]}
     if not config.get("ROLLOUT_CLEANUP_ENABLED"):
         stages = range(config.get("MAX_STAGES", 1))
-        lost = [r for r in range(max_rounds) if not any(store.publishers(r, s) for s in stages)]
-        problems += [f"{span}: no rollouts" for span in spans(lost)]
-    return problems
+        lost["rollouts"] = [t for t in range(max_rounds) if not any(store.publishers(t, s) for s in stages)]
+    for what, rounds in lost.items():
+        if rounds:
+            others = f", nor in {len(rounds) - 1} others" if len(rounds) > 1 else ""
+            checks.append((False, f"round {rounds[0]}: no {what}{others}"))
+    return [problem for there, problem in checks if not there]
 
 
 # -------- Comparing experiments ------------------------------------------------------------------------------------
@@ -537,7 +528,7 @@ def dashboard(store, live: Liveness, rows: list[dict]) -> str:
         f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend",
         *(node_line(live, node, by_node.get(node, [])) for node in sorted(live.sessions)), "",
         f"rollout files in rounds  {'  '.join(counts)}",
-        *latest_rollout(store, clock), *latest_winners(store, clock), "",
+        *latest_rollout(store, clock), "",
         f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free",
         *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)),
     ])  # fmt: skip
@@ -563,16 +554,6 @@ def latest_rollout(store, clock: int) -> list[str]:
                 lines = [f"latest rollout: {node}, round {round_}, {group['task']}", f"  {group['prompt']!r:.110}"]
                 shown = group["completions"][:2]
                 return lines + [f"  -> {c['response']!r:.100}" + ("" if c["finished"] else " (cut)") for c in shown]
-    return []
-
-
-def latest_winners(store, clock: int) -> list[str]:
-    for round_ in range(clock, max(-1, clock - 3), -1):
-        folder = f"winners/round_{round_:06d}"
-        found = [store.read_matching(f"{folder}/{name}", round=round_) for name in store.names(folder)]
-        votes = Counter(str(data.get("winner")) for data in found if data)
-        if votes:
-            return [f"winners of round {round_}: " + ", ".join(f"{n} ({votes[n]})" for n in sorted(votes))]
     return []
 
 
