@@ -44,7 +44,6 @@ MAX_QUESTION_CHARS = 16384
 GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
 COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
-SESSION_PATTERN = r"\d{13}-[0-9a-f]{8}"
 DEFINITE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
@@ -303,7 +302,7 @@ class DriveStore:
         return self._unless_absent(lambda: sorted(os.listdir(self.base / path)), [])
 
     def _unless_absent(self, operation, absent):
-        """operation() with retries, or `absent` where it finds nothing; OSError if nothing because the drive is gone."""
+        """operation() with retries, or `absent` where it finds nothing; OSError if the drive itself is gone."""
         try:
             return retrying(operation, self.patience)
         except OSError as error:
@@ -318,8 +317,8 @@ class DriveStore:
 
     def stages(self, kind: str, round_: int) -> list[int]:
         """Stages that have a folder in this round, ascending (up to 100)."""
-        matches = (re.fullmatch(r"stage_(0|[1-9]\d?)", n, re.ASCII) for n in self.names(f"{kind}/{bucket(round_)}"))
-        return sorted(int(match[1]) for match in matches if match)
+        names = set(self.names(f"{kind}/{bucket(round_)}"))
+        return [stage for stage in range(100) if f"stage_{stage}" in names]
 
     def _node_names(self, path) -> list[str]:
         """Node ids that have a file NODE.json or a folder NODE/ in `path`; copies and temp files do not match."""
@@ -348,15 +347,15 @@ class DriveStore:
             raise ValueError(f"round {round_}: expected 0 to 999999")
         now = time.time()
         opened = {"round": round_, "opened_by": by, "opened_at": now}
-        if self.write_once(f"state/rounds/{bucket(round_)}.json", opened):  # a straggler must not set the other one back
+        state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
+        if self.write_once(f"state/rounds/{bucket(round_)}.json", opened):  # a straggler must not set the state back
             with contextlib.suppress(OSError):  # for people only
-                state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
                 self.rewrite("state/current_state.json", state)
 
     def current_round(self) -> int:
         """The highest readable round file, -1 before round 0. StoreError if there are some and none can be read."""
-        files = [name for name in self.names("state/rounds") if name.endswith(".json")]
-        rounds = [r for r in (bucket_round(name.removesuffix(".json")) for name in files) if r is not None]
+        files = [name.removesuffix(".json") for name in self.names("state/rounds") if name.endswith(".json")]
+        rounds = [r for r in map(bucket_round, files) if r is not None]
         for round_ in reversed(rounds):
             if self.read_matching(f"state/rounds/{bucket(round_)}.json", round=round_):
                 return round_
@@ -387,11 +386,11 @@ class DriveStore:
         """Newest session of every node that ever registered, from names alone: one directory listing."""
         newest = {}
         for name in self.names("peers"):
-            match = re.fullmatch(rf"(?P<node>.+)\.(?P<session>{SESSION_PATTERN})\.json", name, re.ASCII)
-            if match:
-                with contextlib.suppress(ValueError):
-                    node = check_name(match["node"], "file name")
-                    newest[node] = max(newest.get(node, ""), match["session"])
+            match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
+            with contextlib.suppress(ValueError):
+                if match:
+                    node = check_name(match[1], "file name")
+                    newest[node] = max(newest.get(node, ""), match[2])
         return newest
 
     def register(self, node_id: str, role: str, about: dict) -> str:
@@ -429,7 +428,8 @@ class DriveStore:
         name = f"{node_id}.json"
         if part is not None:
             data["parts"], name = parts, f"{node_id}/{part:04d}.json"
-        return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{name}", {**data, **about, "rollouts": groups})
+        path = f"{stage_folder('rollouts', round_, stage)}/{name}"
+        return self.write_once(path, {**data, **about, "rollouts": groups})
 
     def publishers(self, round_: int, stage: int) -> list[str]:
         """Nodes that have published anything for this round and stage. One directory listing."""
@@ -481,7 +481,8 @@ class DriveStore:
                     (self.base / empty).rmdir()
         return done
 
-    def _retire(self, path: str, archive: bool) -> int:
+    def _retire(self, path, archive: bool) -> int:
+        """Delete a file or folder, or move it to archives/; returns 1, or 0 if it is not there."""
         source, target = self.base / path, self.root / "archives" / self.base.name / path
 
         def retire():
@@ -536,9 +537,9 @@ class DriveStore:
 
     def clean_checkpoints(self, node_id: str, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints of a node."""
-        for _, path in self.checkpoints(node_id)[keep:]:
-            retrying(lambda path=path: path.unlink(missing_ok=True), self.patience)
-            with contextlib.suppress(OSError):
+        for round_, path in self.checkpoints(node_id)[keep:]:
+            self._retire(f"checkpoints/{bucket(round_)}/{node_id}.pt", archive=False)
+            with contextlib.suppress(OSError):  # not empty: others' checkpoints
                 path.parent.rmdir()
 
     def copy_folder(self, local, path: str) -> None:
@@ -557,13 +558,8 @@ class DriveStore:
                 stages = [stage_folder(kind, round_, s) for s in self.stages(kind, round_)]
                 folders += [f"{kind}/{bucket(round_)}", *stages, *(f"{s}/{n}" for s in stages for n in node_ids)]
         mine = re.compile(rf"\..+~({'|'.join(map(re.escape, [self.owner, *node_ids]))})~\d+-[0-9a-f]{{8}}\.tmp")
-        swept = 0
-        for folder in folders:
-            for name in self.names(folder):
-                if mine.fullmatch(name):
-                    retrying(lambda p=self.base / folder / name: p.unlink(missing_ok=True), self.patience)
-                    swept += 1
-        return swept
+        found = [Path(folder, name) for folder in folders for name in self.names(folder) if mine.fullmatch(name)]
+        return sum(self._retire(path, archive=False) for path in found)
 
 
 def list_experiment_names(root) -> list[str]:
