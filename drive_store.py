@@ -628,7 +628,7 @@ class Courier:
     """A daemon thread that owns the folder calls, because a call on a mounted drive can hang for minutes.
 
     post()  hands over a write; they are carried out in order and kept until they succeed: an outage loses nothing.
-    ask()   runs a read and waits for it with a deadline.
+    ask()   runs a read, ahead of waiting writes, and waits for it with a deadline.
     beat    is called every `beat_seconds` (the heartbeat).
     report  is called with (event, text) when an outage begins or ends, and when a job fails for good.
     """
@@ -683,15 +683,15 @@ class Courier:
         while self._open:
             with self._wake:
                 now = time.monotonic()
+                question = self._questions.popleft() if self._questions else None  # first: somebody waits for it
                 job = self._outbox[0] if self._outbox and now >= self._retry_at else None
-                question = self._questions.popleft() if self._questions and not job else None
                 beat_due = self.beat is not None and now >= self._next_beat
-                if not (job or question or beat_due):
+                if not (question or job or beat_due):
                     self._wake.wait(0.5)
-            if job:
-                self._carry_out(*job)
-            elif question:
+            if question:
                 self._answer(*question)
+            elif job:
+                self._carry_out(*job)
             elif beat_due:
                 self._next_beat = now + self.beat_seconds
                 with contextlib.suppress(Exception):  # a convenience: nothing of it may end this thread

@@ -185,11 +185,12 @@ def sample_tokens(logits, noise, temperature: float):
 @torch.no_grad()
 def generate(
     model, prompts, num_generations, max_new_tokens, temperature, eos_ids, rng,
-    pad_id=0, max_rows=None, dtype=torch.float32,
+    pad_id=0, max_rows=None, dtype=torch.float32, answered=None,
 ):  # fmt: skip
     """Sample G completions for each of N prompts. Each prompt is prefilled once, then its KV cache is repeated G times.
 
-    prompts: N lists of ids. eos_ids: set of ids that end a completion. rng: a CPU torch.Generator.
+    prompts: N lists of ids. eos_ids: set of ids that end a completion, as does answered(its ids so far) where that is
+    given and true. rng: a CPU torch.Generator.
     Returns N lists of G completions (lists of ids, the EOS included where one was sampled).
     max_rows: completions decoded together (None: all), never a part of a group; halved when memory runs out. The tokens
     do not depend on it, because each row has its own column of noise.
@@ -204,7 +205,7 @@ def generate(
         columns = noise[:, first * num_generations : (first + len(batch)) * num_generations]
         try:
             with autocast(model, dtype):
-                completions += decode(model, batch, num_generations, temperature, eos_ids, columns, pad_id)
+                completions += decode(model, batch, num_generations, temperature, eos_ids, columns, pad_id, answered)
         except torch.OutOfMemoryError:
             if at_once == 1:
                 raise
@@ -215,7 +216,7 @@ def generate(
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
 
-def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id) -> list[list[int]]:
+def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id, answered) -> list[list[int]]:
     """The decoding loop of `generate`: N prompts -> N x G completions. noise: (max_new_tokens, N x G)."""
     device = model.device
     ids, mask = left_pad(prompts, pad_id, device)  # (N, P)
@@ -234,6 +235,9 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id)
         token = sample_tokens(logits, noise[step, alive], temperature)  # (rows alive,)
         out[alive, step] = torch.where(running, token, -1)
         running &= ~torch.isin(token, eos)
+        if answered is not None:
+            rows_so_far = zip(running.tolist(), out[alive, : step + 1].tolist(), strict=True)
+            running = torch.tensor([on and not answered(ids) for on, ids in rows_so_far], device=device)
         left = int(running.sum())
         if left == 0 or step == steps - 1:
             break

@@ -52,7 +52,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
     from coordinator import compare, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
     from drive_store import bucket, check_name, list_experiment_names, write_atomically
-    from grpo import Group, check_head, generate, sequence_logps, update
+    from grpo import Group, check_head, generate, sequence_logps, shared_prompt_logps, update
 
 # -------- Configuration ---------------------------------------------------------------------------------------
 
@@ -229,15 +229,6 @@ def config_table(config: Config) -> str:
     return "\n".join(lines)
 
 
-def variable_table() -> str:
-    """The README's table of variables, made from Config."""
-    rows = ["| variable | default | meaning |", "|---|---|---|"]
-    for spec in fields(Config):
-        default = "unset" if spec.default == "" else f"{spec.default:g}" if spec.type is float and spec.default != "auto" else spec.default
-        rows.append(f"| {spec.name} | {default} | {spec.metadata['help']} |")
-    return "\n".join(rows)
-
-
 # -------- Tasks and rewards -----------------------------------------------------------------------------------
 
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
@@ -372,7 +363,7 @@ ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}
 
 
 @dataclass
-class Reader:
+class Codec:
     """A tokenizer with this node's conventions: how a prompt looks, which ids end a completion, how much fits."""
 
     tokenizer: object
@@ -409,6 +400,11 @@ class Reader:
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
+    def answered(self, ids: list[int]) -> bool:
+        """Whether a completion ends here without an EOS: after solved examples a base model goes on with the next one."""
+        few_shot = self.num_shots > 0 and not self.tokenizer.chat_template
+        return few_shot and "</answer>" in self.decode(ids[-len("</answer>") :])  # a token is at least a byte
+
 
 def tiny_phrases(tasks) -> list[str]:
     """Fixed pieces of the tasks' questions, each one token of the embedded model: recurring, digit-free, 5+ characters."""
@@ -439,8 +435,8 @@ def build_tiny(tasks) -> tuple[GPT2LMHeadModel, PreTrainedTokenizerFast]:
         return GPT2LMHeadModel(config), tokenizer
 
 
-def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Reader]:
-    """Model (float32, eval mode, on its device) and its Reader. ConfigError if it cannot be had."""
+def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Codec]:
+    """Model (float32, eval mode, on its device) and its Codec. ConfigError if it cannot be had."""
     if config.MODEL_NAME == "tiny":
         model, tokenizer = build_tiny(tasks)
     else:
@@ -465,7 +461,7 @@ def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Reader]:
         check_head(model)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return model, Reader(tokenizer, eos_ids | {eos_id}, eos_id, config.NUM_SHOTS, positions - longest, longest)
+    return model, Codec(tokenizer, eos_ids | {eos_id}, eos_id, config.NUM_SHOTS, positions - longest, longest)
 
 
 def rows_that_fit(model, config: Config) -> tuple[int, float, float]:
@@ -489,13 +485,21 @@ def rows_that_fit(model, config: Config) -> tuple[int, float, float]:
 WARM_START_RECIPE = 1  # raise this when anything below or in build_tiny changes: it is part of the cache's name
 
 
-def warm_start_loss(model, reader: Reader, prompts, answers):
+def warm_start_loss(model, codec: Codec, prompts, answers):
     """Mean negative log-likelihood of the answers' tokens: ordinary supervised fine-tuning."""
-    logp, mask = sequence_logps(model, prompts, answers, pad_id=reader.eos_id)
+    if not codec.tokenizer.chat_template:
+        logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
+        return -(logp * mask).sum() / mask.sum()
+    shared = len(os.path.commonprefix(prompts))  # the system prompt, most of a short question's tokens: run it once
+    rests = [prompt[shared:] for prompt in prompts]
+    rows = [rest + answer for rest, answer in zip(rests, answers, strict=True)]
+    logp, mask = shared_prompt_logps(model, [(list(prompts[0][:shared]), rows)], 1.0, codec.eos_id)
+    position = torch.arange(mask.shape[1], device=mask.device)
+    mask = mask & (position >= torch.tensor([[len(rest)] for rest in rests], device=mask.device))  # the answers' tokens only
     return -(logp * mask).sum() / mask.sum()
 
 
-def warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
+def warm_start(model, codec: Codec, config: Config, tasks, say) -> None:
     """Supervised steps on the tasks' own questions, counted in steps, not seconds, so that the result is repeatable.
 
     tiny: answers in all styles, half of them the rewarded one, then a last phase in which that style is made rare
@@ -520,14 +524,14 @@ def warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
             for _ in range(16 * batch_size):
                 question = make_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
                 style = ANSWER_STYLES[0] if not tiny or rng.random() < share else rng.choice(ANSWER_STYLES[1:])
-                samples.append((reader.prompt(question), reader.completion(style.format(question.answer), True)))
-            samples = sorted((s for s in samples if len(s[1]) <= reader.max_completion), key=lambda s: len(s[0]) + len(s[1]))
+                samples.append((codec.prompt(question), codec.completion(style.format(question.answer), True)))
+            samples = sorted((s for s in samples if len(s[1]) <= codec.max_completion), key=lambda s: len(s[0]) + len(s[1]))
             pool = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
             rng.shuffle(pool)
         prompts, answers = zip(*pool.pop(), strict=True)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        loss = warm_start_loss(model, reader, prompts, answers)
+        loss = warm_start_loss(model, codec, prompts, answers)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -537,7 +541,7 @@ def warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
     make_question.cache_clear()
 
 
-def load_warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
+def load_warm_start(model, codec: Codec, config: Config, tasks, say) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
     warmstart/<hash of the recipe>.safetensors is write-once; a claim file keeps the others from making it too, and is
@@ -558,7 +562,7 @@ def load_warm_start(model, reader: Reader, config: Config, tasks, say) -> None:
         if take_claim(claim) or (waited_from and time.monotonic() - waited_from > 1800):
             say(f"warm start: {steps} supervised steps, once for all nodes")
             try:
-                warm_start(model, reader, config, tasks, say)
+                warm_start(model, codec, config, tasks, say)
                 data = safetensors_save({k: v.cpu().contiguous() for k, v in model.state_dict().items() if k not in tied_names(model)})
                 write_atomically(path, lambda file, data=data: file.write(data), config.NODE_ID, True, lambda p: read_weights(p) is not None)
             finally:
@@ -681,7 +685,7 @@ class Run:
     config: Config
     store: DriveStore
     courier: Courier
-    reader: Reader
+    codec: Codec
     live: Liveness
     nodes: list[Node]
     log: "Log"
@@ -693,6 +697,8 @@ class Run:
     clock: int = -1  # highest round known to be open; never goes back
     replay_until: int = -1  # rounds up to here may have been worked on before this process started
     leaderless_since: float | None = None
+    listed: dict = field(default_factory=dict)  # round -> who published in it; asked once a round, for all nodes here
+    fetched: dict = field(default_factory=dict)  # (round, stage, peer) -> what `fetch` gave, once complete and whole
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     late: set = field(default_factory=set)  # (round, stage, peer) that were waited for in vain
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
@@ -768,18 +774,18 @@ def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
 
 def generate_rollouts(run: Run, node: Node, questions: list[Question], purpose: str, t: int, stage: int, g: int) -> list[Rollout]:
     """Step 2: `g` completions for each question, in one batched call, decoded and scored."""
-    config, reader, began = run.config, run.reader, time.monotonic()
+    config, codec, began = run.config, run.codec, time.monotonic()
     rng = torch.Generator().manual_seed(stream_seed(config, node.id, t, stage, purpose))
-    prompts = [reader.prompt(q) for q in questions]
+    prompts = [codec.prompt(q) for q in questions]
     completions = generate(
-        node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, reader.eos_ids, rng,
-        pad_id=reader.eos_id, dtype=getattr(torch, config.DTYPE),
+        node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids, rng,
+        pad_id=codec.eos_id, dtype=getattr(torch, config.DTYPE), answered=codec.answered,
     )  # fmt: skip
     rollouts = []
     for question, prompt, group in zip(questions, prompts, completions, strict=True):
-        texts = [reader.decode(ids) for ids in group]
+        texts = [codec.decode(ids) for ids in group]
         rewards = [score(question, text, config.REWARD) for text in texts]
-        finished = [ids[-1] in reader.eos_ids for ids in group]
+        finished = [ids[-1] in codec.eos_ids or codec.answered(ids) for ids in group]
         rollouts.append(Rollout(question, Group(prompt, group, rewards), texts, finished))
     node.generate_seconds = time.monotonic() - began
     return rollouts
@@ -864,7 +870,9 @@ def choose_peers(run: Run, node: Node, t: int, age: int, rng) -> list[str]:
     round: those that published in it.
     """
     limit, source = run.config.FETCH_MAX_PEERS, max(0, t - max(1, age))
-    known = run.ask(run.store.publishers, source, run.config.MAX_STAGES - 1, default=[])
+    if source not in run.listed:
+        run.listed[source] = run.ask(run.store.publishers, source, run.config.MAX_STAGES - 1, default=[])
+    known = run.listed[source]
     for peer in known:
         run.live.note(peer, "rollouts", source)
     peers = sorted(set(known) - {node.id})
@@ -872,7 +880,8 @@ def choose_peers(run: Run, node: Node, t: int, age: int, rng) -> list[str]:
         return rng.sample(peers, min(limit, len(peers)))
     others = sorted(set(run.live.sessions) - set(peers) - {node.id, COORDINATOR})
     others = rng.sample(others, min(len(others), 4 * limit))
-    run.ask(run.live.refresh, others)
+    if others:
+        run.ask(run.live.refresh, others)
     workers = [p for p in others if run.live.is_live(p) and run.live.about(p).get("role") == "worker"]
     return peers + workers[: limit - len(peers)]
 
@@ -889,7 +898,7 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
     files, waiting = {}, set(peers)
     while waiting:
         for peer in sorted(waiting):
-            answer = run.ask(run.store.fetch, t, stage, peer, timeout=max(1.0, deadline - time.monotonic()))
+            answer = fetch_once(run, t, stage, peer, timeout=max(1.0, deadline - time.monotonic()))
             if answer is None or run.courier.outage_since is not None:
                 return files  # an outage: train on what there is
             groups, complete, rejected = answer
@@ -898,7 +907,8 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
             if complete:
                 waiting.discard(peer)
                 run.live.note(peer, "rollouts", t)
-        run.ask(run.live.refresh, sorted(waiting))
+        if waiting:
+            run.ask(run.live.refresh, sorted(waiting))
         waiting = {p for p in waiting if p in run.live.sessions and run.live.is_live(p) and (t, stage, p) not in run.late}
         if waiting and time.monotonic() > deadline:
             run.late = {(t, stage, peer) for peer in waiting}
@@ -909,12 +919,23 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
     return files
 
 
+def fetch_once(run: Run, round_: int, stage: int, peer: str, timeout: float = 60.0):
+    """What the store's `fetch` gives, None in an outage. A whole file never changes: the nodes here read it once for all."""
+    key = (round_, stage, peer)
+    answer = run.fetched.get(key) or run.ask(run.store.fetch, *key, timeout=timeout)
+    if answer is not None:
+        _, complete, rejected = answer
+        if complete and not rejected:
+            run.fetched[key] = answer
+    return answer
+
+
 def fetch_older(run: Run, round_: int, peers: list[str]) -> dict:
     """{peer: (groups, rejected)} of an earlier round, all stages, without waiting."""
     files = {}
     for peer in peers:
         for stage in range(run.config.MAX_STAGES):
-            groups, _, rejected = run.ask(run.store.fetch, round_, stage, peer, default=([], False, {}))
+            groups, _, rejected = fetch_once(run, round_, stage, peer) or ([], False, {})
             known, counted = files.get(peer, ([], Counter()))
             files[peer] = known + groups, counted + Counter(rejected)
     return files
@@ -941,11 +962,11 @@ def verify_uncached(run: Run, raw: dict):
         return "prompt differs from the question"
     texts = [c["response"] for c in raw["completions"]]
     finished = [c["finished"] for c in raw["completions"]]
-    completions = [run.reader.completion(text, done) for text, done in zip(texts, finished, strict=True)]
-    if not all(1 <= len(ids) <= run.reader.max_completion for ids in completions):
-        return f"completion empty or over {run.reader.max_completion} tokens here"
+    completions = [run.codec.completion(text, done) for text, done in zip(texts, finished, strict=True)]
+    if not all(1 <= len(ids) <= run.codec.max_completion for ids in completions):
+        return f"completion empty or over {run.codec.max_completion} tokens here"
     rewards = [score(question, text, run.config.REWARD) for text in texts]
-    return Rollout(question, Group(run.reader.prompt(question), completions, rewards), texts, finished, raw["key"])
+    return Rollout(question, Group(run.codec.prompt(question), completions, rewards), texts, finished, raw["key"])
 
 
 def count_rejections(run: Run, figures: dict, peer: str, reasons: dict) -> None:
@@ -990,7 +1011,7 @@ def policy_gradient(run: Run, node: Node, rollouts: list[Rollout]) -> dict:
     stats = update(
         node.model, node.optimizer, [r.group for r in rollouts], max_new_tokens=config.MAX_NEW_TOKENS,
         temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW, clip_high=config.CLIP_HIGH,
-        num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows, pad_id=run.reader.eos_id,
+        num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows, pad_id=run.codec.eos_id,
         dtype=getattr(torch, config.DTYPE), before_step=run.stop.shield,
     )  # fmt: skip
     run.max_rows = min(run.max_rows, stats.pop("max_rows"))
@@ -1132,8 +1153,10 @@ def finish_round(run: Run, t: int) -> None:
     if config.ROLLOUT_CLEANUP_ENABLED:
         before = t + 1 - rounds_to_keep(config)
         run.courier.post(run.store.clean_rollouts, before, [node.id for node in run.nodes], config.ROLLOUT_ARCHIVE_OLD)
-    for key in [k for k in run.verified if k[0] < t - config.ROLLOUT_MAX_AGE]:
-        del run.verified[key]
+    run.listed.clear()
+    for cache in (run.fetched, run.verified):
+        for key in [k for k in cache if k[0] < t - config.ROLLOUT_MAX_AGE]:
+            del cache[key]
     run.log.flush(run)
     if run.log.bar is not None:
         run.log.bar.update(t + 1 - run.log.bar.n)
@@ -1301,7 +1324,7 @@ def save_models(run: Run) -> None:
         local = save_locally(run, node)
         run.courier.post(run.store.copy_folder, local, f"models/{node.id}")
     folder = run.store.base / "models" / run.nodes[0].id
-    prompt = run.reader.tokenizer.decode(run.reader.prompt(make_question(run.tasks[0], 1)))
+    prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
     ask = f"pipeline('text-generation', {str(folder)!r})({prompt!r}, max_new_tokens={run.config.MAX_NEW_TOKENS})"
     run.log.say(f"final model: {folder}\n  try it: python -c {shlex.quote(f'from transformers import pipeline; print({ask})')}")
 
@@ -1309,7 +1332,7 @@ def save_models(run: Run) -> None:
 def save_locally(run: Run, node: Node) -> Path:
     local = run.scratch / "models" / node.id
     node.model.save_pretrained(local)
-    run.reader.tokenizer.save_pretrained(local)
+    run.codec.tokenizer.save_pretrained(local)
     return local
 
 
@@ -1374,15 +1397,15 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     sessions = {node_id: store.register(node_id, "worker", about) for node_id in node_ids}
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
-    model, reader = load_model(config, tasks)
-    load_warm_start(model, reader, config, tasks, log.say)
+    model, codec = load_model(config, tasks)
+    load_warm_start(model, codec, config, tasks, log.say)
     nodes = [new_node(node_id, model, config, sessions[node_id]) for node_id in node_ids]
 
     live = Liveness(store, config.STALE_AFTER_SECONDS)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
     state = {"run": None, "state": "running"}
     courier = Courier(log.event, lambda: beat(store, state), beat_seconds=min(15.0, config.STALE_AFTER_SECONDS / 4))
-    run = Run(config, store, courier, reader, live, nodes, log, stop, tasks, scratch)
+    run = Run(config, store, courier, codec, live, nodes, log, stop, tasks, scratch)
     state["run"] = run
     try:
         prepare(run)
@@ -1561,14 +1584,14 @@ def run_report(config: Config) -> str:
 def run_benchmark(config: Config) -> str:
     """What this machine does: tokens per second, seconds per round, peak memory, store milliseconds. Touches no experiment."""
     tasks = (SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS) if config.TASKS == "auto" else config.TASKS.split(",")
-    model, reader = load_model(config, tasks)
+    model, codec = load_model(config, tasks)
     optimizer, rounds = torch.optim.AdamW(model.parameters(), lr=0.0), []
     for i in range(4):
         questions = [make_question(tasks[j % len(tasks)], 1000 * i + j) for j in range(config.NUM_TRAIN_SAMPLES)]
-        prompts, began = [reader.prompt(q) for q in questions], time.monotonic()
+        prompts, began = [codec.prompt(q) for q in questions], time.monotonic()
         completions = generate(
-            model, prompts, config.NUM_GENERATIONS, config.MAX_NEW_TOKENS, config.TEMPERATURE, reader.eos_ids,
-            torch.Generator().manual_seed(i), reader.eos_id, dtype=getattr(torch, config.DTYPE),
+            model, prompts, config.NUM_GENERATIONS, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids,
+            torch.Generator().manual_seed(i), codec.eos_id, dtype=getattr(torch, config.DTYPE),
         )  # fmt: skip
         generated = time.monotonic()
         made_up = [float(j % 2) for j in range(config.NUM_GENERATIONS)]  # so that every group has something to train on
@@ -1576,12 +1599,12 @@ def run_benchmark(config: Config) -> str:
         rows, _, _ = rows_that_fit(model, config)
         stats = update(
             model, optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS, loss_type=config.LOSS_TYPE, max_rows=rows,
-            num_iterations=config.NUM_ITERATIONS, pad_id=reader.eos_id, dtype=getattr(torch, config.DTYPE),
+            num_iterations=config.NUM_ITERATIONS, pad_id=codec.eos_id, dtype=getattr(torch, config.DTYPE),
         )  # fmt: skip
         seconds = (generated - began, time.monotonic() - generated)
         rounds.append((sum(len(c) for g in completions for c in g), stats["trained_tokens"], *seconds))
     tokens, trained, generating, training = (sum(column) for column in zip(*rounds[1:], strict=True))  # the first one warms up
-    publish_ms, fetch_ms = store_milliseconds(questions, completions, reader)
+    publish_ms, fetch_ms = store_milliseconds(questions, completions, codec)
     print(f"model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE}), {config.NUM_TRAIN_SAMPLES} questions x {config.NUM_GENERATIONS}")
     print(f"generated {tokens / generating:.0f} tokens/s\ntrained   {trained / training:.0f} tokens/s")
     print(f"a round   {(generating + training) / 3:.2f} s\nmemory    {peak_memory_gb(config):.2f} GB at the peak")
@@ -1589,10 +1612,10 @@ def run_benchmark(config: Config) -> str:
     return "finished"
 
 
-def store_milliseconds(questions, completions, reader: Reader, times: int = 20) -> tuple[float, float]:
+def store_milliseconds(questions, completions, codec: Codec, times: int = 20) -> tuple[float, float]:
     """Milliseconds to publish and to fetch these groups through a store in a temporary folder."""
     groups = {
-        str(i): publishable(Rollout(q, Group([], group, [0.0] * len(group)), [reader.decode(c) for c in group], [True] * len(group)))
+        str(i): publishable(Rollout(q, Group([], group, [0.0] * len(group)), [codec.decode(c) for c in group], [True] * len(group)))
         for i, (q, group) in enumerate(zip(questions, completions, strict=True))
     }
     with tempfile.TemporaryDirectory(prefix="sapo-benchmark-") as folder:
