@@ -565,14 +565,14 @@ def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: f
     idle = min((live.silence(n) for n in live_now), default=0.0)
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
     recent = [row for row in rows if row["round"] > clock - 10]
-    useful = [row.get("local_groups", 0) + row.get("external_groups", 0) - row.get("flat_groups", 0) for row in recent]
+    flat = [row.get("flat_groups") == row.get("local_groups", 0) + row.get("external_groups", 0) for row in recent]
     many = "{} was started {} times: do two machines share this NODE_ID?"
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live_now and not finished, "no live worker: start one with its old NODE_ID to resume it"),
         (live_now and not published, "no rollouts in the last three rounds: do all nodes see the same folder?"),
         (idle > live.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
-        (recent and not any(useful), "no informative group in ten rounds: see WARM_START_STEPS, NUM_SHOTS, TASKS"),
+        (flat and all(flat), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
         *((starts[n] > 5, many.format(n, starts[n])) for n in live_now),
         (free < 1e9, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
     ]
