@@ -16,14 +16,15 @@ import socket
 import statistics
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 
 class Liveness:
     """Who is live: a node of which anything new was seen within `stale_after` seconds.
 
-    Judged by when *this* reader first saw it, on its own monotonic clock, so that the nodes' clocks need not agree. Only at
-    the very first look does a timestamp count: something that says it is an hour old is not taken for fresh.
+    Judged by when *this* reader first saw it, on its own monotonic clock, so that the nodes' clocks need not agree.
+    Only at the very first look does a timestamp count: what says it is an hour old is not taken for fresh.
     """
 
     def __init__(self, store, stale_after: float):
@@ -36,10 +37,11 @@ class Liveness:
 
     def note(self, node_id: str, kind: str, value, age: float = 0.0) -> None:
         """Something of this node was seen; it counts as a sign of life if it differs from the last of its kind."""
-        last = self._evidence.get((node_id, kind))  # a round number may not go down: old rollouts read again are no life
-        if value != last and not (isinstance(last, int) and isinstance(value, int) and value < last):
+        last = self._evidence.get((node_id, kind))
+        is_older = isinstance(last, int) and isinstance(value, int) and value < last  # old rollouts, read again
+        if value != last and not is_older:
             self._evidence[node_id, kind] = value
-            self._seen[node_id] = max(self._seen.get(node_id, -1e9), time.monotonic() - max(0.0, age))
+            self._seen[node_id] = max(self._seen.get(node_id, -1e9), time.monotonic() - age)
 
     def refresh(self, node_ids=None) -> None:
         """Look at the registrations (one listing) and at the heartbeats of `node_ids` (None: everybody)."""
@@ -70,8 +72,11 @@ class Liveness:
         fresh = self.silence(node_id) < self.stale_after
         return fresh and not self.has_left(node_id) and not is_known_dead(self.about(node_id))
 
+    def workers(self) -> list[str]:
+        return sorted(n for n in self.sessions if self.about(n).get("role") == "worker")
+
     def live_workers(self) -> list[str]:
-        return sorted(n for n in self.sessions if self.about(n).get("role") == "worker" and self.is_live(n))
+        return [n for n in self.workers() if self.is_live(n)]
 
 
 def age_of(timestamp) -> float:
@@ -81,18 +86,17 @@ def age_of(timestamp) -> float:
 
 
 def process_identity() -> dict:
-    """Host, pid and start time of this process: enough for others on the same host to see that it has died."""
-    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": os.getpid(), "pid_start": _pid_start(os.getpid())}
+    """Host, boot, pid and start time of this process: by these others on the same host see that it has died."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": pid, "pid_start": _pid_start(pid)}
 
 
 def is_known_dead(about: dict) -> bool:
     """Whether a process that registered with `process_identity` ran on this host and is gone. False means: unknown."""
-    pid = about.get("pid")
-    if about.get("host") != socket.gethostname() or about.get("boot_id") != _boot_id() or not isinstance(pid, int):
+    here, pid = (socket.gethostname(), _boot_id()), about.get("pid")
+    if None in here or (about.get("host"), about.get("boot_id")) != here:
         return False
-    if _boot_id() is None or not 0 < pid < 2**31:
-        return False
-    return _pid_start(pid) != about.get("pid_start")
+    return isinstance(pid, int) and 0 < pid < 2**31 and _pid_start(pid) != about.get("pid_start")
 
 
 def _boot_id() -> str | None:
@@ -122,12 +126,9 @@ class Pace:
     def __init__(self):
         self._start = time.monotonic()
 
-    def seconds(self) -> float:
-        cost = time.monotonic() - self._start
-        return min(5.0, max(0.02, 10 * cost))
-
     def sleep(self) -> None:
-        time.sleep(self.seconds())
+        cost = time.monotonic() - self._start
+        time.sleep(min(5.0, max(0.02, 10 * cost)))
         self._start = time.monotonic()
 
 
@@ -144,23 +145,26 @@ def resume_clock(store, by: str) -> int:
 
 
 def is_round_over(strategy: str, elapsed: float, interval: float, live: list[str], submitted: list[str]) -> bool:
-    """Whether the clock moves on. time: the interval is over · completion: all live workers submitted · hybrid: either.
+    """Whether the clock moves on. time: the interval is over; completion: all live workers submitted; hybrid: either.
 
     It never runs on for nobody: without a live worker and without any reward of this round, it waits.
     """
-    if not live and not submitted:
-        return False
-    all_submitted = bool(submitted) and set(live) <= set(submitted)
-    if strategy == "time":
-        return elapsed >= interval
-    return all_submitted or (strategy == "hybrid" and elapsed >= interval)
+    in_time = elapsed >= interval and bool(live or submitted)
+    complete = bool(submitted) and set(live) <= set(submitted)
+    return {"time": in_time, "completion": complete, "hybrid": in_time or complete}[strategy]
 
 
-def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interval, liveness, say, should_stop, clean=None):
+def coordinate(
+    store, session, seat, *, max_rounds, last_stage, strategy, interval, liveness, say, should_stop, clean=None
+) -> str:
     """Run the clock until MAX_ROUNDS is reached and every worker is done or stale. Returns how it ended, in a word.
 
-    session: this coordinator's own; a newer one on the same seat ends this one. clean: called with the round, now and then.
+    session: this coordinator's own; a newer one on the same seat ends this one. clean: called with each round it opens.
     """
+
+    def beat(state):
+        store.heartbeat(seat, {"session": session, "round": round_, "state": state})
+
     round_, opened, down, next_beat = resume_clock(store, seat), time.monotonic(), False, 0.0
     hold = round_ == 0  # models may take minutes to download: round 0 waits for its first reward
     say(f"coordinator: round {round_} is open ({strategy}, interval {interval:g} s)")
@@ -173,27 +177,27 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
                 return "superseded"
             now = time.monotonic()
             if now >= next_beat:
-                store.heartbeat(seat, {"session": session, "round": round_, "state": "running"})
+                beat("running")
                 next_beat = now + min(15.0, liveness.stale_after / 4)
-            seen = store.current_round()
-            if seen > round_:
+            if (seen := store.current_round()) > round_:
                 round_, opened = seen, now
             submitted = store.rewarded(round_, last_stage)
-            for node in submitted:
-                liveness.note(node, "reward", round_)
-            for node in store.publishers(round_, 0):
-                liveness.note(node, "rollouts", round_)
+            for kind, nodes in (("reward", submitted), ("rollouts", store.publishers(round_, 0))):
+                for node in nodes:
+                    liveness.note(node, kind, round_)
             live = liveness.live_workers()
+            late = sorted(set(live) - set(submitted))
             hold = hold and round_ == 0 and not submitted
             if hold:
                 opened = now
-            elif round_ >= max_rounds - 1 and set(live) <= set(submitted):
-                store.heartbeat(seat, {"session": session, "round": round_, "state": "done"})
-                say(f"coordinator: round {round_} was the last; finished" + ("" if live else ", no worker is live"))
-                return "finished"
-            elif round_ < max_rounds - 1 and is_round_over(strategy, now - opened, interval, live, submitted):
-                late = sorted(set(live) - set(submitted))
-                say(f"coordinator: round {round_} -> {round_ + 1}: {len(submitted)} submitted" + (f", late: {' '.join(late)}" if late else ""))
+            elif round_ >= max_rounds - 1:
+                if not late:
+                    beat("done")
+                    say(f"coordinator: round {round_} was the last; finished" + ("" if live else ", no worker is live"))
+                    return "finished"
+            elif is_round_over(strategy, now - opened, interval, live, submitted):
+                behind = f", late: {' '.join(late)}" if late else ""
+                say(f"coordinator: round {round_} -> {round_ + 1}: {len(submitted)} submitted{behind}")
                 store.open_round(round_ + 1, seat)  # may fail: only an open round is the current one
                 round_, opened = round_ + 1, time.monotonic()
                 if clean is not None:
@@ -207,7 +211,7 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
             down = True
         pace.sleep()
     with contextlib.suppress(OSError):
-        store.heartbeat(seat, {"session": session, "round": round_, "state": "stopped"})
+        beat("stopped")
     return "stopped"
 
 
@@ -216,145 +220,130 @@ def coordinate(store, session, seat, *, max_rounds, last_stage, strategy, interv
 
 def reward_rows(store) -> list[dict]:
     """Every published reward, one row per node, round and stage: ready for pandas.DataFrame. Sorted by round."""
-    rows = []
-    for round_ in store.rounds("rewards"):
-        for stage in store.stages("rewards", round_):
-            found = [store.reward(round_, stage, node) for node in store.rewarded(round_, stage)]
-            rows += [{**data, "experiment": store.base.name, "my_reward": data["reward"]} for data in found if data]
-    return rows
+    return [
+        {**data, "experiment": store.base.name, "my_reward": data["reward"]}
+        for round_ in store.rounds("rewards")
+        for stage in store.stages("rewards", round_)
+        for node in store.rewarded(round_, stage)
+        if (data := store.reward(round_, stage, node))
+    ]
+
+
+def rows_by(column: str, rows: list[dict]) -> dict:
+    """{value of this column: its rows}, the values in order."""
+    groups = {}
+    for row in rows:
+        groups.setdefault(row[column], []).append(row)
+    return dict(sorted(groups.items()))
 
 
 def experiment_status(store, stale_after: float = 300.0) -> dict:
     """The state of one experiment, as a reader sees it now. Changes nothing."""
     rows, live = reward_rows(store), Liveness(store, stale_after)
     live.refresh()
-    totals = {}
-    for row in rows:
-        totals[row["node_id"]] = totals.get(row["node_id"], 0.0) + row["reward"]
     times = [row["timestamp"] for row in rows]
-    saved = [f"checkpoints/round_{r:06d}" for r in reversed(store.rounds("checkpoints"))]
-    latest = next((store.base / path for path in saved if store.names(path)), None)
+    saved = [path for r in store.rounds("checkpoints") if store.names(path := f"checkpoints/round_{r:06d}")]
     return {
         "experiment": store.base.name,
         "current_round": store.current_round(),
-        "current_stage": max((row["stage"] for row in rows if row["round"] == rows[-1]["round"]), default=0),
+        "current_stage": rows[-1]["stage"] if rows else 0,
         "num_active_peers": len(live.live_workers()),
-        "peer_ids": sorted(n for n in live.sessions if live.about(n).get("role") == "worker"),
+        "peer_ids": live.workers(),
         "last_updated": max(times, default=None),
-        "cumulative_rewards": totals,
-        "latest_checkpoint": str(latest) if latest else None,
+        "cumulative_rewards": {n: sum(row["reward"] for row in mine) for n, mine in rows_by("node_id", rows).items()},
+        "latest_checkpoint": str(store.base / saved[-1]) if saved else None,
         "duration_seconds": max(times) - min(times) if times else 0.0,
     }
 
 
-def spans(rounds) -> list[str]:
-    """[3, 5, 6, 7] -> ["round 3", "rounds 5 to 7"]"""
-    found = []
-    for r in rounds:
-        if found and found[-1][1] == r - 1:
-            found[-1][1] = r
-        else:
-            found.append([r, r])
-    return [f"round {a}" if a == b else f"rounds {a} to {b}" for a, b in found]
-
-
-def validate_experiment(store, max_rounds: int, nodes: int, checkpoints: bool = True) -> list[str]:
+def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     """What a finished run lacks, as sentences; an empty list means that everything is there."""
-    problems = []
     try:
         config = store.read("config.json")
         if config is None:
             return [f"{store.base}: no such experiment (no config.json)"]
-        if store.current_round() < max_rounds - 1:
-            problems.append(f"the clock stands at round {store.current_round()}, expected {max_rounds - 1}")
+        clock = store.current_round()
     except Exception as error:  # StoreError or BadFile: a reader reports it
         return [f"{store.base}: {error}"]
-    rows = reward_rows(store)
-    workers = sorted({row["node_id"] for row in rows})
-    if len(workers) < nodes:
-        problems.append(f"{len(workers)} nodes submitted rewards, expected {nodes}")
-    last = {row["node_id"] for row in rows if row["round"] == max_rounds - 1}
-    for node in workers:
-        if node not in last:
-            problems.append(f"{node}: no reward for the last round {max_rounds - 1}")
-        if not (store.base / "logs" / node / "metrics.jsonl").is_file():
-            problems.append(f"{node}: no logs/{node}/metrics.jsonl")
-        if checkpoints and not store.checkpoints(node):
-            problems.append(f"{node}: no checkpoint")
-        for name in ("config.json", "tokenizer.json"):
-            if not (store.base / "models" / node / name).is_file():
-                problems.append(f"{node}: no models/{node}/{name}")
-        if not any(name.endswith(".safetensors") for name in store.names(f"models/{node}")):
-            problems.append(f"{node}: no weights in models/{node}")
-    stages = config.get("MAX_STAGES", 1)
-    rewarded = {row["round"] for row in rows}
-    problems += [f"{span}: no rewards" for span in spans(r for r in range(max_rounds) if r not in rewarded)]
-    if not config.get("ROLLOUT_CLEANUP_ENABLED"):
-        lost = [r for r in range(max_rounds) if not any(store.publishers(r, s) for s in range(stages))]
-        problems += [f"{span}: no rollouts" for span in spans(lost)]
-    for row in rows:
+    rows, last = reward_rows(store), max_rounds - 1
+    by_node, by_round = rows_by("node_id", rows), rows_by("round", rows)
+    checks = [  # (whether it is there, what to say if not)
+        (clock >= last, f"the clock stands at round {clock}, expected {last}"),
+        (len(by_node) >= nodes, f"{len(by_node)} nodes submitted rewards, expected {nodes}"),
+    ]
+    for node, mine in by_node.items():
+        model = store.names(f"models/{node}")
+        checks += [
+            (any(row["round"] == last for row in mine), f"{node}: no reward for the last round {last}"),
+            ("metrics.jsonl" in store.names(f"logs/{node}"), f"{node}: no logs/{node}/metrics.jsonl"),
+            (store.checkpoints(node), f"{node}: no checkpoint"),
+            *((name in model, f"{node}: no models/{node}/{name}") for name in ("config.json", "tokenizer.json")),
+            (any(name.endswith(".safetensors") for name in model), f"{node}: no weights in models/{node}"),
+        ]
         for part in ("completions", "local_groups"):
-            if not row.get(part):
-                problems.append(f"{row['node_id']} round {row['round']}: reward without {part}")
-    return problems
+            checks += [(row.get(part), f"{node} round {row['round']}: reward without {part}") for row in mine]
+    lost = {"rewards": [t for t in range(max_rounds) if t not in by_round]}
+    if not config.get("ROLLOUT_CLEANUP_ENABLED"):
+        stages = range(config.get("MAX_STAGES", 1))
+        lost["rollouts"] = [t for t in range(max_rounds) if not any(store.publishers(t, s) for s in stages)]
+    for what, rounds in lost.items():
+        if rounds:
+            others = f", nor in {len(rounds) - 1} others" if len(rounds) > 1 else ""
+            checks.append((False, f"round {rounds[0]}: no {what}{others}"))
+    return [problem for there, problem in checks if not there]
 
 
 # -------- Comparing experiments ------------------------------------------------------------------------------------
 
-# The paper's table 1 (8 x Qwen2.5-0.5B, 2000 rounds): I/J -> (cumulative reward, improvement over 8/0)
-PAPER = {"8/0": (561.79, ""), "6/2": (854.43, "+52%"), "4/4": (1093.31, "+94%"), "2/6": (945.87, "+68%")}
+PAPER = (
+    "The paper's own (table 1: 8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): "
+    "8/0 561.79, 6/2 854.43 +52%, 4/4 1093.31 +94%, 2/6 945.87 +68%."
+)
 SETTINGS = {  # what makes two runs repetitions of one another, and its short name in a label; all but the seed
     "NUM_TRAIN_SAMPLES": "I", "NUM_TRANSPLANT_TREES": "J", "EXTERNAL_FILTER": "filter", "LOCAL_OVERSAMPLE": "k",
     "MODEL_NAME": "model", "LEARNING_RATE": "lr", "ANSWER_TAG_SHARE": "tags", "NUM_GENERATIONS": "G", "TASKS": "tasks",
 }  # fmt: skip
 
 
+def average(values) -> float | None:
+    """Mean of the values that are there, None where there are none. average([1, None, 2]) -> 1.5."""
+    there = [v for v in values if v is not None]
+    return sum(there) / len(there) if there else None
+
+
+def smooth(values: list) -> list:
+    """Running average over the last tenth of the run, at most 100 values. Of 20: [0, 1, 1, …] -> [0, 0.5, 1, …]."""
+    window = max(1, min(100, len(values) // 10))
+    return [average(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
 def summarize(store, threshold: float = 0.3) -> dict | None:
-    """One finished or running experiment as figures, from config.json and rewards/ alone; None if there are no rewards."""
+    """One finished or running experiment as figures, from config.json and rewards/ alone; None without rewards."""
     config, rows = store.read("config.json") or {}, reward_rows(store)
     if not rows:
         return None
-    nodes = sorted({row["node_id"] for row in rows})
-    rounds = max(row["round"] for row in rows) + 1
-    by_round, curves = [[] for _ in range(rounds)], {node: [None] * rounds for node in nodes}
-    for row in rows:
-        by_round[row["round"]].append(row["reward"])
-        curves[row["node_id"]][row["round"]] = row["reward"]
-    completions, spent = [0] * rounds, 0
-    for row in rows:
-        completions[row["round"]] += row.get("completions", 0)
-    for t in range(rounds):
-        spent += completions[t]
-        completions[t] = spent / len(nodes)
-    mean = [sum(r) / len(r) if r else None for r in by_round]
-    curve = smooth(mean, window_of(rounds))
+    found, rounds = rows_by("round", rows), rows[-1]["round"] + 1
+    by_round = [found.get(t, []) for t in range(rounds)]
+    curves = {}  # node -> its reward in every round, None where it has none
+    for node, mine in rows_by("node_id", rows).items():
+        rewards = {row["round"]: row["reward"] for row in mine}
+        curves[node] = [rewards.get(t) for t in range(rounds)]
+    spent = itertools.accumulate(sum(row.get("completions", 0) for row in now) for now in by_round)
+    completions = [total / len(curves) for total in spent]
+    mean = [average(row["reward"] for row in now) for now in by_round]
+    curve = smooth(mean)
     reached = next((t for t, r in enumerate(curve) if r is not None and r >= threshold), None)
-    held_out = [row["held_out"] for row in rows if "held_out" in row and row["round"] >= 0.9 * rounds]
-    key = {short: config.get(name) for name, short in SETTINGS.items()}
+    total = sum(row["reward"] for row in rows)
+    key = {short: config.get(name) for name, short in SETTINGS.items()} | {"nodes": len(curves), "rounds": rounds}
     key["filter"] = bool(key["filter"]) if key["J"] else None  # without externals there is nothing to filter
     return {
-        "experiment": store.base.name, "seed": config.get("SEED"), "key": {**key, "nodes": len(nodes), "rounds": rounds},
-        "cumulative": sum(row["reward"] for row in rows), "per_node": sum(row["reward"] for row in rows) / len(nodes),
-        "mean_reward": sum(row["reward"] for row in rows) / len(rows), "peak": max(row["reward"] for row in rows),
-        "final": curve[-1], "rounds_to_threshold": reached,
-        "completions_to_threshold": None if reached is None else completions[reached],
-        "completions_per_node": completions[-1], "held_out": sum(held_out) / len(held_out) if held_out else None,
-        "useful_groups": sum(r.get("local_groups", 0) + r.get("external_groups", 0) - r.get("flat_groups", 0) for r in rows) / len(rows),
-        "mean": mean, "curves": curves, "completions": completions,
+        "experiment": store.base.name, "seed": config.get("SEED"), "key": key,
+        "cumulative": total, "per_node": total / len(curves), "mean_reward": total / len(rows),
+        "peak": max(row["reward"] for row in rows), "final": curve[-1],
+        "held_out": average(row.get("held_out") for row in rows if row["round"] >= 0.9 * rounds),
+        "rounds_to_threshold": reached, "completions_to_threshold": None if reached is None else completions[reached],
+        "completions_per_node": completions[-1], "mean": mean, "curves": curves, "completions": completions,
     }  # fmt: skip
-
-
-def window_of(rounds: int) -> int:
-    return 100 if rounds >= 1000 else max(1, rounds // 10)
-
-
-def smooth(values: list, window: int) -> list:
-    """Mean over the last `window` values, None where there are none. smooth([0, 1, 1], 2) -> [0, 0.5, 1]."""
-    result = []
-    for i in range(len(values)):
-        recent = [v for v in values[max(0, i + 1 - window) : i + 1] if v is not None]
-        result.append(sum(recent) / len(recent) if recent else None)
-    return result
 
 
 def permutation_p(a: list[float], b: list[float], limit: int = 20000) -> float | None:
@@ -367,15 +356,11 @@ def permutation_p(a: list[float], b: list[float], limit: int = 20000) -> float |
     if n == 0 or not b or 2 / total > 0.05:
         return None
     observed = abs(sum(a) / n - sum(b) / len(b))
-    rng = random.Random(0)
-    exact = total <= limit
-    splits = itertools.combinations(range(len(both)), n) if exact else (rng.sample(range(len(both)), n) for _ in range(limit))
-    hits = count = 0
-    for chosen in splits:
-        left = sum(both[i] for i in chosen)
-        hits += abs(left / n - (sum(both) - left) / len(b)) >= observed - 1e-12
-        count += 1
-    return hits / count if exact else (hits + 1) / (count + 1)
+    rng, exact = random.Random(0), total <= limit
+    drawn = (rng.sample(both, n) for _ in range(limit))
+    sums = [sum(chosen) for chosen in (itertools.combinations(both, n) if exact else drawn)]
+    hits = sum(abs(left / n - (sum(both) - left) / len(b)) >= observed - 1e-12 for left in sums)
+    return hits / len(sums) if exact else (hits + 1) / (len(sums) + 1)
 
 
 def bootstrap_improvement(a: list[float], b: list[float], resamples: int = 10000) -> tuple[float, float] | None:
@@ -383,10 +368,17 @@ def bootstrap_improvement(a: list[float], b: list[float], resamples: int = 10000
     if min(len(a), len(b)) < 3 or not sum(b):
         return None
     rng = random.Random(0)
-    ratios = sorted(
-        sum(rng.choices(a, k=len(a))) / len(a) / max(1e-9, sum(rng.choices(b, k=len(b))) / len(b)) - 1 for _ in range(resamples)
-    )
+
+    def resampled(values):
+        return sum(rng.choices(values, k=len(values))) / len(values)
+
+    ratios = sorted(resampled(a) / max(1e-9, resampled(b)) - 1 for _ in range(resamples))
     return ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
+
+
+def is_baseline(key: dict) -> bool:
+    """Whether these settings are a lone node's: nothing from peers, and no oversampling either."""
+    return key["J"] == 0 and key["k"] == 1
 
 
 def label_of(key: dict, shown=()) -> str:
@@ -396,36 +388,33 @@ def label_of(key: dict, shown=()) -> str:
     return " ".join([text, *(f"{name}={key[name]}" for name in shown)])
 
 
+AVERAGED = ("cumulative", "per_node", "mean_reward", "peak", "final", "rounds_to_threshold", "completions_to_threshold",
+            "completions_per_node", "held_out")  # fmt: skip
+
+
 def compare(summaries: list[dict]) -> list[dict]:
-    """Group summaries by everything but the seed and compare each group with its baseline: the same settings with J = 0."""
+    """Group summaries by everything but the seed; compare each group with its baseline, the same settings at J = 0."""
     groups = {}
     for summary in summaries:
         groups.setdefault(json.dumps(summary["key"], sort_keys=True), []).append(summary)
     keys = [members[0]["key"] for members in groups.values()]
-    shown = [n for n in ("model", "lr", "tags", "G", "nodes", "rounds", "tasks") if len({str(k[n]) for k in keys}) > 1]
+    names = ("model", "lr", "tags", "G", "nodes", "rounds", "tasks")
+    shown = [name for name in names if len({str(key[name]) for key in keys}) > 1]
     rows = []
-    for members in groups.values():
-        key = members[0]["key"]
-        same = [n for n in key if n not in ("I", "J", "filter", "k")]
-        baseline = [
-            s for s in summaries
-            if s["key"]["J"] == 0 and s["key"]["k"] == 1 and s["key"]["I"] == key["I"] + key["J"] and all(s["key"][n] == key[n] for n in same)
-        ]  # fmt: skip
-        ours, base = [m["per_node"] for m in members], [s["per_node"] for s in baseline]
-        is_baseline = key["J"] == 0 and key["k"] == 1
-        row = {"label": label_of(key, shown), **key, "runs": len(members), "seeds": sorted(str(m["seed"]) for m in members)}
-        for name in ("cumulative", "per_node", "mean_reward", "peak", "final", "rounds_to_threshold", "completions_to_threshold",
-                     "completions_per_node", "held_out", "useful_groups"):  # fmt: skip
-            values = [m[name] for m in members if m[name] is not None]
-            row[name] = sum(values) / len(values) if values else None
-            if name.endswith("threshold") and len(values) < len(members):
-                row[name] = None  # not all runs reached it: a mean over those that did would flatter
+    for key, members in zip(keys, groups.values(), strict=True):
+        lone = [s for s in summaries if is_baseline(s["key"]) and not is_baseline(key)]
+        lone = [s for s in lone if s["key"] == {**key, "I": key["I"] + key["J"], "J": 0, "k": 1, "filter": None}]
+        ours, base = [m["per_node"] for m in members], [s["per_node"] for s in lone]
+        row = {"label": label_of(key, shown), **key, "runs": len(members)}
+        row["seeds"] = sorted(str(m["seed"]) for m in members)
+        row |= {name: average(m[name] for m in members) for name in AVERAGED}
+        if any(m["rounds_to_threshold"] is None for m in members):  # a mean over those that did would flatter
+            row["rounds_to_threshold"] = row["completions_to_threshold"] = None
         row["spread"] = statistics.stdev(ours) if len(ours) > 1 else None
-        row["improvement"] = sum(ours) / len(ours) / (sum(base) / len(base)) - 1 if base and sum(base) and not is_baseline else None
-        row["interval"] = bootstrap_improvement(ours, base) if not is_baseline else None
-        row["p_value"] = permutation_p(ours, base) if not is_baseline else None
-        row["members"] = members
-        rows.append(row)
+        row["improvement"] = average(ours) / average(base) - 1 if sum(base) else None
+        row["interval"] = bootstrap_improvement(ours, base)
+        row["p_value"] = permutation_p(ours, base)
+        rows.append({**row, "members": members})
     return sorted(rows, key=lambda r: (str([r[n] for n in shown]), -r["per_node"]))
 
 
@@ -433,88 +422,90 @@ def report_text(rows: list[dict], threshold: float) -> str:
     """The comparison as a Markdown table; what there are too few seeds for is said, not left out."""
 
     def show(value, form, missing="-"):
-        return missing if value is None else format(value, form)
+        return missing if value is None else form.format(value)
 
-    lines = [
-        "| I/J | runs | cumulative per node | improvement (95% interval) | p | final reward | held-out | "
-        f"rounds to {threshold:g} | completions to {threshold:g} | completions per node | useful groups |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    table = []
     for row in rows:
-        interval = f" ({row['interval'][0]:+.0%} to {row['interval'][1]:+.0%})" if row["interval"] else ""
-        tested = "baseline" if row["J"] == 0 and row["k"] == 1 else show(row["p_value"], ".3f", "too few seeds" if row["improvement"] is not None else "no baseline")
-        lines.append(
-            f"| {row['label']} | {row['runs']} | {row['per_node']:.2f}" + (f" ± {row['spread']:.2f}" if row["spread"] is not None else "")
-            + f" | {show(row['improvement'], '+.0%')}{interval} | {tested} | {show(row['final'], '.2f')} | {show(row['held_out'], '.2f')}"
-            f" | {show(row['rounds_to_threshold'], '.0f')} | {show(row['completions_to_threshold'], '.0f')}"
-            f" | {row['completions_per_node']:.0f} | {row['useful_groups']:.1f} |"
-        )  # fmt: skip
-    paper = ", ".join(f"{name} {total} {gain}".strip() for name, (total, gain) in PAPER.items())
-    lines += ["", f"The paper's own (8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): {paper}."]
-    return "\n".join(lines)
+        untested = "no baseline" if row["improvement"] is None else "too few seeds"
+        gain = show(row["improvement"], "{:+.0%}") + show(row["interval"], " ({0[0]:+.0%} to {0[1]:+.0%})", "")
+        table.append({
+            "I/J": row["label"],
+            "runs": str(row["runs"]),
+            "cumulative per node": f"{row['per_node']:.2f}" + show(row["spread"], " ± {:.2f}", ""),
+            "improvement (95% interval)": gain,
+            "p": "baseline" if is_baseline(row) else show(row["p_value"], "{:.3f}", untested),
+            "final reward": show(row["final"], "{:.2f}"),
+            "held-out": show(row["held_out"], "{:.2f}"),
+            f"rounds to {threshold:g}": show(row["rounds_to_threshold"], "{:.0f}"),
+            f"completions to {threshold:g}": show(row["completions_to_threshold"], "{:.0f}"),
+            "completions per node": f"{row['completions_per_node']:.0f}",
+        })  # fmt: skip
+    cells = [table[0].keys(), ["---" for _ in table[0]], *(line.values() for line in table)]
+    return "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", PAPER])
 
 
 def write_report(rows: list[dict], folder, threshold: float = 0.3) -> list[Path]:
     """report.md, report.csv, report.json and, with matplotlib, report.png; returns what was written."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    text = report_text(rows, threshold)
-    (folder / "report.md").write_text(text + "\n", encoding="utf-8")
-    plain = [{k: v for k, v in row.items() if k != "members"} for row in rows]
-    with open(folder / "report.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(plain[0]))
+    text, table, full, picture = (folder / f"report.{kind}" for kind in ("md", "csv", "json", "png"))
+    text.write_text(report_text(rows, threshold) + "\n", encoding="utf-8")
+    with open(table, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, fieldnames=[name for name in rows[0] if name != "members"], extrasaction="ignore")
         writer.writeheader()
-        writer.writerows(plain)
-    (folder / "report.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    written = [folder / name for name in ("report.md", "report.csv", "report.json")]
-    if plot_report(rows, folder / "report.png", threshold):
-        written.append(folder / "report.png")
-    return written
+        writer.writerows(rows)
+    full.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return [text, table, full] + [picture] * plot_report(rows, picture, threshold)
 
 
-def pyplot():
-    """matplotlib, or None with a line that says how to get it."""
+def draw(path, rows: int, columns: int, size: tuple[float, float], paint) -> bool:
+    """Make a picture with paint(its axes) and save it as a PNG unless path is None; a notebook also shows it.
+
+    False, with a line that says how to get it, where matplotlib is missing.
+    """
     try:
         import matplotlib
-
-        if "ipykernel" not in sys.modules:
-            matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        return plt
     except ImportError:
         print("no picture: pip install matplotlib")
-        return None
+        return False
+    in_notebook = "ipykernel" in sys.modules
+    if not in_notebook:
+        matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=size, constrained_layout=True)
+    paint(*axes.flat)
+    if path is not None:
+        figure.savefig(path, dpi=110)
+    if in_notebook:
+        plt.show()
+    plt.close(figure)
+    return True
 
 
 def plot_report(rows: list[dict], path, threshold: float) -> bool:
     """Three panels: every agent's raw curve; smoothed mean over seeds with min/max band; reward against completions."""
-    plt = pyplot()
-    if plt is None:
-        return False
-    figure, (raw, band, cost) = plt.subplots(1, 3, figsize=(18, 5.5), constrained_layout=True)
-    for i, row in enumerate(rows):
-        color, members = f"C{i % 10}", row["members"]
-        for member in members[:1]:
-            for curve in member["curves"].values():
-                raw.plot([v if v is not None else float("nan") for v in curve], color=color, alpha=0.25, linewidth=0.7)
-        curves = [smooth(m["mean"], window_of(len(m["mean"]))) for m in members]
-        length = min(map(len, curves))
-        columns = [[c[t] for c in curves if c[t] is not None] or [float("nan")] for t in range(length)]
-        mean = [sum(c) / len(c) for c in columns]
-        band.plot(mean, color=color, label=f"{row['label']} ({row['runs']})")
-        band.fill_between(range(length), [min(c) for c in columns], [max(c) for c in columns], color=color, alpha=0.15)
-        cost.plot(members[0]["completions"][:length], mean, color=color, label=row["label"])
-    raw.set(title="every agent, one seed each", xlabel="round", ylabel="reward")
-    band.set(title="mean over nodes and seeds, min/max over seeds", xlabel="round", ylabel="reward (smoothed)")
-    cost.set(title="what it costs", xlabel="completions generated per node", ylabel="reward (smoothed)")
-    cost.axhline(threshold, color="gray", linewidth=0.5)
-    band.legend(fontsize=8)
-    for axis in (raw, band, cost):
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return True
+
+    def paint(raw, band, cost):
+        for i, row in enumerate(rows):
+            color, members = f"C{i % 10}", row["members"]
+            for curve in members[0]["curves"].values():
+                raw.plot(curve, color=color, alpha=0.25, linewidth=0.7)
+            curves = zip(*(smooth(m["mean"]) for m in members), strict=False)
+            seeds = [[r for r in now if r is not None] or [math.nan] for now in curves]  # of every round
+            low, mean, high = [min(now) for now in seeds], [average(now) for now in seeds], [max(now) for now in seeds]
+            band.plot(mean, color=color, label=f"{row['label']} ({row['runs']})")
+            band.fill_between(range(len(mean)), low, high, color=color, alpha=0.15)
+            cost.plot(members[0]["completions"][: len(mean)], mean, color=color, label=row["label"])
+        raw.set(title="every agent, one seed each", xlabel="round", ylabel="reward")
+        band.set(title="mean over nodes and seeds, min/max over seeds", xlabel="round", ylabel="reward (smoothed)")
+        cost.set(title="what it costs", xlabel="completions generated per node", ylabel="reward (smoothed)")
+        cost.axhline(threshold, color="gray", linewidth=0.5)
+        band.legend(fontsize=8)
+        for axis in (raw, band, cost):
+            axis.grid(alpha=0.3)
+
+    return draw(path, 1, 3, (18, 5.5), paint)
 
 
 # -------- Watching one experiment -----------------------------------------------------------------------------------
@@ -525,126 +516,106 @@ def sparkline(values: list[float], width: int = 20) -> str:
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * max(0.0, v)))] for v in values[-width:])
 
 
-def dashboard(store, live: Liveness, rows: list[dict], now: float) -> str:
+def dashboard(store, live: Liveness, rows: list[dict]) -> str:
     """The state of an experiment as text: clock, nodes, latest rollout, storage, and what looks wrong."""
     live.refresh()
-    clock = store.current_round()
-    lines = [f"{store.base.name}: round {clock}, {len(rows)} rewards, {time.strftime('%H:%M:%S', time.localtime(now))}", ""]
-    lines.append(f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend")
-    for node in sorted(live.sessions):
-        mine = [row for row in rows if row["node_id"] == node]
-        about, beat = live.about(node), live.heartbeats.get(node, {})
-        for row in mine[-1:]:
-            live.note(node, "reward", (row["round"], row["stage"]))
-        state = beat.get("state", "left") if live.has_left(node) else "live" if live.is_live(node) else "dead"
-        reward = f"{mine[-1]['reward']:7.2f} {sum(r['reward'] for r in mine):8.2f}  {sparkline([r['reward'] for r in mine])}" if mine else ""
-        round_ = mine[-1]["round"] if mine else beat.get("round", "-")
-        lines.append(f"{node:20.20} {str(about.get('role')):12.12} {str(about.get('model') or '-'):16.16} {state:8} {round_!s:>6} {reward}")
+    clock, by_node = store.current_round(), rows_by("node_id", rows)
     counts = [f"{r}: {len(store.publishers(r, 0))}" for r in range(max(0, clock - 4), clock + 1)]
-    lines += ["", f"rollout files in rounds  {'  '.join(counts)}", *latest_rollout(store, clock), *latest_winners(store, clock)]
     size = sum(f.stat().st_size for f in store.base.rglob("*") if f.is_file())
     free = shutil.disk_usage(store.base).free
-    lines += ["", f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free"]
-    return "\n".join(lines + [f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)])
+    return "\n".join([
+        f"{store.base.name}: round {clock}, {len(rows)} rewards, {time.strftime('%H:%M:%S')}", "",
+        f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend",
+        *(node_line(live, node, by_node.get(node, [])) for node in sorted(live.sessions)), "",
+        f"rollout files in rounds  {'  '.join(counts)}",
+        *latest_rollout(store, clock), "",
+        f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free",
+        *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)),
+    ])  # fmt: skip
+
+
+def node_line(live: Liveness, node: str, mine: list[dict]) -> str:
+    """One node's line of the dashboard, from what it said of itself and its reward rows."""
+    about, beat, rewards = live.about(node), live.heartbeats.get(node, {}), [row["reward"] for row in mine]
+    for row in mine[-1:]:
+        live.note(node, "reward", (row["round"], row["stage"]))
+    state = beat.get("state", "left") if live.has_left(node) else "live" if live.is_live(node) else "dead"
+    role, model = str(about.get("role")), str(about.get("model") or "-")
+    round_ = mine[-1]["round"] if mine else beat.get("round", "-")
+    figures = f"{rewards[-1]:7.2f} {sum(rewards):8.2f}  {sparkline(rewards)}" if mine else ""
+    return f"{node:20.20} {role:12.12} {model:16.16} {state:8} {round_!s:>6} {figures}"
 
 
 def latest_rollout(store, clock: int) -> list[str]:
-    """One question of the newest rollout file with two of its completions. Rewards are the publisher's own claim."""
+    """One question of the newest rollout file with two of its completions."""
     for round_ in range(clock, max(-1, clock - 5), -1):
         for node in store.publishers(round_, 0):
-            groups, _, _ = store.fetch(round_, 0, node)
-            if groups:
-                group = groups[0]
+            for group in store.fetch(round_, 0, node)[0]:
                 lines = [f"latest rollout: {node}, round {round_}, {group['task']}", f"  {group['prompt']!r:.110}"]
-                return lines + [f"  -> {c['response']!r:.100}" + ("" if c["finished"] else " (cut)") for c in group["completions"][:2]]
-    return []
-
-
-def latest_winners(store, clock: int) -> list[str]:
-    for round_ in range(clock, max(-1, clock - 3), -1):
-        votes = []
-        for name in store.names(f"winners/round_{round_:06d}"):
-            try:
-                votes.append(str((store.read(f"winners/round_{round_:06d}/{name}") or {}).get("winner")))
-            except ValueError:  # BadFile
-                continue
-        if votes:
-            return [f"winners of round {round_}: " + ", ".join(f"{n} ({votes.count(n)})" for n in sorted(set(votes)))]
+                shown = group["completions"][:2]
+                return lines + [f"  -> {c['response']!r:.100}" + ("" if c["finished"] else " (cut)") for c in shown]
     return []
 
 
 def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: float) -> list[str]:
     """What looks wrong, each with what to do about it."""
-    warnings, workers = [], live.live_workers()
-    everybody = [n for n in live.sessions if live.about(n).get("role") == "worker"]
-    finished = bool(everybody) and all(live.has_left(n) for n in everybody)
-    if clock < 0:
-        warnings.append("no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME")
-    if not workers and not finished:
-        warnings.append("no live worker: start one with its old NODE_ID to resume it")
-    if workers and not any(store.publishers(r, 0) for r in range(max(0, clock - 2), clock + 1)):
-        warnings.append("no rollouts in the last three rounds: is the folder of all nodes the same and synced?")
-    idle = min((live.silence(n) for n in workers), default=0.0)
-    if idle > live.stale_after / 2:
-        warnings.append(f"nothing new for {idle:.0f} s: is the drive still mounted?")
-    for node in workers:
-        started = [name for name in store.names("peers") if name.startswith(f"{node}.") and name[len(node) + 1 :][:13].isdigit()]
-        if len(started) > 5:
-            warnings.append(f"{node} was started {len(started)} times: do two machines share this NODE_ID?")
+    live_now, workers = live.live_workers(), live.workers()
+    finished = bool(workers) and all(live.has_left(n) for n in workers)
+    published = any(store.publishers(r, 0) for r in range(max(0, clock - 2), clock + 1))
+    idle = min((live.silence(n) for n in live_now), default=0.0)
+    starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
     recent = [row for row in rows if row["round"] > clock - 10]
-    if recent and all(row.get("flat_groups") == row.get("local_groups", 0) + row.get("external_groups", 0) for row in recent):
-        warnings.append("no informative group in ten rounds: see WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS")
-    if free < 1e9:
-        warnings.append("less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True")
-    return warnings
+    flat = [row.get("flat_groups") == row.get("local_groups", 0) + row.get("external_groups", 0) for row in recent]
+    many = "{} was started {} times: do two machines share this NODE_ID?"
+    checks = [  # (whether it is so, what to say then)
+        (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
+        (not live_now and not finished, "no live worker: start one with its old NODE_ID to resume it"),
+        (live_now and not published, "no rollouts in the last three rounds: do all nodes see the same folder?"),
+        (idle > live.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
+        (flat and all(flat), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
+        *((starts[n] > 5, many.format(n, starts[n])) for n in live_now),
+        (free < 1e9, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
+    ]
+    return [warning for is_so, warning in checks if is_so]
 
 
-def plot_experiment(store, path, rows: list[dict]) -> bool:
+def plot_experiment(path, rows: list[dict]) -> bool:
     """Five charts of one experiment as a PNG; shown inline in a notebook. path=None only shows."""
-    plt = pyplot()
-    if plt is None or not rows:
-        return False
-    nodes = sorted({row["node_id"] for row in rows})
-    by_round = {}
-    for row in rows:
-        by_round.setdefault(row["round"], []).append(row["reward"])
-    rounds = sorted(by_round)
-    mean = [sum(by_round[t]) / len(by_round[t]) for t in rounds]
-    figure, axes = plt.subplots(2, 3, figsize=(16, 8), constrained_layout=True)
-    (spread, trend, total), (active, histogram, empty) = axes
-    spread.plot(rounds, mean)
-    spread.fill_between(rounds, [min(by_round[t]) for t in rounds], [max(by_round[t]) for t in rounds], alpha=0.2)
-    for node in nodes:
-        mine = [row for row in rows if row["node_id"] == node]
-        trend.plot([r["round"] for r in mine], smooth([r["reward"] for r in mine], window_of(len(rounds))), label=node)
-    total.bar(nodes, [sum(r["reward"] for r in rows if r["node_id"] == node) for node in nodes])
-    total.tick_params(axis="x", rotation=60)
-    active.step(rounds, [len(by_round[t]) for t in rounds])
-    histogram.hist([row["reward"] for row in rows], bins=20)
-    empty.axis("off")
-    titles = ("reward per round, min to max", "smoothed reward per node", "cumulative reward", "active nodes", "rewards, histogram")
-    for axis, title in zip((spread, trend, total, active, histogram), titles, strict=True):
-        axis.set_title(title)
-    if len(nodes) <= 10:
-        trend.legend(fontsize=8)
-    if path is not None:
-        figure.savefig(path, dpi=100)
-    if "ipykernel" in sys.modules:
-        plt.show()
-    plt.close(figure)
-    return True
+    by_node = rows_by("node_id", rows)
+    by_round = {t: [row["reward"] for row in now] for t, now in rows_by("round", rows).items()}
+    rounds, rewards = list(by_round), list(by_round.values())
+
+    def paint(spread, trend, total, active, histogram, empty):
+        spread.set_title("reward per round, min to max")
+        spread.plot(rounds, [average(now) for now in rewards])
+        spread.fill_between(rounds, [min(now) for now in rewards], [max(now) for now in rewards], alpha=0.2)
+        trend.set_title("smoothed reward per node")
+        for node, mine in by_node.items():
+            trend.plot([row["round"] for row in mine], smooth([row["reward"] for row in mine]), label=node)
+        if len(by_node) <= 10:
+            trend.legend(fontsize=8)
+        total.set_title("cumulative reward")
+        total.bar(list(by_node), [sum(row["reward"] for row in mine) for mine in by_node.values()])
+        total.tick_params(axis="x", rotation=60)
+        active.set_title("active nodes")
+        active.step(rounds, [len(now) for now in rewards])
+        histogram.set_title("rewards, histogram")
+        histogram.hist([row["reward"] for row in rows], bins=20)
+        empty.axis("off")
+
+    return bool(rows) and draw(path, 2, 3, (16, 8), paint)
 
 
-def monitor(store, stale_after: float, chart=None, every: float = 30.0, once: bool = False, should_stop=lambda: False) -> None:
-    """Print the dashboard every 30 seconds, on a terminal in place; once if asked. chart: a path for the five charts."""
-    live, terminal = Liveness(store, stale_after), sys.stdout.isatty()
+def monitor(store, stale_after: float, once: bool = False, should_stop=lambda: False, chart=None) -> None:
+    """Print the dashboard every 30 seconds, on a terminal in place; once if asked. chart: where to save the charts."""
+    live, clear = Liveness(store, stale_after), "\033[2J\033[H" if sys.stdout.isatty() else ""
     while True:
         rows = reward_rows(store)
-        print(("\033[2J\033[H" if terminal else "") + dashboard(store, live, rows, time.time()), flush=True)
+        print(clear + dashboard(store, live, rows), flush=True)
         if chart is not None or "ipykernel" in sys.modules:
-            plot_experiment(store, chart, rows)
-        deadline = time.monotonic() + every
-        while time.monotonic() < deadline and not once and not should_stop():
+            plot_experiment(chart, rows)
+        deadline = time.monotonic() + 30.0
+        while not once and not should_stop() and time.monotonic() < deadline:
             time.sleep(0.2)
         if once or should_stop():
             return

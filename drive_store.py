@@ -7,13 +7,13 @@ Contract
                  writer of the same name leaves it as it is.
     Rewritten    current_state.json and heartbeats are conveniences for people; logs are appended. On a mounted drive
                  such files may arrive late or never, so nothing depends on them alone.
-    Tolerant     A stranger may write anything here. Readers bound size, type and depth, parse or raise BadFile, and never
-                 follow a link. One's *own* unreadable state is a StoreError, never "round 0".
+    Tolerant     A stranger may write anything here. Readers bound size, type and depth, parse or raise BadFile, and
+                 never follow a link. One's *own* unreadable state is a StoreError, never "round 0".
     Patient      Every call retries passing faults (EIO, ENOTCONN, ETIMEDOUT, ENOSPC …) with backoff and jitter, then
                  raises OSError. The Courier, one daemon thread, owns these calls, so that training never hangs on one.
 
-Assumption: os.replace and os.link are atomic for readers on one machine. Across machines a stale or partial file may show
-for a while; it fails to parse and is read again when its size or time changes.
+Assumption: os.replace and os.link are atomic for readers on one machine. Across machines a stale or partial file may
+show for a while; it fails to parse and is read again when its size or time changes.
 
 Layout below GDRIVE_PATH/experiments/EXPERIMENT_NAME: see the tree at the top of the README.
 """
@@ -32,6 +32,7 @@ import threading
 import time
 import zipfile
 from collections import Counter, deque
+from concurrent import futures
 from pathlib import Path
 
 FORMAT = 1  # of rollout files
@@ -43,7 +44,6 @@ MAX_QUESTION_CHARS = 16384
 GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
 COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
-SESSION_PATTERN = r"\d{13}-[0-9a-f]{8}"
 DEFINITE_ERRNOS = {errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 
 
@@ -76,6 +76,11 @@ def bucket_round(name: str) -> int | None:
     return int(name[6:]) if re.fullmatch(r"round_\d{6}", name, re.ASCII) else None
 
 
+def stage_folder(kind: str, round_: int, stage: int) -> str:
+    """("rewards", 12, 0) -> "rewards/round_000012/stage_0"."""
+    return f"{kind}/{bucket(round_)}/stage_{stage}"
+
+
 # -------- Reading and writing one file ------------------------------------------------------------------------
 
 
@@ -101,18 +106,15 @@ def read_bytes(path, max_bytes: int) -> bytes:
     """Contents of a regular file. Links, FIFOs, devices and larger files raise BadFile; nothing can block on open."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
-        file = open(path, "rb", opener=lambda name, _: os.open(name, flags))
+        with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
+            is_regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+            data = file.read(max_bytes + 1) if is_regular else b""
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM):
-            raise BadFile("not a regular file that this user may read") from error
-        raise
-    with file:
-        info = os.fstat(file.fileno())
-        if not stat.S_ISREG(info.st_mode):
-            raise BadFile("not a regular file that this user may read")
-        if info.st_size > max_bytes:
-            raise BadFile(f"larger than {max_bytes} bytes")
-        data = file.read(max_bytes + 1)  # the size above may be stale
+        if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EACCES, errno.EPERM):
+            raise
+        is_regular = False
+    if not is_regular:
+        raise BadFile("not a regular file that this user may read")
     if len(data) > max_bytes:
         raise BadFile(f"larger than {max_bytes} bytes")
     return data
@@ -163,8 +165,8 @@ def is_whole_zip(path) -> bool:
 def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_readable_json) -> bool:
     """Write `path` through a temp file: readers see the old file, or none, or the whole new one.
 
-    write: called with a binary file. once=True keeps a complete file that is there already and returns False. The folder
-    must exist. A crash leaves at most a temp file named after `owner`, which `sweep_temp_files` removes.
+    write: called with a binary file. once=True keeps a complete file that is there already and returns False. The
+    folder must exist. A crash leaves at most a temp file named after `owner`, which `sweep_temp_files` removes.
     """
     temp = path.parent / f".{path.name}~{owner}~{os.getpid()}-{secrets.token_hex(4)}.tmp"  # no name holds a ~
     try:
@@ -173,24 +175,16 @@ def write_atomically(path: Path, write, owner: str, once: bool, is_complete=is_r
             file.flush()
             os.fsync(file.fileno())
         if once:
-            try:
+            with contextlib.suppress(OSError):
                 os.link(temp, path)  # atomic and exclusive, where the file system has links
-            except OSError:  # it exists, or there are no links: look, then replace
-                if os.path.lexists(path) and is_complete(path):
-                    return False
-                os.replace(temp, path)
-        else:
-            os.replace(temp, path)
+                return True
+            if os.path.lexists(path) and is_complete(path):
+                return False
+        os.replace(temp, path)
+        return True
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temp)
-    with contextlib.suppress(OSError):  # make the name durable too; some mounts cannot open folders
-        fd = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    return True
 
 
 # -------- The store -------------------------------------------------------------------------------------------
@@ -295,12 +289,20 @@ class DriveStore:
 
         return self._unless_absent(attempt, None)
 
+    def read_matching(self, path, **identity) -> dict | None:
+        """A write-once JSON file that says of itself what its path says; None if absent, unusable or another's."""
+        with contextlib.suppress(BadFile):
+            data = self.read(path)
+            if data is not None and all(data.get(key) == value for key, value in identity.items()):
+                return data
+        return None
+
     def names(self, path) -> list[str]:
         """Names in a folder, sorted; empty if there is no such folder. One directory listing."""
         return self._unless_absent(lambda: sorted(os.listdir(self.base / path)), [])
 
     def _unless_absent(self, operation, absent):
-        """operation() with retries, or `absent` where it finds nothing; OSError if that is because the drive is gone."""
+        """operation() with retries, or `absent` where it finds nothing; OSError if the drive itself is gone."""
         try:
             return retrying(operation, self.patience)
         except OSError as error:
@@ -315,8 +317,8 @@ class DriveStore:
 
     def stages(self, kind: str, round_: int) -> list[int]:
         """Stages that have a folder in this round, ascending (up to 100)."""
-        matches = (re.fullmatch(r"stage_(0|[1-9]\d?)", n, re.ASCII) for n in self.names(f"{kind}/{bucket(round_)}"))
-        return sorted(int(match[1]) for match in matches if match)
+        names = set(self.names(f"{kind}/{bucket(round_)}"))
+        return [stage for stage in range(100) if f"stage_{stage}" in names]
 
     def _node_names(self, path) -> list[str]:
         """Node ids that have a file NODE.json or a folder NODE/ in `path`; copies and temp files do not match."""
@@ -336,28 +338,27 @@ class DriveStore:
                 self.write_once("config.json", settings)
             return self.read("config.json") or settings
         except BadFile as error:
-            raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or start a new EXPERIMENT_NAME") from error
+            path = self.base / "config.json"
+            raise StoreError(f"{path}: {error}; restore it or start a new EXPERIMENT_NAME") from error
 
     def open_round(self, round_: int, by: str) -> None:
         """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
-        now = time.time()
         if not 0 <= round_ < 10**6:
             raise ValueError(f"round {round_}: expected 0 to 999999")
-        if not self.write_once(f"state/rounds/{bucket(round_)}.json", {"round": round_, "opened_by": by, "opened_at": now}):
-            return  # somebody was faster; a straggler must not set current_state.json back
+        now = time.time()
+        opened = {"round": round_, "opened_by": by, "opened_at": now}
         state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
-        with contextlib.suppress(OSError):  # for people only
-            self.rewrite("state/current_state.json", state)
+        if self.write_once(f"state/rounds/{bucket(round_)}.json", opened):  # a straggler must not set the state back
+            with contextlib.suppress(OSError):  # for people only
+                self.rewrite("state/current_state.json", state)
 
     def current_round(self) -> int:
         """The highest readable round file, -1 before round 0. StoreError if there are some and none can be read."""
-        files = [name for name in self.names("state/rounds") if name.endswith(".json")]
-        rounds = [r for r in (bucket_round(name.removesuffix(".json")) for name in files) if r is not None]
+        files = [name.removesuffix(".json") for name in self.names("state/rounds") if name.endswith(".json")]
+        rounds = [r for r in map(bucket_round, files) if r is not None]
         for round_ in reversed(rounds):
-            with contextlib.suppress(BadFile):
-                data = self.read(f"state/rounds/{bucket(round_)}.json")
-                if data is not None and data.get("round") == round_:
-                    return round_
+            if self.read_matching(f"state/rounds/{bucket(round_)}.json", round=round_):
+                return round_
         if rounds:
             raise StoreError(
                 f"{self.base / 'state/rounds'}: {len(rounds)} round files, none readable. Nothing was changed. "
@@ -367,10 +368,7 @@ class DriveStore:
 
     def opened_by(self, round_: int) -> str | None:
         """Who opened a round, None if unknown."""
-        try:
-            return (self.read(f"state/rounds/{bucket(round_)}.json") or {}).get("opened_by")
-        except BadFile:
-            return None
+        return (self.read_matching(f"state/rounds/{bucket(round_)}.json", round=round_) or {}).get("opened_by")
 
     def highest_rewarded_round(self) -> int:
         """The clock's second witness, for a lost state folder: the last round with a reward that follows on another.
@@ -388,15 +386,15 @@ class DriveStore:
         """Newest session of every node that ever registered, from names alone: one directory listing."""
         newest = {}
         for name in self.names("peers"):
-            match = re.fullmatch(rf"(?P<node>.+)\.(?P<session>{SESSION_PATTERN})\.json", name, re.ASCII)
-            if match:
-                with contextlib.suppress(ValueError):
-                    node = check_name(match["node"], "file name")
-                    newest[node] = max(newest.get(node, ""), match["session"])
+            match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
+            with contextlib.suppress(ValueError):
+                if match:
+                    node = check_name(match[1], "file name")
+                    newest[node] = max(newest.get(node, ""), match[2])
         return newest
 
     def register(self, node_id: str, role: str, about: dict) -> str:
-        """Announce a new session of this node and return its id; it sorts after every session seen, whatever the clocks."""
+        """Announce a new session of this node and return its id; it sorts after every one seen, whatever the clocks."""
         previous = self.sessions().get(node_id, "0")
         start = max(int(time.time() * 1000), int(previous.split("-")[0]) + 1)
         session = f"{start:013d}-{secrets.token_hex(4)}"
@@ -405,12 +403,8 @@ class DriveStore:
         return session
 
     def registration(self, node_id: str, session: str) -> dict | None:
-        """What a node said of itself when it registered (role, model, host, pid …); None if unreadable or not its own."""
-        try:
-            data = self.read(f"peers/{node_id}.{session}.json")
-        except BadFile:
-            return None
-        return data if data and data.get("node_id") == node_id else None
+        """What a node said of itself when it registered: role, model, host, pid …"""
+        return self.read_matching(f"peers/{node_id}.{session}.json", node_id=node_id)
 
     def heartbeat(self, node_id: str, data: dict) -> None:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
@@ -430,15 +424,16 @@ class DriveStore:
 
         part: None writes NODE.json; a number writes NODE/<part>.json, one of `parts` (publish frequency `generation`).
         """
-        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage, "timestamp": time.time(), **about}
-        folder = f"rollouts/{bucket(round_)}/stage_{stage}"
-        if part is None:
-            return self.write_once(f"{folder}/{node_id}.json", {**data, "rollouts": groups})
-        return self.write_once(f"{folder}/{node_id}/{part:04d}.json", {**data, "parts": parts, "rollouts": groups})
+        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage, "timestamp": time.time()}
+        name = f"{node_id}.json"
+        if part is not None:
+            data["parts"], name = parts, f"{node_id}/{part:04d}.json"
+        path = f"{stage_folder('rollouts', round_, stage)}/{name}"
+        return self.write_once(path, {**data, **about, "rollouts": groups})
 
     def publishers(self, round_: int, stage: int) -> list[str]:
         """Nodes that have published anything for this round and stage. One directory listing."""
-        return self._node_names(f"rollouts/{bucket(round_)}/stage_{stage}")
+        return self._node_names(stage_folder("rollouts", round_, stage))
 
     def fetch(self, round_: int, stage: int, node_id: str) -> tuple[list[dict], bool, Counter]:
         """One peer's groups of one round: (groups, whether all of them are there, reasons of what was rejected).
@@ -446,48 +441,48 @@ class DriveStore:
         Each group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished}]}, its
         structure checked, its truth not: rewards and answers of a peer are not even passed on.
         """
-        folder = f"rollouts/{bucket(round_)}/stage_{stage}"
-        rejected, groups = Counter(), []
+        mine, rejected, groups, parts = f"{stage_folder('rollouts', round_, stage)}/{node_id}", Counter(), [], None
         try:
-            data = self.read(f"{folder}/{node_id}.json")
+            data = self.read(f"{mine}.json")
             if data is not None:
                 return check_rollouts(data, round_, stage, node_id), True, rejected
-            files = [n for n in self.names(f"{folder}/{node_id}") if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
+            files = [f"{mine}/{name}" for name in self.names(mine) if re.fullmatch(r"\d{4}\.json", name, re.ASCII)]
         except BadFile as error:
             return [], True, Counter({str(error): 1})
-        parts, budget = None, MAX_JSON_BYTES
-        for part in [f"{folder}/{node_id}/{name}" for name in files]:
+        budget = MAX_JSON_BYTES  # all parts together may be no larger than one file
+        for path in files:
             try:
-                data = self.read(part)
-                groups += check_rollouts(data or {}, round_, stage, node_id)
+                data = self.read(path) or {}
+                groups += check_rollouts(data, round_, stage, node_id)
                 parts = data.get("parts")
             except BadFile as error:
                 rejected[str(error)] += 1
-            budget -= self._unless_absent(lambda part=part: os.lstat(self.base / part).st_size, 0)
+            budget -= self._unless_absent(lambda path=path: os.lstat(self.base / path).st_size, 0)
             if budget < 0 or len(groups) > MAX_GROUPS_PER_FILE:
-                break  # all parts together may be no larger than one file
+                break
         unique = {group["key"]: group for group in groups}  # a key must not stand for two groups
         if len(unique) < len(groups):
             rejected["group index used twice"] += len(groups) - len(unique)
         return list(unique.values()), bool(files) and len(files) == parts, rejected
 
     def clean_rollouts(self, before_round: int, node_ids, archive: bool) -> int:
-        """Delete, or move to archives/, the rollouts that `node_ids` published before a round; returns how many files."""
+        """Delete, or move to archives/, what `node_ids` (None: everybody) published before a round; returns a count."""
         done = 0
         for round_ in self.rounds("rollouts"):
             folder = f"rollouts/{bucket(round_)}"
             if round_ >= before_round or (self.base / folder).is_symlink():  # a stranger's link may lead anywhere
                 continue
-            stages = [f"{folder}/stage_{s}" for s in self.stages("rollouts", round_)]
+            stages = [stage_folder("rollouts", round_, s) for s in self.stages("rollouts", round_)]
             for stage in [s for s in stages if not (self.base / s).is_symlink()]:
                 for node_id in node_ids if node_ids is not None else self._node_names(stage):
-                    done += self._retire(f"{stage}/{node_id}.json", archive) + self._retire(f"{stage}/{node_id}", archive)
+                    done += sum(self._retire(f"{stage}/{name}", archive) for name in (f"{node_id}.json", node_id))
             for empty in (*stages, folder):
                 with contextlib.suppress(OSError):  # not empty: other nodes' files are theirs to clean
                     (self.base / empty).rmdir()
         return done
 
-    def _retire(self, path: str, archive: bool) -> int:
+    def _retire(self, path, archive: bool) -> int:
+        """Delete a file or folder, or move it to archives/; returns 1, or 0 if it is not there."""
         source, target = self.base / path, self.root / "archives" / self.base.name / path
 
         def retire():
@@ -509,24 +504,20 @@ class DriveStore:
 
     def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
         """Publish a node's reward of a round and stage; the first one stands."""
-        path = f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json"
-        return self.write_once(path, {"node_id": node_id, "round": round_, "stage": stage, "timestamp": time.time(), **data})
+        identity = {"node_id": node_id, "round": round_, "stage": stage, "timestamp": time.time()}
+        return self.write_once(f"{stage_folder('rewards', round_, stage)}/{node_id}.json", identity | data)
 
     def reward(self, round_: int, stage: int, node_id: str) -> dict | None:
         """A published reward file, or None if there is none or it makes no sense."""
-        try:
-            data = self.read(f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json")
-        except BadFile:
-            return None
-        if data is None or (data.get("node_id"), data.get("round"), data.get("stage")) != (node_id, round_, stage):
-            return None
+        path = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
+        data = self.read_matching(path, node_id=node_id, round=round_, stage=stage) or {}
         counts = [data.get(key, 0) for key in ("completions", "local_groups", "external_groups", "flat_groups")]
         sane = all(map(is_number, [data.get("reward"), data.get("timestamp"), *counts])) and 0 <= data["reward"] <= 1
         return data if sane else None
 
     def rewarded(self, round_: int, stage: int) -> list[str]:
         """Nodes with a reward file for this round and stage. One directory listing."""
-        return self._node_names(f"rewards/{bucket(round_)}/stage_{stage}")
+        return self._node_names(stage_folder("rewards", round_, stage))
 
     # -- checkpoints
 
@@ -546,9 +537,9 @@ class DriveStore:
 
     def clean_checkpoints(self, node_id: str, keep: int) -> None:
         """Delete all but the newest `keep` checkpoints of a node."""
-        for _, path in self.checkpoints(node_id)[keep:]:
-            retrying(lambda path=path: path.unlink(missing_ok=True), self.patience)
-            with contextlib.suppress(OSError):
+        for round_, path in self.checkpoints(node_id)[keep:]:
+            self._retire(f"checkpoints/{bucket(round_)}/{node_id}.pt", archive=False)
+            with contextlib.suppress(OSError):  # not empty: others' checkpoints
                 path.parent.rmdir()
 
     def copy_folder(self, local, path: str) -> None:
@@ -560,19 +551,15 @@ class DriveStore:
 
     def sweep_temp_files(self, node_ids, from_round: int) -> int:
         """Remove temp files that a killed session of these nodes left, in the folders it wrote to; returns how many."""
-        folders = ["", "state", "state/rounds", "peers", "heartbeats"] + [f"{kind}/{n}" for kind in ("logs", "models") for n in node_ids]
+        folders = ["", "state", "state/rounds", "peers", "heartbeats"]
+        folders += [f"{kind}/{n}" for kind in ("logs", "models") for n in node_ids]
         for kind in ("rollouts", "rewards", "winners", "checkpoints"):
             for round_ in [r for r in self.rounds(kind) if r >= from_round]:
-                stages = [f"{kind}/{bucket(round_)}/stage_{s}" for s in self.stages(kind, round_)]
+                stages = [stage_folder(kind, round_, s) for s in self.stages(kind, round_)]
                 folders += [f"{kind}/{bucket(round_)}", *stages, *(f"{s}/{n}" for s in stages for n in node_ids)]
         mine = re.compile(rf"\..+~({'|'.join(map(re.escape, [self.owner, *node_ids]))})~\d+-[0-9a-f]{{8}}\.tmp")
-        swept = 0
-        for folder in folders:
-            for name in self.names(folder):
-                if mine.fullmatch(name):
-                    retrying(lambda p=self.base / folder / name: p.unlink(missing_ok=True), self.patience)
-                    swept += 1
-        return swept
+        found = [Path(folder, name) for folder in folders for name in self.names(folder) if mine.fullmatch(name)]
+        return sum(self._retire(path, archive=False) for path in found)
 
 
 def list_experiment_names(root) -> list[str]:
@@ -597,8 +584,8 @@ def is_number(value) -> bool:
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:
     """Structure of a rollout file -> its groups; BadFile with the reason if any of it is out of bounds.
 
-    Extra keys are ignored, so that newer writers stay readable. One bad group rejects the file: a writer that breaks the
-    format once is not trusted with the rest.
+    Extra keys are ignored, so that newer writers stay readable. One bad group rejects the file: a writer that breaks
+    the format once is not trusted with the rest.
     """
 
     def need(condition, reason):
@@ -640,7 +627,7 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[di
 class Courier:
     """A daemon thread that owns the folder calls, because a call on a mounted drive can hang for minutes.
 
-    post()  hands over a write; writes are carried out in order and kept until they succeed: nothing is lost in an outage.
+    post()  hands over a write; they are carried out in order and kept until they succeed: an outage loses nothing.
     ask()   runs a read, ahead of waiting writes, and waits for it with a deadline.
     beat    is called every `beat_seconds` (the heartbeat).
     report  is called with (event, text) when an outage begins or ends, and when a job fails for good.
@@ -665,18 +652,16 @@ class Courier:
 
     def ask(self, function, *args, timeout: float):
         """function(*args), run by the thread. Raises TimeoutError after `timeout` seconds, or what it raised itself."""
-        answer = {"done": threading.Event(), "abandoned": False}
+        future = futures.Future()
         with self._wake:
-            self._questions.append((answer, function, args))
+            self._questions.append((future, function, args))
             self._wake.notify_all()
-        if not answer["done"].wait(timeout):
-            answer["abandoned"] = True  # if the thread comes back from its hang, it need not catch up on this
+        if not futures.wait([future], timeout).done:
+            future.cancel()  # if the thread comes back from its hang, it need not catch up on this
             error = TimeoutError(f"no answer within {timeout:.0f} s")
             self._failed(error)
             raise error
-        if "error" in answer:
-            raise answer["error"]
-        return answer["value"]
+        return future.result()
 
     def flush(self, timeout: float) -> bool:
         """Wait until everything posted is written; False when `timeout` seconds passed first."""
@@ -695,29 +680,24 @@ class Courier:
         return self.pending
 
     def _run(self) -> None:
-        while True:
+        while self._open:
             with self._wake:
                 now = time.monotonic()
-                can_write = self._outbox and now >= self._retry_at
-                beat_due = self.beat is not None and now >= self._next_beat
-                if not self._open:
-                    return
-                if not (can_write or self._questions or beat_due):
-                    self._wake.wait(0.5)
-                    continue
                 question = self._questions.popleft() if self._questions else None  # first: somebody waits for it
-                job = self._outbox[0] if can_write else None
+                job = self._outbox[0] if self._outbox and now >= self._retry_at else None
+                beat_due = self.beat is not None and now >= self._next_beat
+                if not (question or job or beat_due):
+                    self._wake.wait(0.5)
             if question:
                 self._answer(*question)
             elif job:
-                self._carry_out(job)
-            else:
+                self._carry_out(*job)
+            elif beat_due:
                 self._next_beat = now + self.beat_seconds
                 with contextlib.suppress(Exception):  # a convenience: nothing of it may end this thread
                     self.beat()
 
-    def _carry_out(self, job) -> None:
-        function, args, kwargs = job
+    def _carry_out(self, function, args, kwargs) -> None:
         try:
             function(*args, **kwargs)
             self._fine()
@@ -733,19 +713,20 @@ class Courier:
             self._outbox.popleft()
             self._wake.notify_all()
 
-    def _answer(self, answer, function, args) -> None:
-        if answer["abandoned"]:
+    def _answer(self, future, function, args) -> None:
+        if not future.set_running_or_notify_cancel():  # whoever asked has given up
             return
         try:
-            answer["value"] = function(*args)
-            if not self._outbox:  # a full disk can be read: then the outage ends with the first write
-                self._fine()
-            self._retry_at = min(self._retry_at, time.monotonic() + 1.0)  # reading works: try writing soon
+            value = function(*args)
         except Exception as error:  # handed to whoever asked
-            answer["error"] = error
             if is_passing(error):
                 self._failed(error)
-        answer["done"].set()
+            future.set_exception(error)
+            return
+        if not self._outbox:  # a full disk can be read: then the outage ends with the first write
+            self._fine()
+        self._retry_at = min(self._retry_at, time.monotonic() + 1.0)  # reading works: try writing soon
+        future.set_result(value)
 
     def _failed(self, error: OSError) -> None:
         if self.outage_since is None:
@@ -757,4 +738,5 @@ class Courier:
         if self.outage_since is not None:
             seconds = time.monotonic() - self.outage_since
             self.outage_since = None
-            self.report("outage over", f"the shared folder is back after {seconds:.0f} s; {self.pending} writes to catch up on")
+            text = f"the shared folder is back after {seconds:.0f} s; {self.pending} writes to catch up on"
+            self.report("outage over", text)
