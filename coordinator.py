@@ -287,6 +287,8 @@ def validate_experiment(store, max_rounds: int, nodes: int, checkpoints: bool = 
         if not any(name.endswith(".safetensors") for name in store.names(f"models/{node}")):
             problems.append(f"{node}: no weights in models/{node}")
     stages = config.get("MAX_STAGES", 1)
+    if not isinstance(stages, int) or not 1 <= stages <= 100:
+        return [*problems, f"config.json: MAX_STAGES is {plain(stages)}"]
     rewarded = {row["round"] for row in rows}
     problems += [f"{span}: no rewards" for span in spans(r for r in range(max_rounds) if r not in rewarded)]
     if not config.get("ROLLOUT_CLEANUP_ENABLED"):
@@ -310,8 +312,11 @@ SETTINGS = {  # what makes two runs repetitions of one another, and its short na
 
 
 def summarize(store, threshold: float = 0.3) -> dict | None:
-    """One finished or running experiment as figures, from config.json and rewards/ alone; None if there are no rewards."""
-    config, rows = store.read("config.json") or {}, reward_rows(store)
+    """One finished or running experiment as figures, from config.json and rewards/ alone; None if there are no rewards.
+
+    ValueError if config.json cannot be used.
+    """
+    config, rows = read_settings(store), reward_rows(store)
     if not rows:
         return None
     nodes = sorted({row["node_id"] for row in rows})
@@ -342,6 +347,21 @@ def summarize(store, threshold: float = 0.3) -> dict | None:
         "useful_groups": sum(r.get("local_groups", 0) + r.get("external_groups", 0) - r.get("flat_groups", 0) for r in rows) / len(rows),
         "mean": mean, "curves": curves, "completions": completions,
     }  # fmt: skip
+
+
+def read_settings(store) -> dict:
+    """config.json; ValueError if what is computed with is not of the kind that this program writes there."""
+    config = store.read("config.json") or {}
+    for name, short in SETTINGS.items():
+        value = config.get(name)
+        if not isinstance(value, int if short in ("I", "J", "k") else str | int | float | None):
+            raise ValueError(f"config.json: {name} is {plain(value)}")
+    return config
+
+
+def plain(value, width: int = 100) -> str:
+    """A stranger's value for one line of a terminal: control characters as ?, cut. plain("a\x1b[2Jb", 4) -> "a?[2"."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)[:width])
 
 
 def window_of(rounds: int) -> int:
@@ -393,7 +413,7 @@ def label_of(key: dict, shown=()) -> str:
     """4/4, 8/0 x4 (oversampled), 4/4 unfiltered; with the settings in `shown` behind."""
     text = f"{key['I']}/{key['J']}" + (f" x{key['k']}" if key["k"] and key["k"] > 1 else "")
     text += " unfiltered" if key["filter"] is False else ""
-    return " ".join([text, *(f"{name}={key[name]}" for name in shown)])
+    return " ".join([text, *(f"{name}={plain(key[name])}" for name in shown)])
 
 
 def compare(summaries: list[dict]) -> list[dict]:
@@ -536,16 +556,24 @@ def dashboard(store, live: Liveness, rows: list[dict], now: float) -> str:
         about, beat = live.about(node), live.heartbeats.get(node, {})
         for row in mine[-1:]:
             live.note(node, "reward", (row["round"], row["stage"]))
-        state = beat.get("state", "left") if live.has_left(node) else "live" if live.is_live(node) else "dead"
+        state = beat["state"] if live.has_left(node) else "live" if live.is_live(node) else "dead"
         reward = f"{mine[-1]['reward']:7.2f} {sum(r['reward'] for r in mine):8.2f}  {sparkline([r['reward'] for r in mine])}" if mine else ""
-        round_ = mine[-1]["round"] if mine else beat.get("round", "-")
-        lines.append(f"{node:20.20} {str(about.get('role')):12.12} {str(about.get('model') or '-'):16.16} {state:8} {round_!s:>6} {reward}")
+        round_ = mine[-1]["round"] if mine else plain(beat.get("round", "-"), 6)
+        role, model = plain(about.get("role"), 12), plain(about.get("model") or "-", 16)
+        lines.append(f"{node:20.20} {role:12} {model:16} {state:8} {round_!s:>6} {reward}")
     counts = [f"{r}: {len(store.publishers(r, 0))}" for r in range(max(0, clock - 4), clock + 1)]
     lines += ["", f"rollout files in rounds  {'  '.join(counts)}", *latest_rollout(store, clock), *latest_winners(store, clock)]
-    size = sum(f.stat().st_size for f in store.base.rglob("*") if f.is_file())
+    size = sum(map(size_of, (os.path.join(folder, name) for folder, _, names in os.walk(store.base) for name in names)))
     free = shutil.disk_usage(store.base).free
     lines += ["", f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free"]
     return "\n".join(lines + [f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)])
+
+
+def size_of(path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:  # it has just been renamed or deleted
+        return 0
 
 
 def latest_rollout(store, clock: int) -> list[str]:
@@ -555,7 +583,7 @@ def latest_rollout(store, clock: int) -> list[str]:
             groups, _, _ = store.fetch(round_, 0, node)
             if groups:
                 group = groups[0]
-                lines = [f"latest rollout: {node}, round {round_}, {group['task']}", f"  {group['prompt']!r:.110}"]
+                lines = [f"latest rollout: {node}, round {round_}, {plain(group['task'])}", f"  {group['prompt']!r:.110}"]
                 return lines + [f"  -> {c['response']!r:.100}" + ("" if c["finished"] else " (cut)") for c in group["completions"][:2]]
     return []
 
@@ -565,7 +593,7 @@ def latest_winners(store, clock: int) -> list[str]:
         votes = []
         for name in store.names(f"winners/round_{round_:06d}"):
             try:
-                votes.append(str((store.read(f"winners/round_{round_:06d}/{name}") or {}).get("winner")))
+                votes.append(plain((store.read(f"winners/round_{round_:06d}/{name}") or {}).get("winner"), 64))
             except ValueError:  # BadFile
                 continue
         if votes:

@@ -58,10 +58,11 @@ class BadFile(ValueError):
 def check_name(name: str, variable: str) -> str:
     """Return `name` if it is safe as a file name everywhere, else raise ValueError. It becomes part of paths."""
     windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or windows:
+    clash = name.lower().endswith((".", ".json"))  # a folder NODE/ must not look like the file of another node
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or clash or windows:
         raise ValueError(
             f"{variable}={name!r}: use 1 to 64 letters, digits, '.', '_' or '-', not starting or ending with '.', "
-            "and no name that Windows reserves"
+            "not ending with .json, and no name that Windows reserves"
         )
     return name
 
@@ -119,10 +120,15 @@ def read_bytes(path, max_bytes: int) -> bytes:
 
 
 def parse_json(data: bytes):
-    """JSON -> objects. NaN, Infinity, duplicate keys, lone surrogates, deep nesting and huge integers raise BadFile."""
+    """JSON -> objects. NaN, Infinity, 1e400, duplicate keys, lone surrogates, deep nesting and huge integers raise BadFile."""
 
     def no_constant(name):
         raise ValueError(f"{name} is no number")
+
+    def finite(digits):
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"{digits} is too large")
+        return value
 
     def no_duplicates(pairs):
         if len({key for key, _ in pairs}) != len(pairs):
@@ -131,7 +137,7 @@ def parse_json(data: bytes):
 
     try:
         text = data.decode("utf-8")
-        parsed = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_duplicates)
+        parsed = json.loads(text, parse_constant=no_constant, parse_float=finite, object_pairs_hook=no_duplicates)
         if "\\ud" in text or "\\uD" in text:  # "\ud800" parses, but no file or log can hold it
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
@@ -455,6 +461,8 @@ class DriveStore:
             files = [n for n in self.names(f"{folder}/{node_id}") if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
         except BadFile as error:
             return [], True, Counter({str(error): 1})
+        except PermissionError:  # of one peer's folder: no outage
+            return [], True, Counter({"not a folder that this user may read": 1})
         parts, budget = None, MAX_JSON_BYTES
         for part in [f"{folder}/{node_id}/{name}" for name in files]:
             try:
@@ -520,9 +528,9 @@ class DriveStore:
             return None
         if data is None or (data.get("node_id"), data.get("round"), data.get("stage")) != (node_id, round_, stage):
             return None
-        counts = [data.get(key, 0) for key in ("completions", "local_groups", "external_groups", "flat_groups")]
+        counts = [data.get(key, 0) for key in ("completions", "local_groups", "external_groups", "flat_groups", "held_out")]
         sane = all(map(is_number, [data.get("reward"), data.get("timestamp"), *counts])) and 0 <= data["reward"] <= 1
-        return data if sane else None
+        return {**data, "round": round_, "stage": stage} if sane else None  # True and 1.0 equal 1, but are no index
 
     def rewarded(self, round_: int, stage: int) -> list[str]:
         """Nodes with a reward file for this round and stage. One directory listing."""
