@@ -1240,6 +1240,9 @@ def eta_seconds(run: Run, t: int) -> float:
 # -------- Checkpoints, the final model, the Hub ---------------------------------------------------------------
 
 
+CHECKPOINT_PARTS = {"model_name", "next_round", "model", "optimizer", "total_reward", "trained"}
+
+
 def save_checkpoint(run: Run) -> None:
     """Every node's state after round `run.done`: written to the local disk, then carried to the folder in the background."""
     if run.done <= run.saved:
@@ -1274,7 +1277,10 @@ def resume(run: Run) -> None:
                 damaged_part = zipfile.ZipFile(path).testzip()  # torch.load does not look at the checksums
                 if damaged_part:
                     raise ValueError(f"checksum of {damaged_part}")
-                states.append(torch.load(path, map_location="cpu", weights_only=True))
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                if not state.keys() >= CHECKPOINT_PARTS:
+                    raise ValueError("not what this program writes")
+                states.append(state)
             except Exception as error:  # torch raises many kinds; an unreadable file is what they have in common
                 damaged.append(path)
                 run.log.event("resume", f"{path} is unreadable ({type(error).__name__}); trying the one before")
