@@ -36,7 +36,7 @@ from test_sapo import group_by_hand, tiny_reader
 SECONDS = 60  # a generous deadline for one look at everything: the machine may be busy, but nothing may wait for ever
 TASKS = ["small_products", "small_count_bits"]
 many = settings(
-    max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
+    max_examples=100, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
 )  # fmt: skip
 EXPERIMENT = "experiments/x/"
 OWN_REWARD = EXPERIMENT + "rewards/round_000001/stage_0/n1.json"
@@ -46,7 +46,7 @@ FILES = {  # kind -> path below the shared folder
     "state": EXPERIMENT + "state/current_state.json",
     "registration": EXPERIMENT + "peers/p.1000000000000-00000000.json",
     "coordinator": EXPERIMENT + "peers/coordinator.1000000000000-00000000.json",
-    "heartbeat": EXPERIMENT + "heartbeats/p.json",
+    "heartbeat": EXPERIMENT + "heartbeats/coordinator.json",
     "rollouts": EXPERIMENT + "rollouts/round_000002/stage_0/p.json",
     "part": EXPERIMENT + "rollouts/round_000002/stage_0/q/0000.json",
     "reward": EXPERIMENT + "rewards/round_000001/stage_0/p.json",
@@ -258,6 +258,37 @@ def mutants(valid: bytes):
     flip = st.tuples(places, st.sampled_from(list(b'{}[],:"\\-0e.\n\0\xff\x80'))).map(lambda f: valid[: f[0]] + bytes([f[1]]) + valid[f[0] + 1 :])
     changed = st.builds(with_change, st.just(valid), st.sampled_from(paths), values, st.sampled_from(["set"] * 4 + ["delete", "move"]))
     return st.one_of(changed, changed, changed, cut, flip, values.map(encode), st.binary(max_size=40))
+
+
+def near_misses(valid: bytes):
+    """Every field of a small file in turn set to each of a dozen values that are nearly right, or huge, or for a terminal."""
+    tree = json.loads(valid)
+    for path in paths_in(tree):
+        value = tree
+        for key in path:
+            value = value[key]
+        if not any(isinstance(key, int) and key > 0 for key in path[:-1]):  # one element of a list stands for all
+            like = [float(value)] if isinstance(value, int | float) else [[["a"]]]
+            for other in (None, True, -1, 10**400, str(value), [value], {"a": value}, "../../x", "@1e400@", "@escape@", "@text@", *like):
+                yield with_change(valid, path, other, "set")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FILES if kind not in ("rollouts", "part", "metrics")])
+def test_no_reader_trips_over_a_nearly_valid_file(root, kind):
+    path, count = root / FILES[kind], 0
+    valid, failed = path.read_bytes(), {}
+    for content in near_misses(valid):
+        path.write_bytes(content)
+        count += 1
+        try:
+            with at_most():
+                look_at_everything(root)
+        except Exception as error:
+            failed[f"{type(error).__name__}: {error!s:.100}"] = content[:400]
+    path.write_bytes(valid)
+    shutil.rmtree(root / "reports", ignore_errors=True)
+    print(kind, count, "near misses")
+    assert not failed
 
 
 @pytest.mark.parametrize("kind", FILES)
@@ -646,8 +677,8 @@ def test_a_million_characters_cost_bounded_time_and_memory(tmp_path, piece, leng
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert figures["rejected"] == 1 and len(drawn) == (length == MAX_RESPONSE_CHARS)  # one group, or the whole file
-    reason = "over 256 tokens" if length == MAX_RESPONSE_CHARS else "response too long"
-    assert [reason in event[1] for event in run.log.events] == [True]
+    reasons = ("over 256 tokens",) if length == MAX_RESPONSE_CHARS else ("response too long", "larger than")
+    assert [any(reason in text for reason in reasons) for _, text in run.log.events] == [True]
     assert peak < 200 << 20 and time.process_time() - began < 20
     began = time.process_time()
     for task in TASK_TABLE:  # a model of one's own may write as much
