@@ -36,6 +36,8 @@ from pathlib import Path
 
 FORMAT = 1  # of rollout files
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens is about 4 MiB
+MAX_ABOUT_BYTES = 64 << 10  # a registration or heartbeat: kept in memory for every node that anybody invents
+MAX_REWARD_BYTES = 1 << 20  # with 4096 externals named about half of that; a report holds all of them
 MAX_CACHE_BYTES = 32 << 20  # of JSON text; parsed it may take twenty times that
 MAX_GROUPS_PER_FILE = 4096
 MAX_RESPONSE_CHARS = 32768
@@ -145,9 +147,9 @@ def parse_json(data: bytes):
     return parsed
 
 
-def read_json(path) -> dict:
+def read_json(path, max_bytes: int = MAX_JSON_BYTES) -> dict:
     """One JSON object from a file; raises BadFile with a reason, FileNotFoundError, or OSError."""
-    data = parse_json(read_bytes(path, MAX_JSON_BYTES))
+    data = parse_json(read_bytes(path, max_bytes))
     if not isinstance(data, dict):
         raise BadFile("not a JSON object")
     return data
@@ -275,7 +277,7 @@ class DriveStore:
 
         self._in_folder_of(self.base / path, add)
 
-    def read(self, path) -> dict | None:
+    def read(self, path, max_bytes: int = MAX_JSON_BYTES) -> dict | None:
         """A write-once JSON file, read once and remembered. None if absent; BadFile (counted once) if unusable."""
         path = self.base / path
         if (known := self._parsed.get(path)) is not None:
@@ -287,7 +289,7 @@ class DriveStore:
             if known and known[:2] == (info.st_size, info.st_mtime_ns):
                 raise BadFile(known[2])
             try:
-                data = read_json(path)
+                data = read_json(path, max_bytes)
             except BadFile as error:
                 self.skipped[str(error)] += path not in self._bad
                 self._bad[path] = (info.st_size, info.st_mtime_ns, str(error))
@@ -413,7 +415,7 @@ class DriveStore:
     def registration(self, node_id: str, session: str) -> dict | None:
         """What a node said of itself when it registered (role, model, host, pid …); None if unreadable or not its own."""
         try:
-            data = self.read(f"peers/{node_id}.{session}.json")
+            data = self.read(f"peers/{node_id}.{session}.json", MAX_ABOUT_BYTES)
         except BadFile:
             return None
         return data if data and data.get("node_id") == node_id else None
@@ -424,7 +426,7 @@ class DriveStore:
     def read_heartbeat(self, node_id: str) -> dict | None:
         """The last heartbeat that reached this machine, or None. Never cached: this file changes."""
         try:
-            data = self._unless_absent(lambda: read_json(self.base / f"heartbeats/{node_id}.json"), None)
+            data = self._unless_absent(lambda: read_json(self.base / f"heartbeats/{node_id}.json", MAX_ABOUT_BYTES), None)
         except BadFile:
             return None
         return data if data and data.get("node_id") == node_id else None
@@ -454,15 +456,20 @@ class DriveStore:
         """
         folder = f"rollouts/{bucket(round_)}/stage_{stage}"
         rejected, groups = Counter(), []
+
+        def listing():
+            try:
+                return sorted(os.listdir(self.base / folder / node_id))
+            except PermissionError as error:  # of one peer's folder: no outage, and nothing to wait for
+                raise BadFile("not a folder that this user may read") from error
+
         try:
             data = self.read(f"{folder}/{node_id}.json")
             if data is not None:
                 return check_rollouts(data, round_, stage, node_id), True, rejected
-            files = [n for n in self.names(f"{folder}/{node_id}") if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
+            files = [n for n in self._unless_absent(listing, []) if re.fullmatch(r"\d{4}\.json", n, re.ASCII)]
         except BadFile as error:
             return [], True, Counter({str(error): 1})
-        except PermissionError:  # of one peer's folder: no outage
-            return [], True, Counter({"not a folder that this user may read": 1})
         parts, budget = None, MAX_JSON_BYTES
         for part in [f"{folder}/{node_id}/{name}" for name in files]:
             try:
@@ -523,7 +530,7 @@ class DriveStore:
     def reward(self, round_: int, stage: int, node_id: str) -> dict | None:
         """A published reward file, or None if there is none or it makes no sense."""
         try:
-            data = self.read(f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json")
+            data = self.read(f"rewards/{bucket(round_)}/stage_{stage}/{node_id}.json", MAX_REWARD_BYTES)
         except BadFile:
             return None
         if data is None or (data.get("node_id"), data.get("round"), data.get("stage")) != (node_id, round_, stage):

@@ -992,6 +992,10 @@ def test_a_strangers_nonsense_timestamps_stop_no_reader(tmp_path):
         session = store.register(f"n{i}", "worker", {"registered_at": nonsense, "pid": nonsense, "host": nonsense})
         put(store, f"heartbeats/n{i}.json", {"node_id": f"n{i}", "time": nonsense, "state": nonsense, "session": session})
         store.submit_reward(1, 0, f"n{i}", {"reward": 0.5, "timestamp": nonsense})
+    session, padding = store.register("large", "worker", {"model": "x" * 70_000}), {"reward": 0.5, "model": "x" * 2**20}
+    put(store, "heartbeats/large.json", {"node_id": "large", "time": 1.0, "state": "x" * 70_000})
+    assert store.registration("large", session) is None and store.read_heartbeat("large") is None
+    assert store.submit_reward(1, 0, "large", padding) and store.reward(1, 0, "large") is None
     assert len(experiment_status(store)["peer_ids"]) == 8
 
 
