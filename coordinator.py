@@ -262,6 +262,9 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         config = store.read("config.json")
         if config is None:
             return [f"{store.base}: no such experiment (no config.json)"]
+        stages = config.get("MAX_STAGES", 1)
+        if not isinstance(stages, int) or not 1 <= stages <= 100:
+            return [f"config.json: MAX_STAGES is {plain(stages)}"]
         clock = store.current_round()
     except Exception as error:  # StoreError or BadFile: a reader reports it
         return [f"{store.base}: {error}"]
@@ -284,8 +287,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
             checks += [(row.get(part), f"{node} round {row['round']}: reward without {part}") for row in mine]
     lost = {"rewards": [t for t in range(max_rounds) if t not in by_round]}
     if not config.get("ROLLOUT_CLEANUP_ENABLED"):
-        stages = range(config.get("MAX_STAGES", 1))
-        lost["rollouts"] = [t for t in range(max_rounds) if not any(store.publishers(t, s) for s in stages)]
+        lost["rollouts"] = [t for t in range(max_rounds) if not any(store.publishers(t, s) for s in range(stages))]
     for what, rounds in lost.items():
         if rounds:
             others = f", nor in {len(rounds) - 1} others" if len(rounds) > 1 else ""
@@ -318,8 +320,11 @@ def smooth(values: list) -> list:
 
 
 def summarize(store, threshold: float = 0.3) -> dict | None:
-    """One finished or running experiment as figures, from config.json and rewards/ alone; None without rewards."""
-    config, rows = store.read("config.json") or {}, reward_rows(store)
+    """One finished or running experiment as figures, from config.json and rewards/ alone; None without rewards.
+
+    ValueError if config.json cannot be used.
+    """
+    config, rows = read_settings(store), reward_rows(store)
     if not rows:
         return None
     found, rounds = rows_by("round", rows), rows[-1]["round"] + 1
@@ -344,6 +349,21 @@ def summarize(store, threshold: float = 0.3) -> dict | None:
         "rounds_to_threshold": reached, "completions_to_threshold": None if reached is None else completions[reached],
         "completions_per_node": completions[-1], "mean": mean, "curves": curves, "completions": completions,
     }  # fmt: skip
+
+
+def read_settings(store) -> dict:
+    """config.json; ValueError if what is computed with is not of the kind that this program writes there."""
+    config = store.read("config.json") or {}
+    for name, short in SETTINGS.items():
+        value = config.get(name)
+        if not isinstance(value, int if short in ("I", "J", "k") else str | int | float | None):
+            raise ValueError(f"config.json: {name} is {plain(value)}")
+    return config
+
+
+def plain(value, width: int = 100) -> str:
+    """A stranger's value for one line of a terminal: control characters as ?, cut. plain("a\x1b[2Jb", 4) -> "a?[2"."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)[:width])
 
 
 def permutation_p(a: list[float], b: list[float], limit: int = 20000) -> float | None:
@@ -385,7 +405,7 @@ def label_of(key: dict, shown=()) -> str:
     """4/4, 8/0 x4 (oversampled), 4/4 unfiltered; with the settings in `shown` behind."""
     text = f"{key['I']}/{key['J']}" + (f" x{key['k']}" if key["k"] and key["k"] > 1 else "")
     text += " unfiltered" if key["filter"] is False else ""
-    return " ".join([text, *(f"{name}={key[name]}" for name in shown)])
+    return " ".join([text, *(f"{name}={plain(key[name])}" for name in shown)])
 
 
 AVERAGED = ("cumulative", "per_node", "mean_reward", "peak", "final", "rounds_to_threshold", "completions_to_threshold",
@@ -521,14 +541,14 @@ def dashboard(store, live: Liveness, rows: list[dict]) -> str:
     live.refresh()
     clock, by_node = store.current_round(), rows_by("node_id", rows)
     counts = [f"{r}: {len(store.publishers(r, 0))}" for r in range(max(0, clock - 4), clock + 1)]
-    size = sum(f.stat().st_size for f in store.base.rglob("*") if f.is_file())
+    size = sum(size_of(os.path.join(folder, name)) for folder, _, names in os.walk(store.base) for name in names)
     free = shutil.disk_usage(store.base).free
     return "\n".join([
         f"{store.base.name}: round {clock}, {len(rows)} rewards, {time.strftime('%H:%M:%S')}", "",
         f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend",
         *(node_line(live, node, by_node.get(node, [])) for node in sorted(live.sessions)), "",
         f"rollout files in rounds  {'  '.join(counts)}",
-        *latest_rollout(store, clock), "",
+        *latest_rollout(store, clock), *latest_winners(store, clock), "",
         f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free",
         *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)),
     ])  # fmt: skip
@@ -539,11 +559,18 @@ def node_line(live: Liveness, node: str, mine: list[dict]) -> str:
     about, beat, rewards = live.about(node), live.heartbeats.get(node, {}), [row["reward"] for row in mine]
     for row in mine[-1:]:
         live.note(node, "reward", (row["round"], row["stage"]))
-    state = beat.get("state", "left") if live.has_left(node) else "live" if live.is_live(node) else "dead"
-    role, model = str(about.get("role")), str(about.get("model") or "-")
-    round_ = mine[-1]["round"] if mine else beat.get("round", "-")
+    state = beat["state"] if live.has_left(node) else "live" if live.is_live(node) else "dead"
+    role, model = plain(about.get("role"), 12), plain(about.get("model") or "-", 16)
+    round_ = mine[-1]["round"] if mine else plain(beat.get("round", "-"), 6)
     figures = f"{rewards[-1]:7.2f} {sum(rewards):8.2f}  {sparkline(rewards)}" if mine else ""
-    return f"{node:20.20} {role:12.12} {model:16.16} {state:8} {round_!s:>6} {figures}"
+    return f"{node:20.20} {role:12} {model:16} {state:8} {round_!s:>6} {figures}"
+
+
+def size_of(path) -> int:
+    try:
+        return os.lstat(path).st_size
+    except OSError:  # it has just been renamed or deleted
+        return 0
 
 
 def latest_rollout(store, clock: int) -> list[str]:
@@ -551,9 +578,20 @@ def latest_rollout(store, clock: int) -> list[str]:
     for round_ in range(clock, max(-1, clock - 5), -1):
         for node in store.publishers(round_, 0):
             for group in store.fetch(round_, 0, node)[0]:
-                lines = [f"latest rollout: {node}, round {round_}, {group['task']}", f"  {group['prompt']!r:.110}"]
+                lines = [f"latest rollout: {node}, round {round_}, {plain(group['task'])}", f"  {group['prompt']!r:.110}"]
                 shown = group["completions"][:2]
                 return lines + [f"  -> {c['response']!r:.100}" + ("" if c["finished"] else " (cut)") for c in shown]
+    return []
+
+
+def latest_winners(store, clock: int) -> list[str]:
+    """Who was found best in the newest round that has votes, and by how many nodes."""
+    for round_ in range(clock, max(-1, clock - 3), -1):
+        folder = f"winners/round_{round_:06d}"
+        ballots = [store.read_matching(f"{folder}/{name}", round=round_) for name in store.names(folder)]
+        votes = Counter(plain(ballot.get("winner"), 64) for ballot in ballots if ballot)
+        if votes:
+            return [f"winners of round {round_}: " + ", ".join(f"{node} ({n})" for node, n in sorted(votes.items()))]
     return []
 
 

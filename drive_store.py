@@ -37,6 +37,8 @@ from pathlib import Path
 
 FORMAT = 1  # of rollout files
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens is about 4 MiB
+MAX_ABOUT_BYTES = 64 << 10  # a registration or heartbeat: kept in memory for every node that anybody invents
+MAX_REWARD_BYTES = 1 << 20  # with 4096 externals named about half of that; a report holds all of them
 MAX_CACHE_BYTES = 32 << 20  # of JSON text; parsed it may take twenty times that
 MAX_GROUPS_PER_FILE = 4096
 MAX_RESPONSE_CHARS = 32768
@@ -58,10 +60,11 @@ class BadFile(ValueError):
 def check_name(name: str, variable: str) -> str:
     """Return `name` if it is safe as a file name everywhere, else raise ValueError. It becomes part of paths."""
     windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or windows:
+    clash = name.lower().endswith((".", ".json"))  # a folder NODE/ must not look like the file of another node
+    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or clash or windows:
         raise ValueError(
             f"{variable}={name!r}: use 1 to 64 letters, digits, '.', '_' or '-', not starting or ending with '.', "
-            "and no name that Windows reserves"
+            "not ending with .json, and no name that Windows reserves"
         )
     return name
 
@@ -121,10 +124,15 @@ def read_bytes(path, max_bytes: int) -> bytes:
 
 
 def parse_json(data: bytes):
-    """JSON -> objects. NaN, Infinity, duplicate keys, lone surrogates, deep nesting and huge integers raise BadFile."""
+    """JSON -> objects. NaN, Infinity, 1e400, duplicate keys, lone surrogates, deep nesting and huge integers raise BadFile."""
 
     def no_constant(name):
         raise ValueError(f"{name} is no number")
+
+    def finite(digits):
+        if math.isinf(value := float(digits)):
+            raise ValueError(f"{digits} is too large")
+        return value
 
     def no_duplicates(pairs):
         if len({key for key, _ in pairs}) != len(pairs):
@@ -133,7 +141,7 @@ def parse_json(data: bytes):
 
     try:
         text = data.decode("utf-8")
-        parsed = json.loads(text, parse_constant=no_constant, object_pairs_hook=no_duplicates)
+        parsed = json.loads(text, parse_constant=no_constant, parse_float=finite, object_pairs_hook=no_duplicates)
         if "\\ud" in text or "\\uD" in text:  # "\ud800" parses, but no file or log can hold it
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
@@ -141,9 +149,9 @@ def parse_json(data: bytes):
     return parsed
 
 
-def read_json(path) -> dict:
+def read_json(path, max_bytes: int = MAX_JSON_BYTES) -> dict:
     """One JSON object from a file; raises BadFile with a reason, FileNotFoundError, or OSError."""
-    data = parse_json(read_bytes(path, MAX_JSON_BYTES))
+    data = parse_json(read_bytes(path, max_bytes))
     if not isinstance(data, dict):
         raise BadFile("not a JSON object")
     return data
@@ -263,7 +271,7 @@ class DriveStore:
 
         self._in_folder_of(self.base / path, add)
 
-    def read(self, path) -> dict | None:
+    def read(self, path, max_bytes: int = MAX_JSON_BYTES) -> dict | None:
         """A write-once JSON file, read once and remembered. None if absent; BadFile (counted once) if unusable."""
         path = self.base / path
         if (known := self._parsed.get(path)) is not None:
@@ -275,7 +283,7 @@ class DriveStore:
             if known and known[:2] == (info.st_size, info.st_mtime_ns):
                 raise BadFile(known[2])
             try:
-                data = read_json(path)
+                data = read_json(path, max_bytes)
             except BadFile as error:
                 self.skipped[str(error)] += path not in self._bad
                 self._bad[path] = (info.st_size, info.st_mtime_ns, str(error))
@@ -289,10 +297,10 @@ class DriveStore:
 
         return self._unless_absent(attempt, None)
 
-    def read_matching(self, path, **identity) -> dict | None:
+    def read_matching(self, path, max_bytes: int = MAX_JSON_BYTES, **identity) -> dict | None:
         """A write-once JSON file that says of itself what its path says; None if absent, unusable or another's."""
         with contextlib.suppress(BadFile):
-            data = self.read(path)
+            data = self.read(path, max_bytes)
             if data is not None and all(data.get(key) == value for key, value in identity.items()):
                 return data
         return None
@@ -404,7 +412,7 @@ class DriveStore:
 
     def registration(self, node_id: str, session: str) -> dict | None:
         """What a node said of itself when it registered: role, model, host, pid …"""
-        return self.read_matching(f"peers/{node_id}.{session}.json", node_id=node_id)
+        return self.read_matching(f"peers/{node_id}.{session}.json", MAX_ABOUT_BYTES, node_id=node_id)
 
     def heartbeat(self, node_id: str, data: dict) -> None:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
@@ -412,7 +420,7 @@ class DriveStore:
     def read_heartbeat(self, node_id: str) -> dict | None:
         """The last heartbeat that reached this machine, or None. Never cached: this file changes."""
         try:
-            data = self._unless_absent(lambda: read_json(self.base / f"heartbeats/{node_id}.json"), None)
+            data = self._unless_absent(lambda: read_json(self.base / f"heartbeats/{node_id}.json", MAX_ABOUT_BYTES), None)
         except BadFile:
             return None
         return data if data and data.get("node_id") == node_id else None
@@ -442,11 +450,19 @@ class DriveStore:
         structure checked, its truth not: rewards and answers of a peer are not even passed on.
         """
         mine, rejected, groups, parts = f"{stage_folder('rollouts', round_, stage)}/{node_id}", Counter(), [], None
+
+        def listing():
+            try:
+                return sorted(os.listdir(self.base / mine))
+            except PermissionError as error:  # of one peer's folder: no outage, and nothing to wait for
+                raise BadFile("not a folder that this user may read") from error
+
         try:
             data = self.read(f"{mine}.json")
             if data is not None:
                 return check_rollouts(data, round_, stage, node_id), True, rejected
-            files = [f"{mine}/{name}" for name in self.names(mine) if re.fullmatch(r"\d{4}\.json", name, re.ASCII)]
+            names = self._unless_absent(listing, [])
+            files = [f"{mine}/{name}" for name in names if re.fullmatch(r"\d{4}\.json", name, re.ASCII)]
         except BadFile as error:
             return [], True, Counter({str(error): 1})
         budget = MAX_JSON_BYTES  # all parts together may be no larger than one file
@@ -510,10 +526,11 @@ class DriveStore:
     def reward(self, round_: int, stage: int, node_id: str) -> dict | None:
         """A published reward file, or None if there is none or it makes no sense."""
         path = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
-        data = self.read_matching(path, node_id=node_id, round=round_, stage=stage) or {}
-        counts = [data.get(key, 0) for key in ("completions", "local_groups", "external_groups", "flat_groups")]
+        data = self.read_matching(path, MAX_REWARD_BYTES, node_id=node_id, round=round_, stage=stage) or {}
+        named = ("completions", "local_groups", "external_groups", "flat_groups", "held_out")
+        counts = [data.get(key, 0) for key in named]
         sane = all(map(is_number, [data.get("reward"), data.get("timestamp"), *counts])) and 0 <= data["reward"] <= 1
-        return data if sane else None
+        return {**data, "round": round_, "stage": stage} if sane else None  # True and 1.0 equal 1, but are no index
 
     def rewarded(self, round_: int, stage: int) -> list[str]:
         """Nodes with a reward file for this round and stage. One directory listing."""

@@ -51,7 +51,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
     from coordinator import Liveness, Pace, coordinate, experiment_status, is_known_dead, process_identity
     from coordinator import compare, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
-    from drive_store import bucket, check_name, list_experiment_names, write_atomically
+    from drive_store import bucket, check_name, list_experiment_names, read_bytes, read_json, write_atomically
     from grpo import Group, check_head, generate, sequence_logps, shared_prompt_logps, update
 
 # -------- Configuration ---------------------------------------------------------------------------------------
@@ -557,43 +557,48 @@ def load_warm_start(model, codec: Codec, config: Config, tasks, say) -> None:
     folder = Path(config.GDRIVE_PATH) / "warmstart"
     folder.mkdir(parents=True, exist_ok=True)
     path, claim = folder / f"{name}.safetensors", folder / f"{name}.claim"
+    largest = (1 << 20) + sum(w.numel() * w.element_size() for w in model.state_dict().values())  # of such a file, with its header
     waited_from = None
-    while (weights := read_weights(path)) is None:
+    while (weights := read_weights(path, largest)) is None:
         if take_claim(claim) or (waited_from and time.monotonic() - waited_from > 1800):
             say(f"warm start: {steps} supervised steps, once for all nodes")
             try:
                 warm_start(model, codec, config, tasks, say)
                 data = safetensors_save({k: v.cpu().contiguous() for k, v in model.state_dict().items() if k not in tied_names(model)})
-                write_atomically(path, lambda file, data=data: file.write(data), config.NODE_ID, True, lambda p: read_weights(p) is not None)
+                write_atomically(path, lambda file, data=data: file.write(data), config.NODE_ID, True, lambda p: read_weights(p, largest) is not None)
             finally:
-                claim.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # a folder of that name is somebody else's affair
+                    claim.unlink()
             continue  # read it back like everybody else: if two made it, the first file counts
         if waited_from is None:
             waited_from = time.monotonic()
             say("another node is making the warm start; waiting for it")
         time.sleep(0.5)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    if unexpected or set(missing) - tied_names(model):
+    ours = model.state_dict()
+    fitting = all(name in ours and w.shape == ours[name].shape for name, w in weights.items())
+    if not fitting or set(ours) - set(weights) - tied_names(model):
         raise StoreError(f"{path} does not fit the model; delete it and start again")
+    model.load_state_dict(weights, strict=False)
     model.tie_weights()
 
 
 def take_claim(claim: Path) -> bool:
     """Create the claim file; True if it is now ours. A claim of a process known to be dead is removed first."""
-    with contextlib.suppress(OSError, ValueError):
-        if is_known_dead(json.loads(claim.read_text())):
+    with contextlib.suppress(OSError, BadFile):
+        if is_known_dead(read_json(claim)):
             claim.unlink(missing_ok=True)
     identity = json.dumps(process_identity()).encode()
     return write_atomically(claim, lambda file: file.write(identity), "claim", once=True, is_complete=Path.exists)
 
 
-def read_weights(path: Path) -> dict | None:
-    """Tensors of a safetensors file; None if it is missing, not fully synced, damaged or holds non-finite numbers."""
+def read_weights(path: Path, max_bytes: int) -> dict | None:
+    """Tensors of a safetensors file; None if it is missing, not fully synced, too large, damaged or not all finite floats."""
     try:
-        weights = safetensors_load(path.read_bytes())
-    except (OSError, SafetensorError):
+        weights = safetensors_load(read_bytes(path, max_bytes))
+    except (OSError, BadFile, SafetensorError, KeyError):  # KeyError: a type that torch does not have
         return None
-    return weights if all(torch.isfinite(w).all() for w in weights.values()) else None
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return weights if all(w.dtype in floats and torch.isfinite(w).all() for w in weights.values()) else None
 
 
 def tied_names(model) -> set[str]:
@@ -962,9 +967,11 @@ def verify_uncached(run: Run, raw: dict):
         return "prompt differs from the question"
     texts = [c["response"] for c in raw["completions"]]
     finished = [c["finished"] for c in raw["completions"]]
-    completions = [run.codec.completion(text, done) for text, done in zip(texts, finished, strict=True)]
-    if not all(1 <= len(ids) <= run.codec.max_completion for ids in completions):
-        return f"completion empty or over {run.codec.max_completion} tokens here"
+    completions = []
+    for text, done in zip(texts, finished, strict=True):  # the first that does not fit ends it: encoding takes time
+        completions.append(run.codec.completion(text, done))
+        if not 1 <= len(completions[-1]) <= run.codec.max_completion:
+            return f"completion empty or over {run.codec.max_completion} tokens here"
     rewards = [score(question, text, run.config.REWARD) for text in texts]
     return Rollout(question, Group(run.codec.prompt(question), completions, rewards), texts, finished, raw["key"])
 
@@ -981,7 +988,12 @@ def replayed_externals(run: Run, node: Node, keys) -> list[Rollout]:
     """The external groups a reward file of this node names, fetched and verified again."""
     rollouts = []
     for key in keys if isinstance(keys, list) else []:
-        round_, stage, peer, index = key
+        try:  # a stranger may have written this file in our name, and it leads to paths
+            round_, stage, peer, index = key
+            check_name(peer, "peer"), bucket(round_), bucket(stage)
+        except (TypeError, ValueError):
+            run.log.event("replay", f"{key!r:.100} in the reward file names no external group")
+            continue
         groups, _, _ = run.ask(run.store.fetch, round_, stage, peer, default=([], False, {}))
         found = [verify(run, raw) for raw in groups if raw["key"] == (round_, stage, peer, index)]
         if not found or isinstance(found[0], str):
@@ -1251,6 +1263,9 @@ def eta_seconds(run: Run, t: int) -> float:
 # -------- Checkpoints, the final model, the Hub ---------------------------------------------------------------
 
 
+CHECKPOINT_PARTS = {"model_name", "next_round", "model", "optimizer", "total_reward", "trained"}
+
+
 def save_checkpoint(run: Run) -> None:
     """Every node's state after round `run.done`: written to the local disk, then carried to the folder in the background."""
     if run.done <= run.saved:
@@ -1285,7 +1300,10 @@ def resume(run: Run) -> None:
                 damaged_part = zipfile.ZipFile(path).testzip()  # torch.load does not look at the checksums
                 if damaged_part:
                     raise ValueError(f"checksum of {damaged_part}")
-                states.append(torch.load(path, map_location="cpu", weights_only=True))
+                state = torch.load(path, map_location="cpu", weights_only=True)
+                if not state.keys() >= CHECKPOINT_PARTS:
+                    raise ValueError("not what this program writes")
+                states.append(state)
             except Exception as error:  # torch raises many kinds; an unreadable file is what they have in common
                 damaged.append(path)
                 run.log.event("resume", f"{path} is unreadable ({type(error).__name__}); trying the one before")
@@ -1376,7 +1394,7 @@ def join_experiment(config: Config, store: DriveStore, say) -> list[str]:
     settings |= {"TASKS": tasks, "created_at": time.time(), "reasoning_gym": reasoning_gym.__version__, "task_table": task_hash()}
     began_with = store.open_config(settings)
     if config.TASKS == "auto" or config.NODE_ROLE == "coordinator":
-        tasks = began_with.get("TASKS", tasks)
+        tasks = str(began_with.get("TASKS", tasks))
         unknown = [task for task in tasks.split(",") if task not in TASK_TABLE]
         if unknown:
             raise ConfigError(f"TASKS in {store.base / 'config.json'}: {why_refused(unknown[0])}")
@@ -1543,8 +1561,11 @@ def run_validate(config: Config) -> str:
         began_with = store.read("config.json")
     except BadFile as error:
         raise StoreError(f"{store.base / 'config.json'}: {error}") from error
-    rounds = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else began_with["MAX_ROUNDS"]
-    nodes = began_with["LOCAL_NODES"] if began_with["LOCAL_NODES"] > 1 else config.NUM_WORKERS
+    rounds, local = (began_with.get(name) for name in ("MAX_ROUNDS", "LOCAL_NODES"))
+    if not (isinstance(rounds, int) and isinstance(local, int) and 1 <= rounds <= 10**6 and 1 <= local <= 256):
+        raise StoreError(f"{store.base / 'config.json'}: MAX_ROUNDS or LOCAL_NODES is missing or out of range")
+    rounds = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else rounds
+    nodes = local if local > 1 else config.NUM_WORKERS
     problems = validate_experiment(store, rounds, nodes)
     for problem in problems:
         print(f"validate: {problem}")
@@ -1665,8 +1686,13 @@ def list_experiments(path) -> list[str]:
 
 def compare_experiments(path, names=None) -> list[dict]:
     """Figures of the experiments `names` (all below `path` by default), averaged over seeds, against their J = 0 baseline."""
-    stores = [DriveStore(path, name) for name in names or list_experiment_names(path)]
-    return compare([s for s in (summarize(store, REPORT_THRESHOLD) for store in stores) if s])
+    summaries = []
+    for name in names or list_experiment_names(path):
+        try:
+            summaries.append(summarize(DriveStore(path, name), REPORT_THRESHOLD))
+        except ValueError as error:  # one damaged config.json must not take the report of the others away
+            print(f"experiment {name} is left out: {error}")
+    return compare([summary for summary in summaries if summary])
 
 
 def main(environ=None) -> int:

@@ -40,7 +40,7 @@ import drive_store
 import grpo
 import sapo
 from coordinator import Liveness, _boot_id, _pid_start, coordinate, experiment_status, is_known_dead, is_round_over
-from coordinator import process_identity, resume_clock, reward_rows, validate_experiment
+from coordinator import dashboard, process_identity, resume_clock, reward_rows, summarize, validate_experiment
 from drive_store import BadFile, COORDINATOR, Courier, DriveStore, MAX_JSON_BYTES, StoreError, bucket, bucket_round
 from drive_store import check_name, check_rollouts, is_number, list_experiment_names, parse_json, read_json, retrying
 from grpo import Group, check_head, generate, group_advantages, grpo_loss, row_weights, sample_tokens, sequence_logps
@@ -566,7 +566,7 @@ def test_an_append_closes_a_line_torn_by_a_crash(tmp_path):
 
 GOOD_NAMES = ["a", "node_1", "A-b.c", "x" * 64, "0", "-", "com10", "console"]
 BAD_NAMES = ["", ".", "..", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "\na", ".a", "a.", "x" * 65, "C:a", "CON", "nul.json",
-             "com1", "Lpt9.x", "nod\u0435", "\uff4eode", "\u00e9", "\u0663", "a\0", "a\u202e", "a+", "~a"]  # fmt: skip
+             "com1", "Lpt9.x", "a.json", "A.JSON", "nod\u0435", "\uff4eode", "\u00e9", "\u0663", "a\0", "a\u202e", "a+", "~a"]  # fmt: skip
 
 
 def test_names_are_safe_on_every_file_system():
@@ -585,7 +585,7 @@ HOSTILE = {  # the reason that is counted -> contents
     "empty file": [b""],
     "not a JSON object": [b"[]", b"1", b'"x"', b"null"],
     "not valid JSON": [
-        b'{"format": 1, "ro', b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": 1, "a": 1}', b'{"x": {"a": 1, "a": 2}}', b"[" * 100_000,
+        b'{"format": 1, "ro', b'{"a": NaN}', b'{"a": -Infinity}', b'{"a": -1e400}', b'{"a": 1, "a": 1}', b'{"x": {"a": 1, "a": 2}}', b"[" * 100_000,
         b'{"a":' * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": "\\ud800"}', b'{"\\uDFFF": 1}', b'{"a": "\xed\xa0\x80"}',
         b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"\0" * 4096, b"{} {}", b"{'a': 1}",
     ],
@@ -1012,6 +1012,10 @@ def test_a_strangers_nonsense_timestamps_stop_no_reader(tmp_path):
         session = store.register(f"n{i}", "worker", {"registered_at": nonsense, "pid": nonsense, "host": nonsense})
         put(store, f"heartbeats/n{i}.json", {"node_id": f"n{i}", "time": nonsense, "state": nonsense, "session": session})
         store.submit_reward(1, 0, f"n{i}", {"reward": 0.5, "timestamp": nonsense})
+    session, padding = store.register("large", "worker", {"model": "x" * 70_000}), {"reward": 0.5, "model": "x" * 2**20}
+    put(store, "heartbeats/large.json", {"node_id": "large", "time": 1.0, "state": "x" * 70_000})
+    assert store.registration("large", session) is None and store.read_heartbeat("large") is None
+    assert store.submit_reward(1, 0, "large", padding) and store.reward(1, 0, "large") is None
     assert len(experiment_status(store)["peer_ids"]) == 8
 
 
@@ -1160,7 +1164,7 @@ def finished_run(folder) -> DriveStore:
 
 def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
     store = finished_run(tmp_path)
-    junk = [{"completions": "x"}, {"flat_groups": None}, {"reward": 2}, {"reward": -0.1}, {"reward": True}, {"reward": None}, {"round": 7}, {"stage": 1}, {"node_id": "n1"}]
+    junk = [{"completions": "x"}, {"held_out": "x"}, {"held_out": None}, {"flat_groups": None}, {"reward": 2}, {"reward": -0.1}, {"reward": True}, {"reward": None}, {"round": 7}, {"stage": 1}, {"node_id": "n1"}]
     for i, change in enumerate(junk):
         name = f"rewards/round_000001/stage_0/n{i + 3}.json"
         put(store, name, {"node_id": f"n{i + 3}", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 5.0} | change)
@@ -1175,6 +1179,36 @@ def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
     }  # fmt: skip
     empty = experiment_status(new_store(tmp_path / "empty"))
     assert (empty["current_round"], empty["cumulative_rewards"], empty["latest_checkpoint"]) == (-1, {}, None)
+
+
+def test_a_strangers_odd_values_stop_no_reader_of_a_finished_run_and_reach_no_terminal(tmp_path):
+    store = finished_run(tmp_path)
+    put(store, "config.json", {"NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "LOCAL_OVERSAMPLE": 1, "MAX_STAGES": 1})
+    store = DriveStore(tmp_path, "x")  # the other remembers the first config.json
+    whole = {"node_id": "n3", "round": 1.0, "stage": False, "reward": 0.5, "timestamp": 5.0}
+    put(store, "rewards/round_000001/stage_0/n3.json", whole)
+    assert reward_rows(store)[-1] | {"round": 1, "stage": 0} == reward_rows(store)[-1] and summarize(store)["cumulative"] == 1.5
+    session = store.register("n3", "\x1b[2J", {"model": "\x07" * 99})
+    put(store, "heartbeats/n3.json", {"node_id": "n3", "session": session, "round": "\x1b[2J" + "9" * 10**6})
+    put(store, "winners/round_000001/n3.json", {"winner": "\x1b[2J" * 10**5})
+    put(store, "rollouts/round_000001/stage_0/n3.json", {**wire_file("n3"), "rollouts": {"0": {**wire_group(), "task": "\x1b[2J"}}})
+    text = dashboard(store, Liveness(store, 300), [])
+    assert len(text) < 3000 and all(c.isprintable() for line in text.splitlines() for c in line) and "?[2J" in text
+    for name, value in (("NUM_TRAIN_SAMPLES", "2"), ("NUM_TRANSPLANT_TREES", None), ("MODEL_NAME", [[]])):
+        other = finished_run(tmp_path / name)
+        put(other, "config.json", {"NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "LOCAL_OVERSAMPLE": 1, name: value})
+        with pytest.raises(ValueError, match=f"{name} is "):
+            summarize(DriveStore(tmp_path / name, "x"))
+        assert sapo.compare_experiments(tmp_path / name) == []
+    put(store, "config.json", {"MAX_STAGES": 1.0})
+    assert validate_experiment(DriveStore(tmp_path, "x"), 2, 3)[-1] == "config.json: MAX_STAGES is 1.0"
+
+
+def test_a_closed_folder_of_one_peer_is_a_rejection_and_no_outage(tmp_path, monkeypatch):
+    store, real = new_store(tmp_path), os.listdir
+    put(store, PEER + "p/0000.json")
+    monkeypatch.setattr(os, "listdir", lambda path: fail_with(errno.EACCES) if Path(path).name == "p" else real(path))
+    assert store.fetch(1, 0, "p") == ([], True, Counter({"not a folder that this user may read": 1}))
 
 
 def test_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path):
@@ -1637,6 +1671,28 @@ def test_control_tokens_in_a_strangers_text_stay_text():
         assert codec.completion(text, True) == [*ids, codec.eos_id] and codec.completion(text, False) == ids
 
 
+def test_what_lies_in_the_place_of_a_claim_or_a_warm_start_blocks_nobody(tmp_path):
+    for name, make in {
+        "fifo": os.mkfifo, "zeros": lambda path: path.symlink_to("/dev/zero"), "list": lambda path: path.write_text("[]"),
+        "deep": lambda path: path.write_text("[" * 10**5), "large": lambda path: path.write_bytes(b" " * 2000),
+    }.items():  # fmt: skip
+        make(tmp_path / name)
+        assert sapo.read_weights(tmp_path / name, 1000) is None
+        assert not sapo.take_claim(tmp_path / name), "somebody's, for half an hour"
+    for weights, fits in (({"a": torch.ones(2)}, True), ({"a": torch.ones(2, dtype=torch.int32)}, False), ({"a": torch.tensor([inf])}, False)):
+        (tmp_path / "weights").write_bytes(sapo.safetensors_save(weights))
+        assert (sapo.read_weights(tmp_path / "weights", 1000) is not None) == fits
+
+
+def test_a_reward_file_forged_in_our_name_leads_to_no_path_and_no_crash(tmp_path):
+    fetched, said = [], []
+    run = SimpleNamespace(ask=lambda function, *args, default: fetched.append(args) or default, store=SimpleNamespace(fetch=None))
+    run.log = SimpleNamespace(event=lambda kind, text: said.append(kind))
+    keys = [1, None, [], [1, 0, "p"], [1, 0, "../p", 0], [1, 0, None, 0], ["1", 0, "p", 0], [1, [0], "p", 0], {"a": 1}, [1, 0, "p", 0]]
+    assert sapo.replayed_externals(run, None, keys) == [] and fetched == [(1, 0, "p")] and said == ["replay"] * len(keys)
+    assert sapo.replayed_externals(run, None, 7) == []
+
+
 def test_a_strangers_completion_is_encoded_apart_from_the_prompt_and_rated_here():
     codec, question = tiny_codec(), make_question("small_gcd", 5)
     right = f"<answer>{question.answer}</answer>"
@@ -1857,7 +1913,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(drive, unbroken, monkey
         assert before[kind].items() <= contents(folder / kind).items(), "published files stay as they were"
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "wrong_bytes_in_a_tensor"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "wrong_bytes_in_a_tensor", "something_else"])
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(drive, unbroken, damage):
     folder = drive / "experiments" / f"damaged_{damage}"
     shutil.copytree(unbroken, folder)
@@ -1866,7 +1922,9 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(dr
     largest = max(zipfile.ZipFile(path).infolist(), key=lambda record: record.file_size)
     hole = largest.header_offset + 1000  # inside a tensor: nothing but the checksum tells
     holed = data[:hole] + bytes(byte ^ 64 for byte in data[hole : hole + 512]) + data[hole + 512 :]
-    path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "wrong_bytes_in_a_tensor": holed}[damage])
+    path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "wrong_bytes_in_a_tensor": holed}.get(damage, data))
+    if damage == "something_else":
+        torch.save({"next_round": 99}, path)
     assert swarm(drive, folder.name, MAX_ROUNDS=15) == 0
     texts = [e["text"] for e in events_of(drive, folder.name) if e["event"] == "resume"]
     assert any("node_1.pt" in text and "unreadable" in text for text in texts) and "after round 11" in texts[-1]

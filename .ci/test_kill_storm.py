@@ -28,7 +28,7 @@ class Process:
     """One sapo.py (or run_swarm.sh) in a session of its own; `text` is what its newest start has printed so far."""
 
     def __init__(self, drive: Path, name: str, *command, **settings):
-        self.drive, self.name, self.child = drive, name, None
+        self.drive, self.name, self.child, self.logs = drive, name, None, []
         self.command = command or (sys.executable, ROOT / "sapo.py")
         self.settings = {**TINY, "NODE_ID": name, "GDRIVE_PATH": drive, **settings}
         if name == "coordinator":
@@ -36,6 +36,7 @@ class Process:
 
     def start(self):
         self.log = self.drive.parent / f"{self.name}.{len(CHILDREN)}.log"
+        self.logs.append(self.log)
         clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")}
         environ = clean | {k: str(v) for k, v in self.settings.items()}
         with open(self.log, "wb") as out:
@@ -50,7 +51,7 @@ class Process:
     def shows(self, pattern: str, times: int = 1) -> bool:
         return len(re.findall(pattern, self.text)) >= times
 
-    def until(self, pattern: str, times: int = 1, seconds: float = 90) -> bool:
+    def until(self, pattern: str, times: int = 1, seconds: float = 300) -> bool:
         """Wait until its output shows `pattern` so often; False if it ended before that."""
         deadline = time.monotonic() + seconds
         while not self.shows(pattern, times):
@@ -64,7 +65,7 @@ class Process:
         self.child.kill()
         self.child.wait()
 
-    def end(self, seconds: float = 90) -> int:
+    def end(self, seconds: float = 300) -> int:
         try:
             return self.child.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -160,10 +161,38 @@ def test_a_swarm_in_one_process_killed_at_random_moments_repeats_the_unbroken_ru
     assert rewards(drive) == rewards(unbroken(tmp_path_factory.getbasetemp()))
 
 
-def test_a_swarm_of_processes_survives_twelve_kills_of_any_of_them_and_a_power_cut(drive):
-    rng, kills, witness = random.Random(2), 0, Witness(drive)
+def every_round_is_accounted_for(drive: Path, process: Process) -> int:
+    """What "no reward is missing or written twice" means, for all lives of a worker; returns how many rounds it trained in.
+
+    Within one life every round from its first line to its last is either worked on (it has a line) or named as skipped. A
+    round with a line is in rewards/, with a figure that some life printed for it. The kill may come between file and line, so
+    one life may leave one last line without its file, or one file without its line. (The Witness sees to it that a file, once
+    there, keeps its bytes.)
+    """
+    printed, certain, published = {}, set(), rewards(drive)
+    for log in process.logs:
+        text = log.read_text(errors="replace")
+        lines = [(int(t), figure) for t, figure in re.findall(rf"^{process.name} round (\d+)/\d+ \| reward ([\d.]+) ", text, re.M)]
+        trained = [t for t, _ in lines]
+        assert trained == sorted(set(trained)), f"{log}: a round twice, or backwards"
+        skipped = {t for a, b in re.findall(r" skip: rounds (\d+) to (\d+) ", text) for t in range(int(a), int(b) + 1)}
+        assert set(range(trained[0], trained[-1] + 1)) <= {*trained, *skipped} if trained else True, log
+        assert not set(trained) & skipped, log
+        certain |= set(trained if process.name + " end: finished" in text else trained[:-1])
+        for t, figure in lines:
+            printed.setdefault(t, set()).add(figure)
+    ours = {int(folder[6:]): f"{reward:.2f}" for (folder, name), reward in published.items() if name == f"{process.name}.json"}
+    assert certain <= set(ours), f"{process.name}: no reward for rounds {sorted(certain - set(ours))}"
+    unsaid = [t for t, figure in ours.items() if figure not in printed.get(t, ())]
+    assert len(unsaid) < len(process.logs), f"{process.name}: rewards that nobody earned, of rounds {unsaid}"
+    return len(printed)
+
+
+def test_a_swarm_of_five_processes_survives_fifty_kills_of_any_of_them_and_a_power_cut(drive):
+    """Coordinator and four workers; at random moments random ones are killed, start-up included, and started again."""
+    rng, kills, early, witness = random.Random(2), 0, 0, Witness(drive)
     settings = {"MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.5, "STALE_AFTER_SECONDS": 20}
-    swarm = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1", "w2")]
+    swarm = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1", "w2", "w3")]
 
     def kill_and_start_again(victims):
         for process in victims:
@@ -178,18 +207,83 @@ def test_a_swarm_of_processes_survives_twelve_kills_of_any_of_them_and_a_power_c
 
     for process in swarm:
         process.until(STARTED)
-    while kills < 12:
+    while kills < 50:
         time.sleep(rng.uniform(0, 2))
-        victims = rng.sample(swarm, rng.choice([1, 2, 3]))
+        victims = rng.sample(swarm, rng.choice([1, 2, 3, 4, 5]))
+        for process in victims[: rng.choice([0, 0, 1, 2])]:  # these die a second time, while they start
+            process.kill()
+            process.start()
+            time.sleep(rng.uniform(0, 4))
+            early += not process.shows(STARTED)
+            kills += 1
         kill_and_start_again(victims)
         kills += len(victims)
     witness.look()
     for process in swarm:
         process.settings["MAX_ROUNDS"] = witness.clock + 20
     kill_and_start_again(swarm)
-    assert [p.end() for p in swarm] == [0] * 4, "\n".join(p.text[-500:] for p in swarm)
+    assert [p.end() for p in swarm] == [0] * 5, "\n".join(p.text[-500:] for p in swarm)
     witness.all_is_whole()
     assert swarm[0].settings["MAX_ROUNDS"] - 1 == witness.clock
+    trained = [every_round_is_accounted_for(drive, process) for process in swarm[1:]]
+    checkpoints = sum(len(re.findall(r"resume: from the checkpoint", log.read_text())) for p in swarm for log in p.logs)
+    print(f"{kills + 5} kills ({early} while starting), {witness.clock + 1} rounds, {len(rewards(drive))} rewards of {trained} rounds, {checkpoints} resumes")
+
+
+CLOCK = """
+import os, time
+real, offset = time.time, float(os.environ["CLOCK_OFFSET"])
+time.time = lambda: real() + offset
+time.time_ns = lambda: int(time.time() * 10**9)
+"""
+
+
+def test_nodes_whose_clocks_are_ten_minutes_apart_train_together_and_the_newest_session_wins(drive, tmp_path):
+    """Wall clocks only: ages are taken from them and from nothing else (file times are compared for equality, never for age)."""
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock/sitecustomize.py").write_text(CLOCK)
+    witness = Witness(drive)
+    settings = {"ROUND_ADVANCE": "completion", "STALE_AFTER_SECONDS": 60, "PYTHONPATH": tmp_path / "clock", "MAX_ROUNDS": 10**5}
+
+    def node(name, offset, **changes):
+        return Process(drive, name, **{**settings, "CLOCK_OFFSET": offset, **changes})
+
+    def rounds_of(peers, last):
+        """In the last so many rounds each of the nodes has published, and trained on groups of the other."""
+        for t in range(witness.clock - last, witness.clock):
+            for peer in peers:
+                data = json.loads((witness.base / f"rewards/round_{t:06d}/stage_0/{peer}.json").read_bytes())
+                assert all(key[2] in peers and key[2] != peer for key in data["externals"])
+                drawn.update(data["externals"] and [peer])
+
+    drawn = set()
+    swarm = [node(*who).start() for who in (("coordinator", 0), ("w0", 600), ("w1", -600))]
+    for process in swarm[1:]:
+        process.until(STARTED)
+    for process in swarm[1:]:
+        process.until(ROUND, 12)
+    first, times = swarm[1], {p.name.split(".")[0]: json.loads(p.read_bytes())["registered_at"] for p in witness.base.glob("peers/*.json")}
+    assert 1100 < times["w0"] - times["w1"] < 1300, "the shim works"
+    second = swarm[1] = node("w0", -600).start()  # its first session is twenty minutes ahead of it
+    assert second.until(STARTED)
+    assert first.end(90) == 3 and "a newer session of w0 is running" in first.text
+    lines = len(re.findall(ROUND, swarm[2].text))
+    assert second.until(ROUND, 12) and swarm[2].until(ROUND, lines + 12)
+    witness.look()
+    rounds_of(["w0", "w1"], 8)
+    for process in swarm:
+        process.kill()
+    witness.look()
+    swarm = [node(*who, MAX_ROUNDS=witness.clock + 60).start() for who in (("coordinator", -600), ("w0", 600), ("w1", 0))]
+    assert [p.end() for p in swarm] == [0] * 3, "\n".join(p.text[-500:] for p in swarm)
+    witness.all_is_whole()
+    rounds_of(["w0", "w1"], 10)
+    assert drawn == {"w0", "w1"}
+    submitted = re.findall(r"-> \d+: (\d) submitted(.*)", swarm[0].text)[-10:]
+    assert submitted == [("2", "")] * 10, "nobody was taken for dead, or waited for in vain"
+    assert "not here after" not in "".join(p.text for p in swarm)
+    opened_by = {json.loads(p.read_bytes())["opened_by"] for p in witness.base.glob("state/rounds/*.json")}
+    assert opened_by <= {"coordinator", "w0", "w1"}
 
 
 def test_of_two_processes_with_one_node_id_the_older_stops_within_seconds_and_says_so(drive):
