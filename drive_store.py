@@ -416,10 +416,13 @@ class DriveStore:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
 
     def read_heartbeat(self, node_id: str) -> dict | None:
-        """The last heartbeat that reached this machine, or None. Never cached: this file changes."""
+        """The last heartbeat that reached this machine, or None. Never cached: this file changes.
+
+        Nor retried: where it was rewritten, a mount that remembers its old size fails (EIO) until its listing is renewed.
+        """
         try:
-            data = self._unless_absent(lambda: read_json(self.base / f"heartbeats/{node_id}.json"), None)
-        except BadFile:
+            data = read_json(self.base / f"heartbeats/{node_id}.json")
+        except (BadFile, OSError):
             return None
         return data if data and data.get("node_id") == node_id else None
 
