@@ -418,11 +418,12 @@ class DriveStore:
     def read_heartbeat(self, node_id: str) -> dict | None:
         """The last heartbeat that reached this machine, or None. Never cached: this file changes.
 
-        Nor retried: where it was rewritten, a mount that remembers its old size fails (EIO) until its listing is renewed.
+        Nor retried: a mount that remembers another size of a rewritten file fails (EIO) until its listing is renewed.
         """
         try:
             data = read_json(self.base / f"heartbeats/{node_id}.json")
         except (BadFile, OSError):
+            retrying(self._require_base, self.patience)
             return None
         return data if data and data.get("node_id") == node_id else None
 
@@ -644,7 +645,7 @@ class Courier:
     """A daemon thread that owns the folder calls, because a call on a mounted drive can hang for minutes.
 
     post()  hands over a write; writes are carried out in order and kept until they succeed: nothing is lost in an outage.
-    ask()   runs a read and waits for it with a deadline.
+    ask()   runs a read and waits for it with a deadline. It waits for one write at most: a backlog must not hold up training.
     beat    is called every `beat_seconds` (the heartbeat).
     report  is called with (event, text) when an outage begins or ends, and when a job fails for good.
     """
@@ -653,7 +654,7 @@ class Courier:
         self.report, self.beat, self.beat_seconds = report, beat, beat_seconds
         self.outage_since = None  # monotonic time of the first failed call, None while all is well
         self._outbox, self._questions, self._wake = deque(), deque(), threading.Condition()
-        self._retry_at, self._pause, self._next_beat, self._open = 0.0, 1.0, 0.0, True
+        self._retry_at, self._pause, self._next_beat, self._open, self._answered = 0.0, 1.0, 0.0, True, True
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
         self._thread.start()
 
@@ -708,8 +709,9 @@ class Courier:
                 if not (can_write or self._questions or beat_due):
                     self._wake.wait(0.5)
                     continue
-                job = self._outbox[0] if can_write else None
+                job = self._outbox[0] if can_write and (self._answered or not self._questions) else None  # by turns
                 question = self._questions.popleft() if self._questions and not job else None
+                self._answered = question is not None
             if job:
                 self._carry_out(job)
             elif question:

@@ -703,11 +703,13 @@ class Run:
     max_rows: int = 1024  # completions per forward pass in the update
 
     def ask(self, function, *args, default=None, timeout: float = 60.0):
-        """A read through the courier; `default` if the folder fails (the courier says so in the log)."""
-        if self.courier.outage_since is not None:
-            timeout = min(timeout, 2.0)  # a hanging folder must not cost a minute for every question
+        """A read through the courier; `default` if the folder fails (the courier says so in the log).
+
+        A call on a mount may hang: it is waited for as long as a round takes (10 s to a minute), once known to fail 2 s.
+        """
+        patience = max(10.0, self.round_seconds) if self.courier.outage_since is None else 2.0
         try:
-            return self.courier.ask(function, *args, timeout=timeout)
+            return self.courier.ask(function, *args, timeout=min(timeout, patience))
         except (OSError, BadFile, StoreError):  # TimeoutError is an OSError
             return default
 

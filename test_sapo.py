@@ -725,12 +725,20 @@ def test_passing_faults_are_retried_and_definite_ones_are_not(tmp_path, monkeypa
 def test_a_fault_that_does_not_pass_is_an_error_and_never_taken_for_nothing_there(tmp_path, monkeypatch):
     store = new_store(tmp_path, patience=0.02)
     store.open_round(3, "n1")
-    reads = {"listdir": store.current_round, "lstat": lambda: store.read("state/rounds/round_000003.json"), "open": lambda: store.read_heartbeat("n1")}
+    reads = {"listdir": store.current_round} | dict.fromkeys(("lstat", "open"), lambda: store.read("state/rounds/round_000003.json"))
     for name, read in reads.items():
         with monkeypatch.context() as broken, pytest.raises(OSError, match=os.strerror(errno.EIO)):
             broken.setattr(os, name, lambda *_, **__: fail_with(errno.EIO))
             read()
     assert store.current_round() == 3
+
+
+def test_a_heartbeat_that_a_mount_cannot_read_holds_nobody_up(tmp_path, monkeypatch):
+    store = new_store(tmp_path, patience=60)
+    store.heartbeat("n1", {"round": 3})
+    monkeypatch.setattr(os, "open", lambda *_, **__: fail_with(errno.EIO))  # as rclone does where the size it knows is not the size there
+    began = time.monotonic()
+    assert store.read_heartbeat("n1") is None and time.monotonic() - began < 1
 
 
 def test_a_copy_that_is_repeated_after_a_fault_is_whole(tmp_path, monkeypatch):
@@ -927,6 +935,19 @@ def test_an_answer_has_a_deadline_while_a_write_hangs_and_a_late_question_is_not
     with pytest.raises(BadFile):
         courier.ask(parse_json, b"", timeout=5)
     assert courier.ask(int, "2", timeout=5) == 2 and asked == [] and courier.close(1) == 0
+
+
+def test_a_question_waits_for_one_write_of_a_backlog_and_not_for_all():
+    (courier, events), steps = new_courier(), [threading.Event() for _ in range(9)]
+    for step in steps:
+        courier.post(step.wait, 5)
+    asking = threading.Thread(target=lambda: courier.ask(events.append, "answer", timeout=5))
+    asking.start()
+    until(lambda: courier._questions)
+    steps[0].set()
+    until(lambda: events == ["answer"])
+    assert courier.pending >= 7 and [step.set() for step in steps] and courier.flush(5) and courier.close(1) == 0
+    asking.join()
 
 
 def test_no_job_heartbeat_or_obstacle_stops_the_courier(tmp_path):
