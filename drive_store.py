@@ -655,6 +655,7 @@ class Courier:
         self.outage_since = None  # monotonic time of the first failed call, None while all is well
         self._outbox, self._questions, self._wake = deque(), deque(), threading.Condition()
         self._retry_at, self._pause, self._next_beat, self._open, self._answered = 0.0, 1.0, 0.0, True, True
+        self._cannot_write = False  # a full disk can be read: then only a write ends the outage
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
         self._thread.start()
 
@@ -718,17 +719,25 @@ class Courier:
                 self._answer(*question)
             else:
                 self._next_beat = now + self.beat_seconds
-                with contextlib.suppress(Exception):  # a convenience: nothing of it may end this thread
-                    self.beat()
+                self._beat()
+
+    def _beat(self) -> None:
+        """A convenience: nothing of it may end this thread. But who only waits learns from it that nothing can be written."""
+        try:
+            self.beat()
+            self._fine(wrote=not self._outbox)
+        except Exception as error:
+            if is_passing(error):
+                self._failed(error, writing=True)
 
     def _carry_out(self, job) -> None:
         function, args, kwargs = job
         try:
             function(*args, **kwargs)
-            self._fine()
+            self._fine(wrote=True)
         except Exception as error:
             if is_passing(error):
-                self._failed(error)
+                self._failed(error, writing=True)
                 self._retry_at = time.monotonic() + self._pause * random.uniform(0.5, 1.0)
                 self._pause = min(2 * self._pause, 15.0)
                 return  # stays at the head of the queue: order is kept
@@ -743,8 +752,7 @@ class Courier:
             return
         try:
             answer["value"] = function(*args)
-            if not self._outbox:  # a full disk can be read: then the outage ends with the first write
-                self._fine()
+            self._fine(wrote=False)
             self._retry_at = min(self._retry_at, time.monotonic() + 1.0)  # reading works: try writing soon
         except Exception as error:  # handed to whoever asked
             answer["error"] = error
@@ -752,13 +760,16 @@ class Courier:
                 self._failed(error)
         answer["done"].set()
 
-    def _failed(self, error: OSError) -> None:
+    def _failed(self, error: OSError, writing: bool = False) -> None:
+        self._cannot_write = self._cannot_write or writing
         if self.outage_since is None:
             self.outage_since = time.monotonic()
             self.report("outage", f"the shared folder fails ({error}); training goes on, writes are queued")
 
-    def _fine(self) -> None:
-        self._pause, self._retry_at = 1.0, 0.0  # one success: the queue need not wait any longer
+    def _fine(self, wrote: bool) -> None:
+        if self._cannot_write and not wrote:
+            return
+        self._cannot_write, self._pause, self._retry_at = False, 1.0, 0.0  # one success: the queue need not wait any longer
         if self.outage_since is not None:
             seconds = time.monotonic() - self.outage_since
             self.outage_since = None

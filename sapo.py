@@ -891,7 +891,7 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
     files, waiting = {}, set(peers)
     while waiting:
         for peer in sorted(waiting):
-            answer = run.ask(run.store.fetch, t, stage, peer, timeout=max(1.0, deadline - time.monotonic()))
+            answer = run.ask(run.store.fetch, t, stage, peer)
             if answer is None or run.courier.outage_since is not None:
                 return files  # an outage: train on what there is
             groups, complete, rejected = answer

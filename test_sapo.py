@@ -962,6 +962,18 @@ def test_no_job_heartbeat_or_obstacle_stops_the_courier(tmp_path):
     assert courier.flush(2) and written == [1] and events == ["error"] * 3 and courier.ask(int, "5", timeout=2) == 5
 
 
+def test_who_only_waits_learns_from_the_heartbeat_that_nothing_can_be_written():
+    full, beats = threading.Event(), []
+    full.set()
+    courier, events = new_courier(beat=lambda: fail_with(errno.ENOSPC) if full.is_set() else beats.append(1), beat_seconds=0.01)
+    until(lambda: events)
+    assert [courier.ask(int, "2", timeout=2) for _ in range(9)] == [2] * 9 and events == ["outage"] and courier.outage_since
+    full.clear()
+    until(lambda: beats)
+    until(lambda: events == ["outage", "outage over"])
+    courier.close(1)
+
+
 def test_the_courier_beats_while_writes_fail_and_close_says_how_many_are_pending():
     beats = []
     courier, events = new_courier(beat=lambda: beats.append(1), beat_seconds=0.05)
@@ -1002,7 +1014,8 @@ def test_life_is_judged_by_the_readers_clock(tmp_path, monkeypatch):
     beat("fresh", 0, state="running")
     assert live_after(0) == ["fresh"]
     beat("fresh", -1, session=sessions["fresh"], state="done")
-    assert live_after(0) == [] and live.has_left("fresh") and live_after(301) == []
+    assert live_after(5) == ["fresh"]  # a new heartbeat was just seen: the file is left in peace, to be carried to the others
+    assert live_after(5) == [] and live.has_left("fresh") and live_after(301) == []
     store.register("fresh", "worker", {"registered_at": wall - 3600})  # started again, where the clock is behind
     assert live_after(0) == ["fresh"]
 
