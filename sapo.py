@@ -1061,6 +1061,7 @@ def train(run: Run) -> None:
 def next_round(run: Run) -> int | None:
     """The round to work on now, None after the last one. Waits for the clock, or opens the round where nobody leads."""
     config, own, pace = run.config, run.done + 1, Pace()
+    patience = time.monotonic() + max(30.0, 2 * run.round_seconds)
     if own >= config.MAX_ROUNDS:
         return None
     while True:
@@ -1087,6 +1088,10 @@ def next_round(run: Run) -> int | None:
                     run.courier.post(run.store.open_round, t, run.nodes[0].id)
                     run.clock = t
                 break
+        if time.monotonic() > patience:
+            patience = float("inf")  # say it once
+            run.log.event("wait", f"round {own} is not open here yet: the coordinator's rounds are long, or the folder shows old listings", round=own)
+            run.log.flush(run, every=0.0)
         pace.sleep()
     if t >= config.MAX_ROUNDS:
         run.log.event("end", f"the experiment is at round {t} already and MAX_ROUNDS={config.MAX_ROUNDS}: nothing to do; raise MAX_ROUNDS to go on")

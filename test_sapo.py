@@ -2154,6 +2154,14 @@ def test_workers_run_on_at_full_speed_when_a_distant_coordinator_has_died(drive,
     assert opened[5] - opened[1] < 3, "four rounds of 0.1 s; with a wait for each they take 6 s"
 
 
+def test_a_hanging_folder_is_waited_for_as_long_as_a_round_takes_and_hardly_once_it_is_known_to_fail():
+    waited = []
+    run = SimpleNamespace(round_seconds=0.0, courier=SimpleNamespace(outage_since=None, ask=lambda function, timeout: waited.append(timeout)))
+    for run.round_seconds, run.courier.outage_since in ((0.1, None), (25.0, None), (300.0, None), (300.0, 1.0)):
+        sapo.Run.ask(run, list)
+    assert waited == [10, 25, 60, 2]
+
+
 def test_old_rollouts_read_again_are_no_sign_of_life():
     live = sapo.Liveness(None, 0.2)
     for _ in range(2):  # what a node does that fills gaps from older rounds, round after round
