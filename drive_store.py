@@ -259,15 +259,22 @@ class DriveStore:
     def append(self, path, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first, so that the new ones stay readable."""
 
-        def add():
-            with open(self.base / path, "a+b") as file:
-                if file.seek(0, os.SEEK_END):
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        file.write(b"\n")
-                file.write(text.encode("utf-8", "replace"))
+        path, data = self.base / path, text.encode("utf-8", "replace")
 
-        self._in_folder_of(self.base / path, add)
+        def add():
+            try:
+                with open(path, "a+b") as file:
+                    if file.seek(0, os.SEEK_END):
+                        file.seek(-1, os.SEEK_END)
+                        if file.read(1) != b"\n":
+                            file.write(b"\n")
+                    file.write(data)
+            except PermissionError:  # rclone's default, without a cache: files are written whole or not at all
+                known = read_bytes(path, MAX_CACHE_BYTES)
+                known += b"" if known.endswith(b"\n") else b"\n"
+                write_atomically(path, lambda file: file.write(known + data), self.owner, once=False)
+
+        self._in_folder_of(path, add)
 
     def read(self, path) -> dict | None:
         """A write-once JSON file, read once and remembered. None if absent; BadFile (counted once) if unusable."""

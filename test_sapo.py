@@ -733,6 +733,17 @@ def test_a_fault_that_does_not_pass_is_an_error_and_never_taken_for_nothing_ther
     assert store.current_round() == 3
 
 
+def test_logs_grow_on_a_mount_that_cannot_append(tmp_path, monkeypatch):
+    def no_append(path, mode, **kwargs):
+        return open(path, mode, **kwargs) if mode != "a+b" or not os.path.exists(path) else fail_with(errno.EPERM)
+
+    store = new_store(tmp_path)
+    monkeypatch.setattr(drive_store, "open", no_append, raising=False)
+    for text in ("one\n", "two", "three\n"):
+        store.append("logs/n1/stdout.log", text)
+    assert store.base.joinpath("logs/n1/stdout.log").read_text() == "one\ntwo\nthree\n"
+
+
 def test_a_heartbeat_that_a_mount_cannot_read_holds_nobody_up(tmp_path, monkeypatch):
     store = new_store(tmp_path, patience=60)
     store.heartbeat("n1", {"round": 3})

@@ -17,7 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_kill_storm import Process, nothing_left_behind, unbroken  # noqa: F401 (a fixture)
+from test_kill_storm import CHILDREN, Process, nothing_left_behind, unbroken  # noqa: F401 (a fixture)
 
 SETTINGS = {
     "MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "hybrid", "COORDINATOR_ROUND_INTERVAL": 4, "FETCH_TIMEOUT_SECONDS": 2, "CHECKPOINT_KEEP": 1000,
@@ -53,6 +53,7 @@ class Drive:
     def mount(self, name: str, *flags) -> Path:
         """Mount the remote at `name`; the cache folder stays, so that a remount carries on with what was not uploaded."""
         path = self.place / name
+        give_up = pytest.fail if path.exists() else pytest.skip
         path.mkdir(exist_ok=True)
         self.mounted[name] = self.rclone(
             name, "mount", ":webdav:", path, "--webdav-url", f"http://{self.address}", "--webdav-vendor", "other",
@@ -60,7 +61,7 @@ class Drive:
         )  # fmt: skip
         self.until(lambda: os.path.ismount(path) or self.mounted[name].poll() is not None, f"a mount at {path}")
         if self.mounted[name].poll() is not None:
-            pytest.skip("rclone cannot mount here: " + (self.place / f"rclone.{name}.log").read_text()[-300:])
+            give_up("rclone cannot mount here: " + (self.place / f"rclone.{name}.log").read_text()[-300:])
         return path
 
     def unmount(self, name: str):
@@ -95,8 +96,7 @@ class Swarm:
 
     def __init__(self, drive: Drive, seat: Path, a: Path, b: Path, **settings):
         settings = {**SETTINGS, **settings}
-        self.drive, self.base = drive, drive.remote / "experiments" / "default"
-        self.rewards, self.clock, self.torn = {}, -1, set()
+        self.base, self.rewards, self.clock = drive.remote / "experiments" / "default", {}, -1
         self.coordinator, self.a = Process(seat, "coordinator", **settings).start(), Process(a, "a", **settings)
         self.b, self.processes = Process(b, "b", LOCAL_NODES=2, **settings), (self.coordinator,)
         self.until(lambda: self.clock == 0, "round 0 on the remote")  # else b, who waits for nobody it does not see, would lead
@@ -105,7 +105,7 @@ class Swarm:
 
     def look(self):
         """The clock never goes back, and a reward that was whole once keeps its value."""
-        clock = max((p_round for p in self.base.glob("state/rounds/round_??????.json") if (p_round := whole(p).get("round")) is not None), default=-1)
+        clock = max((whole(p).get("round", -1) for p in self.base.glob("state/rounds/round_??????.json")), default=-1)
         assert clock >= self.clock
         self.clock = clock
         for path in self.base.glob("rewards/*/*/*.json"):
@@ -170,8 +170,8 @@ class Swarm:
             for node in ("a", "b_0", "b_1"):
                 written = [(data["timestamp"], p.parts[-3]) for p in self.base.glob(f"{kind}/*/*/{node}.json") if (data := whole(p))]
                 assert [r for _, r in sorted(written)] == sorted(r for _, r in written), f"{kind} of {node} out of order"
-        to_b, to_a = self.crossed()
-        return {"rounds": self.clock + 1, "rewards": len(expected), "checkpoints": len(saved), "a->b": to_b, "b->a": to_a, "lost": 0}
+        (to_b, to_a), left = self.crossed(), len(list(self.base.rglob(".*.tmp")))
+        return {"rounds": self.clock + 1, "rewards": len(expected), "checkpoints": len(saved), "a->b": to_b, "b->a": to_a, "lost": 0, "temp files left": left}
 
 
 def whole(path: Path) -> dict:
@@ -222,8 +222,6 @@ def drive(tmp_path_factory, tmp_path, request):
         drive.serve()
         yield drive
     finally:
-        from test_kill_storm import CHILDREN
-
         for child in CHILDREN:  # before the mounts go: nobody may hang in a call
             child.kill()
         drive.close()
@@ -242,7 +240,7 @@ def test_a_swarm_on_two_mounts_trains_together_and_never_rewinds(drive, tell):
 def test_training_goes_on_while_the_server_is_dead_and_nothing_is_lost(drive, tell):
     a, b = drive.mount("A", *FAILS_FAST), drive.mount("B")  # on B every call hangs for 20 s before it fails
     swarm = Swarm(drive, a, a, b)
-    swarm.until_crossed()
+    swarm.until_rounds(2)
     before = {p: len(rounds_of(p)) for p in (swarm.a, swarm.b)}
     drive.server.kill()
     drive.server.wait()
@@ -260,7 +258,7 @@ def test_training_goes_on_while_the_server_is_dead_and_nothing_is_lost(drive, te
 def test_mounts_that_crash_or_vanish_are_waited_for_and_never_refilled_on_the_local_disk(drive, tell):
     a, b = drive.mount("A", *FAILS_FAST), drive.mount("B", *FAILS_FAST)
     swarm = Swarm(drive, a, a, b)
-    swarm.until_crossed()
+    swarm.until_rounds(2)
     before = {p: len(rounds_of(p)) for p in (swarm.a, swarm.b)}
     drive.mounted["B"].kill()  # from now on ENOTCONN, "Transport endpoint is not connected"
     drive.unmount("A")  # and here an empty local folder
@@ -282,7 +280,7 @@ def test_a_full_remote_stops_nobody_and_everything_arrives_once_there_is_room(dr
     """b has the remote as its own disk and sees ENOSPC; a's mount takes its writes and keeps them until there is room."""
     a = drive.mount("A", *FAILS_FAST)
     swarm = Swarm(drive, a, a, drive.remote)
-    swarm.until_crossed()
+    swarm.until_rounds(2)
     ballast = drive.remote / "ballast"
 
     def fill():
@@ -319,7 +317,7 @@ def test_a_machine_whose_listings_are_a_minute_old_follows_in_leaps_and_says_wha
 def test_copies_torn_and_empty_files_anywhere_in_the_folder_change_nothing(drive, tell):
     a, b = drive.mount("A", *FAILS_FAST), drive.mount("B", *FAILS_FAST)
     swarm = Swarm(drive, a, a, b)
-    swarm.until_crossed()
+    swarm.until_rounds(2)
     dropped = 0
     for _ in range(3):  # into the current round and the next two, which the swarm will write itself
         clock = swarm.clock
