@@ -258,7 +258,6 @@ class DriveStore:
 
     def append(self, path, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first, so that the new ones stay readable."""
-
         path, data = self.base / path, text.encode("utf-8", "replace")
 
         def add():
