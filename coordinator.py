@@ -34,14 +34,17 @@ class Liveness:
         self.abouts = {}  # node -> what its newest session said of itself
         self._evidence = {}  # (node, kind) -> last value seen
         self._seen = {}  # node -> monotonic time of the newest evidence
+        self._look_again = {}  # node -> monotonic time
 
-    def note(self, node_id: str, kind: str, value, age: float = 0.0) -> None:
-        """Something of this node was seen; it counts as a sign of life if it differs from the last of its kind."""
+    def note(self, node_id: str, kind: str, value, age: float = 0.0) -> bool:
+        """Something of this node was seen; it counts as a sign of life, and True is returned, if it is new of its kind."""
         last = self._evidence.get((node_id, kind))
         is_older = isinstance(last, int) and isinstance(value, int) and value < last  # old rollouts, read again
-        if value != last and not is_older:
+        is_new = value != last and not is_older
+        if is_new:
             self._evidence[node_id, kind] = value
             self._seen[node_id] = max(self._seen.get(node_id, -1e9), time.monotonic() - age)
+        return is_new
 
     def refresh(self, node_ids=None) -> None:
         """Look at the registrations (one listing) and at the heartbeats of `node_ids` (None: everybody)."""
@@ -50,10 +53,14 @@ class Liveness:
             about = self.abouts[node] = self.store.registration(node, self.sessions[node]) or {}
             first_look = node not in self._seen
             self.note(node, "session", self.sessions[node], age_of(about.get("registered_at")) if first_look else 0.0)
+            if time.monotonic() < self._look_again.get(node, 0.0):
+                continue
             beat = self.store.read_heartbeat(node)
             if beat is not None:
                 self.heartbeats[node] = beat
-                self.note(node, "heartbeat", beat.get("time"), age_of(beat.get("time")) if first_look else 0.0)
+                if self.note(node, "heartbeat", beat.get("time"), age_of(beat.get("time")) if first_look else 0.0):
+                    # rclone carries a rewritten file to the remote 5 s after its last use: who polls it keeps it from everybody else
+                    self._look_again[node] = time.monotonic() + min(10.0, self.stale_after / 8)
 
     def about(self, node_id: str) -> dict:
         """What this node's newest session said when it registered, as `refresh` read it: no call to the folder."""

@@ -260,16 +260,22 @@ class DriveStore:
 
     def append(self, path, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first, so that the new ones stay readable."""
+        path, data = self.base / path, text.encode("utf-8", "replace")
 
         def add():
-            with open(self.base / path, "a+b") as file:
-                if file.seek(0, os.SEEK_END):
-                    file.seek(-1, os.SEEK_END)
-                    if file.read(1) != b"\n":
-                        file.write(b"\n")
-                file.write(text.encode("utf-8", "replace"))
+            try:
+                with open(path, "a+b") as file:
+                    if file.seek(0, os.SEEK_END):
+                        file.seek(-1, os.SEEK_END)
+                        if file.read(1) != b"\n":
+                            file.write(b"\n")
+                    file.write(data)
+            except PermissionError:  # rclone's default, without a cache: files are written whole or not at all
+                known = read_bytes(path, MAX_CACHE_BYTES)
+                known += b"" if known.endswith(b"\n") else b"\n"
+                write_atomically(path, lambda file: file.write(known + data), self.owner, once=False)
 
-        self._in_folder_of(self.base / path, add)
+        self._in_folder_of(path, add)
 
     def read(self, path, max_bytes: int = MAX_JSON_BYTES) -> dict | None:
         """A write-once JSON file, read once and remembered. None if absent; BadFile (counted once) if unusable."""
@@ -418,10 +424,14 @@ class DriveStore:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
 
     def read_heartbeat(self, node_id: str) -> dict | None:
-        """The last heartbeat that reached this machine, or None. Never cached: this file changes."""
+        """The last heartbeat that reached this machine, or None. Never cached: this file changes.
+
+        Nor retried: a mount that remembers another size of a rewritten file fails (EIO) until its listing is renewed.
+        """
         try:
-            data = self._unless_absent(lambda: read_json(self.base / f"heartbeats/{node_id}.json", MAX_ABOUT_BYTES), None)
-        except BadFile:
+            data = read_json(self.base / f"heartbeats/{node_id}.json", MAX_ABOUT_BYTES)
+        except (BadFile, OSError):
+            retrying(self._require_base, self.patience)
             return None
         return data if data and data.get("node_id") == node_id else None
 
@@ -655,6 +665,7 @@ class Courier:
         self.outage_since = None  # monotonic time of the first failed call, None while all is well
         self._outbox, self._questions, self._wake = deque(), deque(), threading.Condition()
         self._retry_at, self._pause, self._next_beat, self._open = 0.0, 1.0, 0.0, True
+        self._cannot_write = False  # a full disk can be read: then only a write ends the outage
         self._thread = threading.Thread(target=self._run, name="courier", daemon=True)
         self._thread.start()
 
@@ -711,16 +722,24 @@ class Courier:
                 self._carry_out(*job)
             elif beat_due:
                 self._next_beat = now + self.beat_seconds
-                with contextlib.suppress(Exception):  # a convenience: nothing of it may end this thread
-                    self.beat()
+                self._beat()
+
+    def _beat(self) -> None:
+        """A convenience: nothing of it may end this thread. But who only waits learns from it that nothing can be written."""
+        try:
+            self.beat()
+            self._fine(wrote=not self._outbox)
+        except Exception as error:
+            if is_passing(error):
+                self._failed(error, writing=True)
 
     def _carry_out(self, function, args, kwargs) -> None:
         try:
             function(*args, **kwargs)
-            self._fine()
+            self._fine(wrote=True)
         except Exception as error:
             if is_passing(error):
-                self._failed(error)
+                self._failed(error, writing=True)
                 self._retry_at = time.monotonic() + self._pause * random.uniform(0.5, 1.0)
                 self._pause = min(2 * self._pause, 15.0)
                 return  # stays at the head of the queue: order is kept
@@ -740,18 +759,20 @@ class Courier:
                 self._failed(error)
             future.set_exception(error)
             return
-        if not self._outbox:  # a full disk can be read: then the outage ends with the first write
-            self._fine()
+        self._fine(wrote=False)
         self._retry_at = min(self._retry_at, time.monotonic() + 1.0)  # reading works: try writing soon
         future.set_result(value)
 
-    def _failed(self, error: OSError) -> None:
+    def _failed(self, error: OSError, writing: bool = False) -> None:
+        self._cannot_write = self._cannot_write or writing
         if self.outage_since is None:
             self.outage_since = time.monotonic()
             self.report("outage", f"the shared folder fails ({error}); training goes on, writes are queued")
 
-    def _fine(self) -> None:
-        self._pause, self._retry_at = 1.0, 0.0  # one success: the queue need not wait any longer
+    def _fine(self, wrote: bool) -> None:
+        if self._cannot_write and not wrote:
+            return
+        self._cannot_write, self._pause, self._retry_at = False, 1.0, 0.0  # one success: the queue need not wait any longer
         if self.outage_since is not None:
             seconds = time.monotonic() - self.outage_since
             self.outage_since = None

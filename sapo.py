@@ -714,11 +714,13 @@ class Run:
     max_rows: int = 1024  # completions per forward pass in the update
 
     def ask(self, function, *args, default=None, timeout: float = 60.0):
-        """A read through the courier; `default` if the folder fails (the courier says so in the log)."""
-        if self.courier.outage_since is not None:
-            timeout = min(timeout, 2.0)  # a hanging folder must not cost a minute for every question
+        """A read through the courier; `default` if the folder fails (the courier says so in the log).
+
+        A call on a mount may hang: it is waited for as long as a round takes (10 s to a minute), once known to fail 2 s.
+        """
+        patience = max(10.0, self.round_seconds) if self.courier.outage_since is None else 2.0
         try:
-            return self.courier.ask(function, *args, timeout=timeout)
+            return self.courier.ask(function, *args, timeout=min(timeout, patience))
         except (OSError, BadFile, StoreError):  # TimeoutError is an OSError
             return default
 
@@ -903,7 +905,7 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
     files, waiting = {}, set(peers)
     while waiting:
         for peer in sorted(waiting):
-            answer = fetch_once(run, t, stage, peer, timeout=max(1.0, deadline - time.monotonic()))
+            answer = fetch_once(run, t, stage, peer)
             if answer is None or run.courier.outage_since is not None:
                 return files  # an outage: train on what there is
             groups, complete, rejected = answer
@@ -924,10 +926,10 @@ def wait_for_peers(run: Run, t: int, stage: int, peers: list[str]) -> dict:
     return files
 
 
-def fetch_once(run: Run, round_: int, stage: int, peer: str, timeout: float = 60.0):
+def fetch_once(run: Run, round_: int, stage: int, peer: str):
     """What the store's `fetch` gives, None in an outage. A whole file never changes: the nodes here read it once for all."""
     key = (round_, stage, peer)
-    answer = run.fetched.get(key) or run.ask(run.store.fetch, *key, timeout=timeout)
+    answer = run.fetched.get(key) or run.ask(run.store.fetch, *key)
     if answer is not None:
         _, complete, rejected = answer
         if complete and not rejected:
@@ -1092,6 +1094,7 @@ def train(run: Run) -> None:
 def next_round(run: Run) -> int | None:
     """The round to work on now, None after the last one. Waits for the clock, or opens the round where nobody leads."""
     config, own, pace = run.config, run.done + 1, Pace()
+    patience = time.monotonic() + max(30.0, 2 * run.round_seconds)
     if own >= config.MAX_ROUNDS:
         return None
     while True:
@@ -1118,6 +1121,10 @@ def next_round(run: Run) -> int | None:
                     run.courier.post(run.store.open_round, t, run.nodes[0].id)
                     run.clock = t
                 break
+        if time.monotonic() > patience:
+            patience = float("inf")  # say it once
+            run.log.event("wait", f"round {own} is not open here yet: the coordinator's rounds are long, or the folder shows old listings", round=own)
+            run.log.flush(run, every=0.0)
         pace.sleep()
     if t >= config.MAX_ROUNDS:
         run.log.event("end", f"the experiment is at round {t} already and MAX_ROUNDS={config.MAX_ROUNDS}: nothing to do; raise MAX_ROUNDS to go on")

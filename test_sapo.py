@@ -733,12 +733,31 @@ def test_passing_faults_are_retried_and_definite_ones_are_not(tmp_path, monkeypa
 def test_a_fault_that_does_not_pass_is_an_error_and_never_taken_for_nothing_there(tmp_path, monkeypatch):
     store = new_store(tmp_path, patience=0.02)
     store.open_round(3, "n1")
-    reads = {"listdir": store.current_round, "lstat": lambda: store.read("state/rounds/round_000003.json"), "open": lambda: store.read_heartbeat("n1")}
+    reads = {"listdir": store.current_round} | dict.fromkeys(("lstat", "open"), lambda: store.read("state/rounds/round_000003.json"))
     for name, read in reads.items():
         with monkeypatch.context() as broken, pytest.raises(OSError, match=os.strerror(errno.EIO)):
             broken.setattr(os, name, lambda *_, **__: fail_with(errno.EIO))
             read()
     assert store.current_round() == 3
+
+
+def test_logs_grow_on_a_mount_that_cannot_append(tmp_path, monkeypatch):
+    def no_append(path, mode, **kwargs):
+        return open(path, mode, **kwargs) if mode != "a+b" or not os.path.exists(path) else fail_with(errno.EPERM)
+
+    store = new_store(tmp_path)
+    monkeypatch.setattr(drive_store, "open", no_append, raising=False)
+    for text in ("one\n", "two", "three\n"):
+        store.append("logs/n1/stdout.log", text)
+    assert store.base.joinpath("logs/n1/stdout.log").read_text() == "one\ntwo\nthree\n"
+
+
+def test_a_heartbeat_that_a_mount_cannot_read_holds_nobody_up(tmp_path, monkeypatch):
+    store = new_store(tmp_path, patience=60)
+    store.heartbeat("n1", {"round": 3})
+    monkeypatch.setattr(os, "open", lambda *_, **__: fail_with(errno.EIO))  # as rclone does where the size it knows is not the size there
+    began = time.monotonic()
+    assert store.read_heartbeat("n1") is None and time.monotonic() - began < 1
 
 
 def test_a_copy_that_is_repeated_after_a_fault_is_whole(tmp_path, monkeypatch):
@@ -961,6 +980,18 @@ def test_no_job_heartbeat_or_obstacle_stops_the_courier(tmp_path):
     assert courier.flush(2) and written == [1] and events == ["error"] * 3 and courier.ask(int, "5", timeout=2) == 5
 
 
+def test_who_only_waits_learns_from_the_heartbeat_that_nothing_can_be_written():
+    full, beats = threading.Event(), []
+    full.set()
+    courier, events = new_courier(beat=lambda: fail_with(errno.ENOSPC) if full.is_set() else beats.append(1), beat_seconds=0.01)
+    until(lambda: events)
+    assert [courier.ask(int, "2", timeout=2) for _ in range(9)] == [2] * 9 and events == ["outage"] and courier.outage_since
+    full.clear()
+    until(lambda: beats)
+    until(lambda: events == ["outage", "outage over"])
+    courier.close(1)
+
+
 def test_the_courier_beats_while_writes_fail_and_close_says_how_many_are_pending():
     beats = []
     courier, events = new_courier(beat=lambda: beats.append(1), beat_seconds=0.05)
@@ -1001,7 +1032,8 @@ def test_life_is_judged_by_the_readers_clock(tmp_path, monkeypatch):
     beat("fresh", 0, state="running")
     assert live_after(0) == ["fresh"]
     beat("fresh", -1, session=sessions["fresh"], state="done")
-    assert live_after(0) == [] and live.has_left("fresh") and live_after(301) == []
+    assert live_after(5) == ["fresh"]  # a new heartbeat was just seen: the file is left in peace, to be carried to the others
+    assert live_after(5) == [] and live.has_left("fresh") and live_after(301) == []
     store.register("fresh", "worker", {"registered_at": wall - 3600})  # started again, where the clock is behind
     assert live_after(0) == ["fresh"]
 
@@ -2251,6 +2283,14 @@ def test_workers_run_on_at_full_speed_when_a_distant_coordinator_has_died(drive,
     assert swarm(drive, "orphans", MAX_ROUNDS=6, STALE_AFTER_SECONDS=1.5) == 0
     opened = [json.loads(p.read_text())["opened_at"] for p in sorted((drive / "experiments/orphans/state/rounds").iterdir())]
     assert opened[5] - opened[1] < 3, "four rounds of 0.1 s; with a wait for each they take 6 s"
+
+
+def test_a_hanging_folder_is_waited_for_as_long_as_a_round_takes_and_hardly_once_it_is_known_to_fail():
+    waited = []
+    run = SimpleNamespace(round_seconds=0.0, courier=SimpleNamespace(outage_since=None, ask=lambda function, timeout: waited.append(timeout)))
+    for run.round_seconds, run.courier.outage_since in ((0.1, None), (25.0, None), (300.0, None), (300.0, 1.0)):
+        sapo.Run.ask(run, list)
+    assert waited == [10, 25, 60, 2]
 
 
 def test_old_rollouts_read_again_are_no_sign_of_life():
