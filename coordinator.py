@@ -354,8 +354,14 @@ def summarize(store, threshold: float = 0.3) -> dict | None:
         "peak": max(row["reward"] for row in rows), "final": curve[-1],
         "held_out": average(row.get("held_out") for row in rows if row["round"] >= 0.9 * rounds),
         "rounds_to_threshold": reached, "completions_to_threshold": None if reached is None else completions[reached],
-        "completions_per_node": completions[-1], "mean": mean, "curves": curves, "completions": completions,
+        "completions_per_node": completions[-1], "useful_groups": average(map(useful_groups, rows)),
+        "mean": mean, "curves": curves, "completions": completions,
     }  # fmt: skip
+
+
+def useful_groups(row: dict) -> int:
+    """How many of the groups that a node trained on in one round had a gradient."""
+    return row.get("local_groups", 0) + row.get("external_groups", 0) - row.get("flat_groups", 0)
 
 
 def read_settings(store) -> dict:
@@ -416,7 +422,7 @@ def label_of(key: dict, shown=()) -> str:
 
 
 AVERAGED = ("cumulative", "per_node", "mean_reward", "peak", "final", "rounds_to_threshold", "completions_to_threshold",
-            "completions_per_node", "held_out")  # fmt: skip
+            "completions_per_node", "held_out", "useful_groups")  # fmt: skip
 
 
 def compare(summaries: list[dict]) -> list[dict]:
@@ -466,6 +472,7 @@ def report_text(rows: list[dict], threshold: float) -> str:
             f"rounds to {threshold:g}": show(row["rounds_to_threshold"], "{:.0f}"),
             f"completions to {threshold:g}": show(row["completions_to_threshold"], "{:.0f}"),
             "completions per node": f"{row['completions_per_node']:.0f}",
+            "useful groups": f"{row['useful_groups']:.1f}",
         })  # fmt: skip
     cells = [table[0].keys(), ["---" for _ in table[0]], *(line.values() for line in table)]
     return "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", PAPER])
@@ -547,14 +554,14 @@ def dashboard(store, live: Liveness, rows: list[dict]) -> str:
     """The state of an experiment as text: clock, nodes, latest rollout, storage, and what looks wrong."""
     live.refresh()
     clock, by_node = store.current_round(), rows_by("node_id", rows)
-    counts = [f"{r}: {len(store.publishers(r, 0))}" for r in range(max(0, clock - 4), clock + 1)]
+    counts = [f"{r}: {len(store.publishers(r, 0))}" for r in reversed(newest(store, clock, 5))]
     size = sum(size_of(os.path.join(folder, name)) for folder, _, names in os.walk(store.base) for name in names)
     free = shutil.disk_usage(store.base).free
     return "\n".join([
         f"{store.base.name}: round {clock}, {len(rows)} rewards, {time.strftime('%H:%M:%S')}", "",
         f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend",
         *(node_line(live, node, by_node.get(node, [])) for node in sorted(live.sessions)), "",
-        f"rollout files in rounds  {'  '.join(counts)}",
+        f"nodes with rollouts, by round  {'  '.join(counts)}",
         *latest_rollout(store, clock), *latest_winners(store, clock), "",
         f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free",
         *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)),
@@ -580,14 +587,22 @@ def size_of(path) -> int:
         return 0
 
 
+def newest(store, clock: int, count: int) -> list[int]:
+    """The newest `count` rounds that have rollouts, newest first; a stranger's later than the clock left out."""
+    return [r for r in store.rounds("rollouts") if r <= clock][: -count - 1 : -1]
+
+
 def latest_rollout(store, clock: int) -> list[str]:
-    """One question of the newest rollout file with two of its completions."""
-    for round_ in range(clock, max(-1, clock - 5), -1):
+    """One question of the newest rollout file with three of its completions and what their writer says they earned."""
+    for round_ in newest(store, clock, 5):
         for node in store.publishers(round_, 0):
             for group in store.fetch(round_, 0, node)[0]:
                 lines = [f"latest rollout: {node}, round {round_}, {plain(group['task'])}", f"  {group['prompt']!r:.110}"]
-                shown = group["completions"][:2]
-                return lines + [f"  -> {c['response']!r:.100}" + ("" if c["finished"] else " (cut)") for c in shown]
+                best_first = sorted(group["completions"], key=lambda c: -(c["claimed"] or 0))
+                for c in best_first[:2] + best_first[-1:]:
+                    earned = "-" if c["claimed"] is None else f"{c['claimed']:.2f}"
+                    lines.append(f"  {earned:>4}  {c['response']!r:.100}" + ("" if c["finished"] else " (cut)"))
+                return lines
     return []
 
 
@@ -610,14 +625,13 @@ def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: f
     idle = min((live.silence(n) for n in live_now), default=0.0)
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
     recent = [row for row in rows if row["round"] > clock - 10]
-    flat = [row.get("flat_groups") == row.get("local_groups", 0) + row.get("external_groups", 0) for row in recent]
     many = "{} was started {} times: do two machines share this NODE_ID?"
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live_now and not finished, "no live worker: start one with its old NODE_ID to resume it"),
-        (live_now and not published, "no rollouts in the last three rounds: do all nodes see the same folder?"),
+        (live_now and not published, "no rollouts in the last three rounds: do all nodes see the same folder, and are rounds long enough?"),
         (idle > live.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
-        (flat and all(flat), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
+        (recent and not any(map(useful_groups, recent)), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
         *((starts[n] > 5, many.format(n, starts[n])) for n in live_now),
         (free < 1e9, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
     ]
@@ -644,6 +658,7 @@ def plot_experiment(path, rows: list[dict]) -> bool:
         total.tick_params(axis="x", rotation=60)
         active.set_title("active nodes")
         active.step(rounds, [len(now) for now in rewards])
+        active.set_ylim(bottom=0)
         histogram.set_title("rewards, histogram")
         histogram.hist([row["reward"] for row in rows], bins=20)
         empty.axis("off")
@@ -657,8 +672,8 @@ def monitor(store, stale_after: float, once: bool = False, should_stop=lambda: F
     while True:
         rows = reward_rows(store)
         print(clear + dashboard(store, live, rows), flush=True)
-        if chart is not None or "ipykernel" in sys.modules:
-            plot_experiment(chart, rows)
+        if (chart is not None or "ipykernel" in sys.modules) and plot_experiment(chart, rows) and chart is not None:
+            print(f"charts: {chart}", flush=True)
         deadline = time.monotonic() + 30.0
         while not once and not should_stop() and time.monotonic() < deadline:
             time.sleep(0.2)

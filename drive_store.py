@@ -456,8 +456,8 @@ class DriveStore:
     def fetch(self, round_: int, stage: int, node_id: str) -> tuple[list[dict], bool, Counter]:
         """One peer's groups of one round: (groups, whether all of them are there, reasons of what was rejected).
 
-        Each group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished}]}, its
-        structure checked, its truth not: rewards and answers of a peer are not even passed on.
+        Each group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished, claimed}]},
+        its structure checked, its truth not. claimed is the writer's own reward: for people to see, never to learn from.
         """
         mine, rejected, groups, parts = f"{stage_folder('rollouts', round_, stage)}/{node_id}", Counter(), [], None
 
@@ -642,7 +642,7 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[di
             need(len(completion["response"]) <= MAX_RESPONSE_CHARS, "response too long")
             need(isinstance(completion.get("finished"), bool), "finished is no boolean")
             need("reward" not in completion or is_number(completion["reward"]), "reward is no finite number")
-        kept = [{"response": c["response"], "finished": c["finished"]} for c in completions]
+        kept = [{"response": c["response"], "finished": c["finished"], "claimed": c.get("reward")} for c in completions]
         key = (round_, stage, node_id, int(index))
         groups.append({"key": key, "task": task, "seed": seed, "prompt": prompt, "completions": kept})
     return groups

@@ -15,6 +15,7 @@ import decimal
 import difflib
 import functools
 import hashlib
+import importlib.util
 import io
 import json
 import math
@@ -1589,13 +1590,18 @@ def is_there(config: Config) -> bool:
 
 
 def run_monitor(config: Config, stop: StopButton) -> str:
-    """The live dashboard: every 30 seconds on a terminal or in a notebook, once elsewhere."""
+    """The live dashboard: every 30 seconds on a terminal or in a notebook, once elsewhere. With matplotlib five charts too:
+    inline in a notebook, else in GDRIVE_PATH/reports."""
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
     if not is_there(config):
         return "invalid"
     stop.shield()
-    live = sys.stdout.isatty() or "ipykernel" in sys.modules
-    monitor(store, config.STALE_AFTER_SECONDS, once=not live, should_stop=lambda: stop.requested)
+    in_notebook, chart = "ipykernel" in sys.modules, None
+    if importlib.util.find_spec("matplotlib") and not in_notebook:
+        chart = Path(config.GDRIVE_PATH) / "reports" / f"{config.EXPERIMENT_NAME}.png"
+        chart.parent.mkdir(exist_ok=True)
+    live = sys.stdout.isatty() or in_notebook
+    monitor(store, config.STALE_AFTER_SECONDS, once=not live, should_stop=lambda: stop.requested, chart=chart)
     return "finished"
 
 

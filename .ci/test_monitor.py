@@ -46,7 +46,7 @@ def test_the_monitor_tells_the_truth_one_refresh_after_kills_and_restarts(drive)
     print(text)
     assert states == {"coordinator": "live", "w0": "live", "w1": "live", "w2": "stopped", "w3": "dead"}
     assert int(re.search(r"round (\d+),", text)[1]) > before
-    for warning in ("latest rollout", "storage:", "rollout files in rounds"):
+    for warning in ("latest rollout", "storage:", "nodes with rollouts"):
         assert warning in text
 
     for name in ("coordinator", "w0", "w1"):
