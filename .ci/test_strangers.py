@@ -392,7 +392,7 @@ def listen(path: Path):
 def meet_obstacles(root):
     import resource
 
-    coordinator.pyplot = lambda: None
+    coordinator.draw = lambda *args: False
     sapo.torch.isfinite(torch.ones(1))  # what is loaded late is loaded now
     root, outside = Path(root), Path(root).parent / "outside.json"
     outside.write_text(json.dumps(OUTSIDE))
