@@ -37,13 +37,17 @@ class Liveness:
         self._look_again = {}  # node -> monotonic time
 
     def note(self, node_id: str, kind: str, value, age: float = 0.0) -> bool:
-        """Something of this node was seen; it counts as a sign of life, and True is returned, if it is new of its kind."""
+        """Something of this node was seen; it counts as a sign of life, and True is returned, if it is new of its kind.
+
+        age: seconds since it was written, by the writer's clock; believed only of the first of its kind.
+        """
         last = self._evidence.get((node_id, kind))
         is_older = isinstance(last, int) and isinstance(value, int) and value < last  # old rollouts, read again
         is_new = value != last and not is_older
         if is_new:
+            written = time.monotonic() - (0.0 if (node_id, kind) in self._evidence else age)
             self._evidence[node_id, kind] = value
-            self._seen[node_id] = max(self._seen.get(node_id, -1e9), time.monotonic() - age)
+            self._seen[node_id] = max(self._seen.get(node_id, -1e9), written)
         return is_new
 
     def refresh(self, node_ids=None) -> None:
@@ -51,14 +55,13 @@ class Liveness:
         self.sessions = self.store.sessions()
         for node in self.sessions if node_ids is None else [n for n in node_ids if n in self.sessions]:
             about = self.abouts[node] = self.store.registration(node, self.sessions[node]) or {}
-            first_look = node not in self._seen
-            self.note(node, "session", self.sessions[node], age_of(about.get("registered_at")) if first_look else 0.0)
+            self.note(node, "session", self.sessions[node], age_of(about.get("registered_at")))
             if time.monotonic() < self._look_again.get(node, 0.0):
                 continue
             beat = self.store.read_heartbeat(node)
             if beat is not None:
                 self.heartbeats[node] = beat
-                if self.note(node, "heartbeat", beat.get("time"), age_of(beat.get("time")) if first_look else 0.0):
+                if self.note(node, "heartbeat", beat.get("time"), age_of(beat.get("time"))):
                     # rclone carries a rewritten file to the remote 5 s after its last use: who polls it keeps it from everybody else
                     self._look_again[node] = time.monotonic() + min(10.0, self.stale_after / 8)
 
@@ -162,11 +165,11 @@ def is_round_over(strategy: str, elapsed: float, interval: float, live: list[str
 
 
 def coordinate(
-    store, session, seat, *, max_rounds, last_stage, strategy, interval, liveness, say, should_stop, clean=None
+    store, session, seat, *, max_rounds, last_stage, strategy, interval, liveness, say, should_stop, each_round=None
 ) -> str:
     """Run the clock until MAX_ROUNDS is reached and every worker is done or stale. Returns how it ended, in a word.
 
-    session: this coordinator's own; a newer one on the same seat ends this one. clean: called with each round it opens.
+    session: this coordinator's own; a newer one on the same seat ends this one. each_round: called with each round it opens.
     """
 
     def beat(state):
@@ -207,8 +210,8 @@ def coordinate(
                 say(f"coordinator: round {round_} -> {round_ + 1}: {len(submitted)} submitted{behind}")
                 store.open_round(round_ + 1, seat)  # may fail: only an open round is the current one
                 round_, opened = round_ + 1, time.monotonic()
-                if clean is not None:
-                    clean(round_)
+                if each_round is not None:
+                    each_round(round_)
             if down:
                 say("coordinator: the shared folder is back")
                 down = False
@@ -311,6 +314,9 @@ PAPER = (
 SETTINGS = {  # what makes two runs repetitions of one another, and its short name in a label; all but the seed
     "NUM_TRAIN_SAMPLES": "I", "NUM_TRANSPLANT_TREES": "J", "EXTERNAL_FILTER": "filter", "LOCAL_OVERSAMPLE": "k",
     "MODEL_NAME": "model", "LEARNING_RATE": "lr", "ANSWER_TAG_SHARE": "tags", "NUM_GENERATIONS": "G", "TASKS": "tasks",
+    "LOSS_TYPE": "loss", "REWARD": "reward", "TEMPERATURE": "temperature", "NUM_ITERATIONS": "iterations",
+    "CLIP_LOW": "clip_low", "CLIP_HIGH": "clip_high", "MAX_NEW_TOKENS": "max_tokens", "WARM_START_STEPS": "warm_start",
+    "NUM_SHOTS": "shots", "MAX_STAGES": "stages", "ROLLOUT_MAX_AGE": "max_age",
 }  # fmt: skip
 
 
@@ -431,7 +437,7 @@ def compare(summaries: list[dict]) -> list[dict]:
     for summary in summaries:
         groups.setdefault(json.dumps(summary["key"], sort_keys=True), []).append(summary)
     keys = [members[0]["key"] for members in groups.values()]
-    names = ("model", "lr", "tags", "G", "nodes", "rounds", "tasks")
+    names = [name for name in (keys[0] if keys else ()) if name not in ("I", "J", "k", "filter")]
     shown = [name for name in names if len({str(key[name]) for key in keys}) > 1]
     rows = []
     for key, members in zip(keys, groups.values(), strict=True):
@@ -554,7 +560,7 @@ def dashboard(store, live: Liveness, rows: list[dict]) -> str:
     """The state of an experiment as text: clock, nodes, latest rollout, storage, and what looks wrong."""
     live.refresh()
     clock, by_node = store.current_round(), rows_by("node_id", rows)
-    counts = [f"{r}: {len(store.publishers(r, 0))}" for r in reversed(newest(store, clock, 5))]
+    counts = [f"{r}: {len(published(store, r))}" for r in reversed(newest(store, clock, 5))]
     size = sum(size_of(os.path.join(folder, name)) for folder, _, names in os.walk(store.base) for name in names)
     free = shutil.disk_usage(store.base).free
     return "\n".join([
@@ -564,6 +570,7 @@ def dashboard(store, live: Liveness, rows: list[dict]) -> str:
         f"nodes with rollouts, by round  {'  '.join(counts)}",
         *latest_rollout(store, clock), *latest_winners(store, clock), "",
         f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free",
+        *(f"unusable files: {count} ({reason})" for reason, count in sorted(store.skipped.items())),
         *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)),
     ])  # fmt: skip
 
@@ -572,7 +579,7 @@ def node_line(live: Liveness, node: str, mine: list[dict]) -> str:
     """One node's line of the dashboard, from what it said of itself and its reward rows."""
     about, beat, rewards = live.about(node), live.heartbeats.get(node, {}), [row["reward"] for row in mine]
     for row in mine[-1:]:
-        live.note(node, "reward", (row["round"], row["stage"]))
+        live.note(node, "reward", (row["round"], row["stage"]), age_of(row["timestamp"]))
     state = beat["state"] if live.has_left(node) else "live" if live.is_live(node) else "dead"
     role, model = plain(about.get("role"), 12), plain(about.get("model") or "-", 16)
     round_ = mine[-1]["round"] if mine else plain(beat.get("round", "-"), 6)
@@ -592,11 +599,16 @@ def newest(store, clock: int, count: int) -> list[int]:
     return [r for r in store.rounds("rollouts") if r <= clock][: -count - 1 : -1]
 
 
+def published(store, round_: int) -> dict[str, int]:
+    """{node: last stage in which it published} of one round."""
+    return {node: stage for stage in store.stages("rollouts", round_) for node in store.publishers(round_, stage)}
+
+
 def latest_rollout(store, clock: int) -> list[str]:
     """One question of the newest rollout file with three of its completions and what their writer says they earned."""
     for round_ in newest(store, clock, 5):
-        for node in store.publishers(round_, 0):
-            for group in store.fetch(round_, 0, node)[0]:
+        for node, stage in published(store, round_).items():
+            for group in store.fetch(round_, stage, node)[0]:
                 lines = [f"latest rollout: {node}, round {round_}, {plain(group['task'])}", f"  {group['prompt']!r:.110}"]
                 best_first = sorted(group["completions"], key=lambda c: -(c["claimed"] or 0))
                 for c in best_first[:2] + best_first[-1:]:
@@ -621,7 +633,7 @@ def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: f
     """What looks wrong, each with what to do about it."""
     live_now, workers = live.live_workers(), live.workers()
     finished = bool(workers) and all(live.has_left(n) for n in workers)
-    published = any(store.publishers(r, 0) for r in range(max(0, clock - 2), clock + 1))
+    silent = not any(published(store, r) for r in range(max(0, clock - 2), clock + 1))
     idle = min((live.silence(n) for n in live_now), default=0.0)
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
     recent = [row for row in rows if row["round"] > clock - 10]
@@ -629,7 +641,7 @@ def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: f
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live_now and not finished, "no live worker: start one with its old NODE_ID to resume it"),
-        (live_now and not published, "no rollouts in the last three rounds: do all nodes see the same folder, and are rounds long enough?"),
+        (live_now and silent, "no rollouts in the last three rounds: do all nodes see the same folder, and are rounds long enough?"),
         (idle > live.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
         (recent and not any(map(useful_groups, recent)), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
         *((starts[n] > 5, many.format(n, starts[n])) for n in live_now),

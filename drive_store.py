@@ -8,7 +8,7 @@ Contract
     Rewritten    current_state.json and heartbeats are conveniences for people; logs are appended. On a mounted drive
                  such files may arrive late or never, so nothing depends on them alone.
     Tolerant     A stranger may write anything here. Readers bound size, type and depth, parse or raise BadFile, and
-                 never follow a link. One's *own* unreadable state is a StoreError, never "round 0".
+                 never open a file through a link of its own name. One's *own* unreadable state is a StoreError, never "round 0".
     Patient      Every call retries passing faults (EIO, ENOTCONN, ETIMEDOUT, ENOSPC …) with backoff and jitter, then
                  raises OSError. The Courier, one daemon thread, owns these calls, so that training never hangs on one.
 
@@ -345,10 +345,10 @@ class DriveStore:
 
     # -- the experiment and its clock
 
-    def open_config(self, settings: dict) -> dict:
+    def open_config(self, settings: dict, only_read: bool = False) -> dict:
         """What the experiment was started with: `settings` if this node is the first, else the file that is there."""
         try:
-            if self.read("config.json") is None:
+            if self.read("config.json") is None and not only_read:
                 self.write_once("config.json", settings)
             return self.read("config.json") or settings
         except BadFile as error:
@@ -387,7 +387,7 @@ class DriveStore:
     def highest_rewarded_round(self) -> int:
         """The clock's second witness, for a lost state folder: the last round with a reward that follows on another.
 
-        A lone outlier (round 999999 after round 12) is ignored. -1 if there are no rewards.
+        A lone outlier (over 100 rounds after the one before) (round 999999 after round 12) is ignored. -1 if there are no rewards.
         """
         rounds = [r for r in self.rounds("rewards") if self.stages("rewards", r)]
         while len(rounds) > 1 and rounds[-1] - rounds[-2] > 100:
@@ -589,7 +589,7 @@ class DriveStore:
         return sum(self._retire(path, archive=False) for path in found)
 
 
-def list_experiment_names(root) -> list[str]:
+def list_experiments(root) -> list[str]:
     """Names of the experiments below GDRIVE_PATH, sorted."""
     names = []
     for path in sorted(Path(root).glob("experiments/*/config.json")):

@@ -192,27 +192,19 @@ def generate(
     prompts: N lists of ids. eos_ids: set of ids that end a completion, as does answered(its ids so far) where that is
     given and true. rng: a CPU torch.Generator.
     Returns N lists of G completions (lists of ids, the EOS included where one was sampled).
-    max_rows: completions decoded together (None: all), never a part of a group; halved when memory runs out. The tokens
-    do not depend on it, because each row has its own column of noise.
+    max_rows: completions decoded together (None: all), never a part of a group. The tokens do not depend on it, because
+    each row has its own column of noise.
     """
     rows = len(prompts) * num_generations
     noise = torch.rand(max_new_tokens, rows, generator=rng)  # on the CPU, so that every device draws the same
     at_once = min(len(prompts), max(1, (max_rows or rows) // num_generations))  # prompts per batch
     model.eval()
-    completions, first = [], 0
-    while first < len(prompts):
+    completions = []
+    for first in range(0, len(prompts), at_once):
         batch = prompts[first : first + at_once]
         columns = noise[:, first * num_generations : (first + len(batch)) * num_generations]
-        try:
-            with autocast(model, dtype):
-                completions += decode(model, batch, num_generations, temperature, eos_ids, columns, pad_id, answered)
-        except torch.OutOfMemoryError:
-            if at_once == 1:
-                raise
-            at_once = (at_once + 1) // 2
-            print(f"out of memory while generating: going on with {at_once} questions at once", flush=True)
-            continue
-        first += len(batch)
+        with autocast(model, dtype):
+            completions += decode(model, batch, num_generations, temperature, eos_ids, columns, pad_id, answered)
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
 
@@ -352,19 +344,20 @@ def micro_batches(groups: list[Group], max_rows: int):
         yield pairs, torch.tensor([first_row[g] + i for g, piece in batch for i in range(piece.start, piece.stop)])
 
 
-def halving_on_oom(function, max_rows: int, rows: int):
+def halving_on_oom(function, max_rows: int, rows: int, where: str, smallest: int = 1):
     """function(max_rows), begun again with half as many when memory runs out. Returns (its result, what fitted).
 
-    rows: how many there are; max_rows may be far above and must come below it to change anything.
+    rows: how many there are; max_rows may be far above and must come below it to change anything. Raises
+    torch.OutOfMemoryError where even `smallest` rows do not fit.
     """
     while True:
         try:
             return function(max_rows), max_rows
         except torch.OutOfMemoryError:
-            if min(max_rows, rows) == 1:
+            if min(max_rows, rows) <= smallest:
                 raise
-        max_rows = (min(max_rows, rows) + 1) // 2  # outside the handler, where the failed attempt is freed
-        print(f"out of memory in the update: again with {max_rows} completions per forward", flush=True)
+        max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: the failed attempt is freed
+        print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
 
 
 def update(
@@ -413,9 +406,9 @@ def update(
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
     old_logp, max_rows, clipped_total = None, max_rows or len(lengths), 0.0
     if num_iterations > 1:
-        old_logp, max_rows = halving_on_oom(logps_at_start, max_rows, len(lengths))
+        old_logp, max_rows = halving_on_oom(logps_at_start, max_rows, len(lengths), "the update")
     for iteration in range(num_iterations):
-        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths))
+        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
         stats["max_rows"] = max_rows
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):

@@ -49,7 +49,7 @@ run_experiment() {  # one coordinator and the workers, until all have ended; ret
       if kill -0 "${pids[$i]}" 2>/dev/null; then still+="$i "; continue; fi
       status=0
       wait "${pids[$i]}" || status=$?
-      if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ]; then
+      if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ] && [ "$failed" -ne 2 ]; then
         echo "run_swarm: ${names[$i]} ended with exit code $status" >&2
         failed=1
       fi
@@ -63,6 +63,9 @@ run_experiment() {  # one coordinator and the workers, until all have ended; ret
 }
 
 main() {
+  case ${TEST_MODE:-0} in
+    0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-200} ;;  # TEST_MODE has its own
+  esac
   if [ -n "${CONFIGS:-}" ]; then
     for seed in ${SEEDS:-${SEED:-42}}; do
       for config in $CONFIGS; do
@@ -78,9 +81,6 @@ main() {
     NODE_ROLE=report "$python" "$here/sapo.py"
   else
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
-    case ${TEST_MODE:-0} in
-      0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-200} ;;  # TEST_MODE has its own
-    esac
     run_experiment || exit 1
     [ "$stopping" -eq 0 ] || exit 130
   fi

@@ -5,8 +5,8 @@
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by GRPO on
 reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
 
-`train` is the paper's Algorithm 1; read it first. What it calls stands above it, in the order of a round. Configuration is
-environment variables only (class Config); `python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
+`train` is the paper's Algorithm 1; read it first. The steps of a round stand above it, in their order; the clock
+(`next_round`), the log line and checkpoints below. Configuration is environment variables only (class Config); `python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
 """
 
 import contextlib
@@ -52,8 +52,8 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
     from coordinator import Liveness, Pace, coordinate, experiment_status, is_known_dead, process_identity
     from coordinator import compare, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
-    from drive_store import bucket, check_name, list_experiment_names, read_bytes, read_json, write_atomically
-    from grpo import Group, check_head, generate, sequence_logps, shared_prompt_logps, update
+    from drive_store import bucket, check_name, list_experiments, read_bytes, read_json, write_atomically
+    from grpo import Group, check_head, generate, halving_on_oom, sequence_logps, shared_prompt_logps, update
 
 # -------- Configuration ---------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ def resolve(config: Config) -> Config:
         model = "tiny" if device == "cpu" else "Gensyn/Qwen2.5-0.5B-Instruct"
     tiny = model == "tiny"
     colab = Path("/content/drive/MyDrive")
-    has_bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 has none
+    has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 has none
     auto = {
         "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
         "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
@@ -403,8 +403,11 @@ class Codec:
 
     def answered(self, ids: list[int]) -> bool:
         """Whether a completion ends here without an EOS: after solved examples a base model goes on with the next one."""
-        few_shot = self.num_shots > 0 and not self.tokenizer.chat_template
-        return few_shot and "</answer>" in self.decode(ids[-len("</answer>") :])  # a token is at least a byte
+        return self.few_shot and "</answer>" in self.decode(ids[-len("</answer>") :])  # a token is at least a byte
+
+    @property
+    def few_shot(self) -> bool:
+        return self.num_shots > 0 and not self.tokenizer.chat_template
 
 
 def tiny_phrases(tasks) -> list[str]:
@@ -473,7 +476,7 @@ def rows_that_fit(model, config: Config) -> tuple[int, float, float]:
     """
     shape = model.config
     row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 100 / 1e9
-    if config.DEVICE.startswith("cuda"):
+    if config.DEVICE == "cuda":
         available = torch.cuda.mem_get_info()[0] / 1e9
     else:
         pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS has the latter
@@ -553,7 +556,7 @@ def load_warm_start(model, codec: Codec, config: Config, tasks, say) -> None:
         return
     tiny = config.MODEL_NAME == "tiny"
     recipe = [WARM_START_RECIPE, config.MODEL_NAME, model.config.vocab_size, steps, config.SEED, task_hash(), sorted(tasks)]
-    recipe += [config.NUM_SHOTS, reasoning_gym.__version__, [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if tiny else config.DTYPE]
+    recipe += [config.NUM_SHOTS, reasoning_gym.__version__, [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if tiny else None]
     name = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
     folder = Path(config.GDRIVE_PATH) / "warmstart"
     folder.mkdir(parents=True, exist_ok=True)
@@ -573,7 +576,7 @@ def load_warm_start(model, codec: Codec, config: Config, tasks, say) -> None:
             continue  # read it back like everybody else: if two made it, the first file counts
         if waited_from is None:
             waited_from = time.monotonic()
-            say("another node is making the warm start; waiting for it")
+            say(f"another node is making the warm start; waiting up to 30 minutes (delete {claim} if it is dead)")
         time.sleep(0.5)
     ours = model.state_dict()
     fitting = all(name in ours and w.shape == ours[name].shape for name, w in weights.items())
@@ -659,7 +662,7 @@ class StopButton:
 
 @dataclass
 class Node:
-    """One learner: everything here but the id goes into its checkpoint."""
+    """One learner. Model, optimizer, total_reward and trained go into its checkpoint; the rest lasts a round or a session."""
 
     id: str
     model: torch.nn.Module
@@ -713,6 +716,8 @@ class Run:
     round_began: float = 0.0
     round_seconds: float = 0.0  # how long the last one took with the folder at hand
     max_rows: int = 1024  # completions per forward pass in the update
+    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
+    state: str = "running"  # as the heartbeat says it
 
     def ask(self, function, *args, default=None, timeout: float = 60.0):
         """A read through the courier; `default` if the folder fails (the courier says so in the log).
@@ -722,8 +727,17 @@ class Run:
         patience = max(10.0, self.round_seconds) if self.courier.outage_since is None else 2.0
         try:
             return self.courier.ask(function, *args, timeout=min(timeout, patience))
-        except (OSError, BadFile, StoreError):  # TimeoutError is an OSError
+        except (OSError, BadFile):  # TimeoutError is an OSError
             return default
+        except StoreError as error:  # the swarm's own state is damaged: whoever trains on must at least say so
+            if ("", str(error)) not in self.reported:
+                self.reported.add(("", str(error)))
+                self.log.event("error", str(error))
+            return default
+
+    def append(self, path: str, text: str) -> None:
+        """Append to a log in the shared folder, in the background."""
+        self.courier.post(self.store.append, path, text)
 
 
 class Log:
@@ -759,12 +773,13 @@ class Log:
         with self._lock:
             self._buffers.setdefault(f"logs/{node_id}/{name}", []).append(self.scrub(line) + "\n")
 
-    def flush(self, run: Run, every: float = 5.0) -> None:
+    def flush(self, append, every: float = 5.0) -> None:
+        """Hand what has gathered to append(path, text), at most every few seconds."""
         if time.monotonic() - self._flushed >= every:
             with self._lock:
                 buffers, self._buffers = self._buffers, {}
             for path, lines in buffers.items():
-                run.courier.post(run.store.append, path, "".join(lines))
+                append(path, "".join(lines))
             self._flushed = time.monotonic()
 
 
@@ -783,12 +798,17 @@ def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
 def generate_rollouts(run: Run, node: Node, questions: list[Question], purpose: str, t: int, stage: int, g: int) -> list[Rollout]:
     """Step 2: `g` completions for each question, in one batched call, decoded and scored."""
     config, codec, began = run.config, run.codec, time.monotonic()
-    rng = torch.Generator().manual_seed(stream_seed(config, node.id, t, stage, purpose))
+    seed = stream_seed(config, node.id, t, stage, purpose)
     prompts = [codec.prompt(q) for q in questions]
-    completions = generate(
-        node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids, rng,
-        pad_id=codec.eos_id, dtype=getattr(torch, config.DTYPE), answered=codec.answered,
-    )  # fmt: skip
+
+    def attempt(rows_at_once):
+        return generate(
+            node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids,
+            torch.Generator().manual_seed(seed), codec.eos_id, rows_at_once, getattr(torch, config.DTYPE),
+            answered=codec.answered if codec.few_shot else None,
+        )  # fmt: skip
+
+    completions, run.max_decoded = halving_on_oom(attempt, run.max_decoded, g * len(questions), "generation", smallest=g)
     rollouts = []
     for question, prompt, group in zip(questions, prompts, completions, strict=True):
         texts = [codec.decode(ids) for ids in group]
@@ -839,7 +859,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> tuple[list[Roll
         return [], figures
     before = run.ask(run.store.reward, t, stage, node.id) if t <= run.replay_until else None
     if before is not None:
-        return replayed_externals(run, node, before.get("externals")), figures
+        external = replayed_externals(run, before.get("externals"))
+        return external, {**figures, "external_pool": len(external)}
     rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
     drawn, seen = [], {}
     for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
@@ -987,8 +1008,8 @@ def count_rejections(run: Run, figures: dict, peer: str, reasons: dict) -> None:
             run.log.event("reject", f"{peer}: {reason}", peer=peer, count=count)
 
 
-def replayed_externals(run: Run, node: Node, keys) -> list[Rollout]:
-    """The external groups a reward file of this node names, fetched and verified again."""
+def replayed_externals(run: Run, keys) -> list[Rollout]:
+    """The external groups that a reward file names, fetched and verified again."""
     rollouts = []
     for key in keys if isinstance(keys, list) else []:
         try:  # a stranger may have written this file in our name, and it leads to paths
@@ -1039,9 +1060,9 @@ def mean_reward(rollouts: list[Rollout]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def held_out_accuracy(run: Run, node: Node, t: int) -> dict:
+def held_out_accuracy(run: Run, node: Node, t: int, stage: int) -> dict:
     """Every EVAL_INTERVAL rounds pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
-    if not run.config.EVAL_INTERVAL or (t + 1) % run.config.EVAL_INTERVAL:
+    if not run.config.EVAL_INTERVAL or (t + 1) % run.config.EVAL_INTERVAL or stage < run.config.MAX_STAGES - 1:
         return {}
     questions = []
     for i in range(run.config.EVAL_SAMPLES):
@@ -1085,7 +1106,7 @@ def train(run: Run) -> None:
                 external, figures = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
                 local = choose_local(node.rollouts, config.NUM_TRAIN_SAMPLES)
                 figures |= policy_gradient(run, node, local + external)  # 5. learn from both
-                figures |= held_out_accuracy(run, node, t)
+                figures |= held_out_accuracy(run, node, t, stage)
                 stats = round_stats(run, node, t, local, external, figures)
                 submit_reward(run, node, t, stage, stats, external)  # 6. report, then on to the next round
                 report_round(run, node, t, stats)
@@ -1101,7 +1122,7 @@ def next_round(run: Run) -> int | None:
     while True:
         if run.ask(look_around, run, default="outage") == "outage":
             # Alone for now; not faster than the last rounds went, so as not to run away from the swarm's clock.
-            while run.courier.outage_since is not None and time.monotonic() < run.round_began + run.round_seconds:
+            while time.monotonic() < run.round_began + run.round_seconds:
                 time.sleep(0.1)
             t = own
             break
@@ -1125,7 +1146,7 @@ def next_round(run: Run) -> int | None:
         if time.monotonic() > patience:
             patience = float("inf")  # say it once
             run.log.event("wait", f"round {own} is not open here yet: the coordinator's rounds are long, or the folder shows old listings", round=own)
-            run.log.flush(run, every=0.0)
+            run.log.flush(run.append, every=0.0)
         pace.sleep()
     if t >= config.MAX_ROUNDS:
         run.log.event("end", f"the experiment is at round {t} already and MAX_ROUNDS={config.MAX_ROUNDS}: nothing to do; raise MAX_ROUNDS to go on")
@@ -1166,7 +1187,7 @@ def finish_round(run: Run, t: int) -> None:
     due = (t + 1) // config.CHECKPOINT_INTERVAL > (run.done + 1) // config.CHECKPOINT_INTERVAL  # also when that round was skipped
     run.done, run.rounds_worked = t, run.rounds_worked + 1
     if due or t == config.MAX_ROUNDS - 1:
-        run.log.flush(run, every=0.0)  # before the checkpoint: rounds that are not replayed have their rows in the log
+        run.log.flush(run.append, every=0.0)  # before the checkpoint: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
         for node in run.nodes:
             push_to_hub(run, node)
@@ -1177,7 +1198,7 @@ def finish_round(run: Run, t: int) -> None:
     for cache in (run.fetched, run.verified):
         for key in [k for k in cache if k[0] < t - config.ROLLOUT_MAX_AGE]:
             del cache[key]
-    run.log.flush(run)
+    run.log.flush(run.append)
     if run.log.bar is not None:
         run.log.bar.update(t + 1 - run.log.bar.n)
     run.stop.unshield()
@@ -1201,7 +1222,7 @@ def round_stats(run: Run, node: Node, t: int, local, external, figures: dict) ->
         "completions": len(texts),
         "local_groups": len(local),
         "external_groups": len(external),
-        "external_short": run.config.NUM_TRANSPLANT_TREES - len(external),
+        "external_short": max(0, run.config.NUM_TRANSPLANT_TREES - len(external)),
         "external_ages": [t - r.key[0] for r in external],
         "flat_groups": sum(not r.group.is_informative for r in local + external),
         "informative_local": sum(r.group.is_informative for r in node.rollouts),
@@ -1347,7 +1368,7 @@ def restore(run: Run, node: Node, state: dict) -> None:
 def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
-        local = save_locally(run, node)
+        local = save_locally(run, node, "models")
         run.courier.post(run.store.copy_folder, local, f"models/{node.id}")
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
@@ -1355,8 +1376,8 @@ def save_models(run: Run) -> None:
     run.log.say(f"final model: {folder}\n  try it: python -c {shlex.quote(f'from transformers import pipeline; print({ask})')}")
 
 
-def save_locally(run: Run, node: Node) -> Path:
-    local = run.scratch / "models" / node.id
+def save_locally(run: Run, node: Node, folder: str) -> Path:
+    local = run.scratch / folder / node.id
     node.model.save_pretrained(local)
     run.codec.tokenizer.save_pretrained(local)
     return local
@@ -1367,7 +1388,7 @@ def push_to_hub(run: Run, node: Node) -> None:
     token = run.config.HUGGINGFACE_ACCESS_TOKEN
     if not token or any(thread.name == f"hub {node.id}" for thread in threading.enumerate()):
         return  # not asked for, or the last push is still under way
-    local = save_locally(run, node)
+    local = save_locally(run, node, "hub")
 
     def push():
         try:
@@ -1392,7 +1413,7 @@ def push_to_hub(run: Run, node: Node) -> None:
 def join_experiment(config: Config, store: DriveStore, say) -> list[str]:
     """Create the experiment or check that this node's settings agree with it; returns the tasks. ConfigError names both values."""
     if not (store.base / "config.json").exists():
-        others = list_experiment_names(config.GDRIVE_PATH)
+        others = list_experiments(config.GDRIVE_PATH)
         say(f"new experiment {config.EXPERIMENT_NAME}" + (f"; there are also: {', '.join(others)}" if others else ""))
     store.create()
     tasks = config.TASKS
@@ -1400,7 +1421,7 @@ def join_experiment(config: Config, store: DriveStore, say) -> list[str]:
         tasks = ",".join(SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS)
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in PRIVATE_SETTINGS}
     settings |= {"TASKS": tasks, "created_at": time.time(), "reasoning_gym": reasoning_gym.__version__, "task_table": task_hash()}
-    began_with = store.open_config(settings)
+    began_with = store.open_config(settings, only_read=config.NODE_ROLE == "coordinator")  # it knows neither I, J nor model
     if config.TASKS == "auto" or config.NODE_ROLE == "coordinator":
         tasks = str(began_with.get("TASKS", tasks))
         unknown = [task for task in tasks.split(",") if task not in TASK_TABLE]
@@ -1430,20 +1451,19 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
 
     live = Liveness(store, config.STALE_AFTER_SECONDS)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
-    state = {"run": None, "state": "running"}
-    courier = Courier(log.event, lambda: beat(store, state), beat_seconds=min(15.0, config.STALE_AFTER_SECONDS / 4))
+    courier = Courier(log.event, beat_seconds=min(15.0, config.STALE_AFTER_SECONDS / 4))
     run = Run(config, store, courier, codec, live, nodes, log, stop, tasks, scratch)
-    state["run"] = run
+    courier.beat = lambda: beat(run)
     try:
         prepare(run)
         log.bar = progress_bar(run)
         train(run)
-        state["state"] = "done"
+        run.state = "done"
         save_models(run)
         log.event("end", f"finished; cumulative reward {sum(n.total_reward for n in nodes) / len(nodes):.2f} per node")
         return "finished"
     except Stopped:
-        state["state"] = "stopped"
+        run.state = "stopped"
         save_checkpoint(run)
         log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
         return "stopped"
@@ -1451,7 +1471,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         log.event("end", str(error))
         return "superseded"
     finally:
-        close(run, state)
+        close(run)
 
 
 def new_node(node_id: str, model, config: Config, session: str) -> Node:
@@ -1463,11 +1483,10 @@ def new_node(node_id: str, model, config: Config, session: str) -> Node:
     return Node(node_id, own, optimizer, session=session)
 
 
-def beat(store: DriveStore, state: dict) -> None:
+def beat(run: Run) -> None:
     """The heartbeat of all nodes of this process; called by the courier."""
-    run = state["run"]
-    for node in run.nodes if run else []:
-        store.heartbeat(node.id, {"session": node.session, "round": run.done + 1, "state": state["state"]})
+    for node in run.nodes:
+        run.store.heartbeat(node.id, {"session": node.session, "round": run.done + 1, "state": run.state})
 
 
 def prepare(run: Run) -> None:
@@ -1513,22 +1532,22 @@ def progress_bar(run: Run):
     return None
 
 
-def close(run: Run, state: dict) -> None:
+def close(run: Run) -> None:
     """Write what is still queued and say goodbye. Nothing is given up silently."""
     if run.log.bar is not None:
         run.log.bar.close()
         run.log.bar = None
-    run.log.flush(run, every=0.0)
-    if state["state"] != "running":
-        run.courier.post(beat, run.store, state)
+    run.log.flush(run.append, every=0.0)
+    if run.state != "running":
+        run.courier.post(beat, run)
     for thread in threading.enumerate():
         if thread.name.startswith("hub "):
             thread.join(timeout=120.0)
-    run.log.flush(run, every=0.0)
+    run.log.flush(run.append, every=0.0)
     if not run.courier.flush(timeout=10.0):
         run.log.say(f"{run.courier.pending} writes are still waiting for the shared folder; waiting up to 5 minutes (Ctrl-C gives up)")
     run.courier.flush(timeout=300.0)
-    run.log.flush(run, every=0.0)  # what the courier said meanwhile
+    run.log.flush(run.append, every=0.0)  # what the courier said meanwhile
     pending = run.courier.close(timeout=10.0)
     if pending:
         run.log.say(f"{pending} writes did not reach the shared folder; checkpoints among them lie in {run.scratch}")
@@ -1547,7 +1566,8 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity(), "versions": versions()})
     store.sweep_temp_files([COORDINATOR], max(0, store.current_round() - 1))
 
-    def clean(round_):
+    def each_round(round_):
+        log.flush(store.append)
         if config.ROLLOUT_CLEANUP_ENABLED:  # owners clean up after themselves; this is for nodes long gone
             store.clean_rollouts(round_ - 2 * rounds_to_keep(config), None, config.ROLLOUT_ARCHIVE_OLD)
 
@@ -1556,7 +1576,7 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
         store, session, COORDINATOR, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1,
         strategy=config.ROUND_ADVANCE, interval=config.COORDINATOR_ROUND_INTERVAL,
         liveness=Liveness(store, config.STALE_AFTER_SECONDS), say=log.say,
-        should_stop=lambda: stop.requested, clean=clean,
+        should_stop=lambda: stop.requested, each_round=each_round,
     )  # fmt: skip
 
 
@@ -1573,7 +1593,9 @@ def run_validate(config: Config) -> str:
     if not (isinstance(rounds, int) and isinstance(local, int) and 1 <= rounds <= 10**6 and 1 <= local <= 256):
         raise StoreError(f"{store.base / 'config.json'}: MAX_ROUNDS or LOCAL_NODES is missing or out of range")
     rounds = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else rounds
-    nodes = local if local > 1 else config.NUM_WORKERS
+    nodes = local if local > 1 else began_with.get("NUM_WORKERS")
+    if config.NUM_WORKERS != Config.NUM_WORKERS or not isinstance(nodes, int):
+        nodes = config.NUM_WORKERS
     problems = validate_experiment(store, rounds, nodes)
     for problem in problems:
         print(f"validate: {problem}")
@@ -1583,7 +1605,7 @@ def run_validate(config: Config) -> str:
 
 def is_there(config: Config) -> bool:
     """Whether the experiment to be read exists; else says so, and which ones do."""
-    names = list_experiment_names(config.GDRIVE_PATH)
+    names = list_experiments(config.GDRIVE_PATH)
     if config.EXPERIMENT_NAME not in names:
         print(f"no experiment {config.EXPERIMENT_NAME!r} below {config.GDRIVE_PATH}" + (f"; there are: {', '.join(names)}" if names else ""))
     return config.EXPERIMENT_NAME in names
@@ -1668,7 +1690,7 @@ def store_milliseconds(questions, completions, codec: Codec, times: int = 20) ->
 
 
 def peak_memory_gb(config: Config) -> float:
-    if config.DEVICE.startswith("cuda"):
+    if config.DEVICE == "cuda":
         return torch.cuda.max_memory_allocated() / 1e9
     import resource  # not on Windows
 
@@ -1692,15 +1714,10 @@ def get_experiment_metrics(path, name: str) -> list[dict]:
     return reward_rows(DriveStore(path, name))
 
 
-def list_experiments(path) -> list[str]:
-    """Names of the experiments below the shared folder `path`."""
-    return list_experiment_names(path)
-
-
 def compare_experiments(path, names=None) -> list[dict]:
     """Figures of the experiments `names` (all below `path` by default), averaged over seeds, against their J = 0 baseline."""
     summaries = []
-    for name in names or list_experiment_names(path):
+    for name in names or list_experiments(path):
         try:
             summaries.append(summarize(DriveStore(path, name), REPORT_THRESHOLD))
         except ValueError as error:  # one damaged config.json must not take the report of the others away

@@ -42,8 +42,8 @@ import sapo
 from coordinator import Liveness, _boot_id, _pid_start, coordinate, experiment_status, is_known_dead, is_round_over
 from coordinator import dashboard, process_identity, resume_clock, reward_rows, summarize, validate_experiment
 from drive_store import BadFile, COORDINATOR, Courier, DriveStore, MAX_JSON_BYTES, StoreError, bucket, bucket_round
-from drive_store import check_name, check_rollouts, is_number, list_experiment_names, parse_json, read_json, retrying
-from grpo import Group, check_head, generate, group_advantages, grpo_loss, row_weights, sample_tokens, sequence_logps
+from drive_store import check_name, check_rollouts, is_number, list_experiments, parse_json, read_json, retrying
+from grpo import Group, check_head, generate, group_advantages, grpo_loss, halving_on_oom, row_weights, sample_tokens, sequence_logps
 from grpo import shared_prompt_logps, token_logps, update
 from sapo import Config, ConfigError, EVAL_ON_ANSWER, HELD_OUT_SEEDS, Log, PAPER_TASKS, Codec, SMALL_TASKS
 from sapo import SYSTEM_PROMPTS, TASK_TABLE, UNSTABLE, build_tiny, config_table, held_out_accuracy, join_experiment
@@ -389,15 +389,15 @@ def test_out_of_memory_in_generation_halves_the_batch_and_gives_the_same_tokens(
             raise torch.OutOfMemoryError
         return plain_decode(model, batch, *rest)
 
-    def draw():
-        return generate(tiny_lm(), prompts, 3, 8, 1.0, {2}, torch.Generator().manual_seed(5))
+    def draw(rows):
+        return generate(tiny_lm(), prompts, 3, 8, 1.0, {2}, torch.Generator().manual_seed(5), max_rows=rows)
 
-    expected = draw()
+    expected = draw(15)
     monkeypatch.setattr(grpo, "decode", scarce)
-    assert draw() == expected and sizes == [5, 3, 2, 2, 1]
+    assert halving_on_oom(draw, 2**30, 15, "generation", smallest=3) == (expected, 8) and sizes == [5, 2, 2, 1]
     room = 0
     with pytest.raises(torch.OutOfMemoryError):  # one question at a time is the least
-        draw()
+        halving_on_oom(draw, 8, 15, "generation", smallest=3)
 
 
 # ======== drive_store.py and coordinator.py ===================================================================
@@ -658,10 +658,10 @@ def test_a_wrong_value_in_any_field_rejects_the_file_with_a_reason(tmp_path):
     with pytest.raises(BadFile, match="too many groups"):
         check_rollouts(wire_file(groups=4097), 1, 0, "p")
     assert [is_number(value) for value in (0, -1.5, True, "1", float("inf"), float("nan"))] == [True] * 2 + [False] * 4
-    for size in (2, 64):  # groups as large as that are fine, and so are unknown keys; claims are not passed on
+    for size in (2, 64):  # groups as large as that are fine, and so are unknown keys; an answer is not passed on
         [group] = check_rollouts({**wire_file(), "new": 1, "rollouts": {"5": {**wire_group(7, size), "new": 1}}}, 1, 0, "p")
         assert group["key"] == (1, 0, "p", 5) and len(group["completions"]) == size
-        assert set(group) == {"key", "task", "seed", "prompt", "completions"} and set(group["completions"][0]) == {"response", "finished"}
+        assert set(group) == {"key", "task", "seed", "prompt", "completions"} and set(group["completions"][0]) == {"response", "finished", "claimed"}
 
 
 # -------- drive_store: many files -----------------------------------------------------------------------------
@@ -880,7 +880,7 @@ def test_the_first_config_stands_and_a_damaged_one_is_an_error_and_is_not_replac
         new_store(tmp_path).open_config({"SEED": 2})
     assert path.read_bytes() == b'{"SEED": '
     put(new_store(tmp_path), tmp_path / "experiments/not a name/config.json")
-    assert list_experiment_names(tmp_path) == ["x"] and list_experiment_names(tmp_path / "no") == []
+    assert list_experiments(tmp_path) == ["x"] and list_experiments(tmp_path / "no") == []
 
 
 def test_the_newest_session_wins_even_if_its_clock_is_ten_minutes_behind(tmp_path, monkeypatch):
@@ -1194,6 +1194,34 @@ def finished_run(folder) -> DriveStore:
     return store
 
 
+def test_a_node_of_another_host_that_fell_silent_a_day_ago_is_dead_at_the_first_look(tmp_path):
+    store, day_ago = new_store(tmp_path), time.time() - 86400
+    store.register("far", "worker", {"registered_at": day_ago})
+    put(store, "heartbeats/far.json", {"node_id": "far", "time": day_ago})
+    store.open_round(0, "far")
+    store.submit_reward(0, 0, "far", {"reward": 0.5, "timestamp": day_ago})
+    text = dashboard(store, Liveness(store, 300), reward_rows(store))
+    [line] = [line for line in text.splitlines() if line.startswith("far ")]
+    assert " dead " in line and "no live worker" in text
+
+
+def test_runs_that_differ_in_any_setting_are_never_averaged(tmp_path):
+    for name, changes in (("a", {}), ("b", {"SEED": 2}), ("c", {"LOSS_TYPE": "grpo"}), ("d", {"REWARD": "verifier"})):
+        store = DriveStore(tmp_path, name)
+        store.create()
+        store.open_config({"SEED": 1, "NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 0, "LOCAL_OVERSAMPLE": 1, "LOSS_TYPE": "dapo", "REWARD": "exact"} | changes)
+        store.submit_reward(0, 0, "n1", {"reward": 0.5, "timestamp": 1.0})
+    found = {row["label"]: row["runs"] for row in sapo.compare_experiments(tmp_path)}
+    assert found == {"4/0 loss=dapo reward=exact": 2, "4/0 loss=grpo reward=exact": 1, "4/0 loss=dapo reward=verifier": 1}
+
+
+def test_a_coordinator_that_comes_first_does_not_decide_what_the_workers_train_on(tmp_path):
+    settings = {"GDRIVE_PATH": str(tmp_path), "MODEL_NAME": "tiny"}
+    assert join_experiment(config_of(NODE_ROLE="coordinator", **settings), DriveStore(tmp_path, "default"), print)
+    worker = config_of(TASKS="gcd,lcm", SEED="7", **settings)
+    assert join_experiment(worker, DriveStore(tmp_path, "default"), print) == ["gcd", "lcm"]
+
+
 def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
     store = finished_run(tmp_path)
     junk = [{"completions": "x"}, {"held_out": "x"}, {"held_out": None}, {"flat_groups": None}, {"reward": 2}, {"reward": -0.1}, {"reward": True}, {"reward": None}, {"round": 7}, {"stage": 1}, {"node_id": "n1"}]
@@ -1411,18 +1439,17 @@ def test_the_access_token_appears_nowhere(tmp_path, capsys, monkeypatch):
     assert "HUGGINGFACE_ACCESS_TOKEN     set" in config_table(config) and "HUGGINGFACE_ACCESS_TOKEN     unset" in config_table(config_of())
     join_experiment(config, DriveStore(tmp_path, "default", "node_1"), log.say)
     log.event("hub", f"401 for {secret}", detail=f"Bearer {secret}")
-    run = SimpleNamespace(config=config, log=log, store=SimpleNamespace(append=None), done=3)
-    run.courier = SimpleNamespace(post=lambda _, path, text: lines.append(text))
+    run = SimpleNamespace(config=config, log=log, done=3)
 
     def failing_hub(token):
         raise OSError("x" * 450 + token)  # a message that is cut off at 500 characters is cut inside the token
 
     monkeypatch.setattr("huggingface_hub.HfApi", failing_hub)
-    monkeypatch.setattr(sapo, "save_locally", lambda run, node: tmp_path)
+    monkeypatch.setattr(sapo, "save_locally", lambda run, node, folder: tmp_path)
     push_to_hub(run, SimpleNamespace(id="node_1"))
     deadline = time.monotonic() + 5
     while "push failed" not in "".join(lines) and time.monotonic() < deadline:
-        log.flush(run, every=0.0)
+        log.flush(lambda path, text: lines.append(text), every=0.0)
     seen = [repr(config), config_table(config), variable_table(), resume_line(config, {"SEED": "7", "HUGGINGFACE_ACCESS_TOKEN": secret}), capsys.readouterr().out, *lines]
     seen += [config_error(HUGGINGFACE_ACCESS_TOKEN=secret, SEED="x"), *(p.read_text() for p in tmp_path.rglob("*.json"))]
     assert "401 for ***" in str(seen) and "push failed" in str(seen) and list(tmp_path.rglob("config.json"))
@@ -1573,7 +1600,7 @@ def test_held_out_questions_are_out_of_reach_of_training_and_of_peers(monkeypatc
     monkeypatch.setattr(sapo, "generate_rollouts", lambda run, node, questions, *_: asked.append(questions))
     monkeypatch.setattr(sapo, "mean_reward", lambda rollouts: 0.5)
     run = SimpleNamespace(config=config_of(EVAL_INTERVAL="2", EVAL_SAMPLES="32"), tasks=SMALL_TASKS)
-    assert [held_out_accuracy(run, SimpleNamespace(id=n, generate_seconds=0.0), t).get("held_out") for n, t in (("a", 1), ("b", 1), ("a", 3), ("a", 2))] == [0.5, 0.5, 0.5, None]
+    assert [held_out_accuracy(run, SimpleNamespace(id=n, generate_seconds=0.0), t, 0).get("held_out") for n, t in (("a", 1), ("b", 1), ("a", 3), ("a", 2))] == [0.5, 0.5, 0.5, None]
     assert asked[0] == asked[1] == asked[2] and len(set(asked[0])) == 32 and all(q.seed in HELD_OUT_SEEDS for q in asked[0])
     raw = {"task": asked[0][0].task, "seed": asked[0][0].seed, "prompt": asked[0][0].text}
     assert verify_uncached(run, raw) == "held-out question"
@@ -1721,8 +1748,8 @@ def test_a_reward_file_forged_in_our_name_leads_to_no_path_and_no_crash(tmp_path
     run = SimpleNamespace(ask=lambda function, *args, default: fetched.append(args) or default, store=SimpleNamespace(fetch=None))
     run.log = SimpleNamespace(event=lambda kind, text: said.append(kind))
     keys = [1, None, [], [1, 0, "p"], [1, 0, "../p", 0], [1, 0, None, 0], ["1", 0, "p", 0], [1, [0], "p", 0], {"a": 1}, [1, 0, "p", 0]]
-    assert sapo.replayed_externals(run, None, keys) == [] and fetched == [(1, 0, "p")] and said == ["replay"] * len(keys)
-    assert sapo.replayed_externals(run, None, 7) == []
+    assert sapo.replayed_externals(run, keys) == [] and fetched == [(1, 0, "p")] and said == ["replay"] * len(keys)
+    assert sapo.replayed_externals(run, 7) == []
 
 
 def test_a_strangers_completion_is_encoded_apart_from_the_prompt_and_rated_here():
@@ -1929,7 +1956,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(drive, unbroken, monkey
     """Two nodes, so calls 13 and 14 belong to round 6; checkpoints are due after rounds 3, 7, 11 and 13."""
     name = f"killed_{point}_{call}"
     with monkeypatch.context() as patch:
-        patch.setattr(sapo, "close", lambda run, state: run.courier.close(timeout=0))  # what is queued is lost
+        patch.setattr(sapo, "close", lambda run: run.courier.close(timeout=0))  # what is queued is lost
         at_call(patch, point, call, die)
         with pytest.raises(Killed):
             swarm(drive, name, MAX_ROUNDS=14)
@@ -1988,7 +2015,7 @@ def test_a_kill_between_two_nodes_checkpoints_leaves_one_that_both_have(drive, u
 
         patch.setattr(sapo.DriveStore, "write_checkpoint", write)
         patch.setattr(threading, "excepthook", lambda args: None)
-        patch.setattr(sapo, "close", lambda run, state: run.courier.close(timeout=0))
+        patch.setattr(sapo, "close", lambda run: run.courier.close(timeout=0))
         at_call(patch, "save_checkpoint", 2, lambda: (time.sleep(0.5), die()), after=True)
         with pytest.raises(Killed):
             swarm(drive, "half_checkpoint", MAX_ROUNDS=14, CHECKPOINT_KEEP=1)
@@ -2107,7 +2134,7 @@ def test_a_base_model_stops_after_its_answer_and_pays_nothing_for_what_it_would_
     right, late = f"<answer>{question.answer}</answer>", "\n\nNext?\n<answer>0</answer>"
     script, steps = torch.tensor(codec.encode(right + late)), iter(range(64))
     monkeypatch.setattr(grpo, "sample_tokens", lambda logits, noise, t: script[next(steps)].expand(len(logits)))
-    run, node = SimpleNamespace(config=config, codec=codec), sapo.Node("n", model, None)
+    run, node = SimpleNamespace(config=config, codec=codec, max_decoded=100), sapo.Node("n", model, None)
     (rollout,) = sapo.generate_rollouts(run, node, [question], "generate", 0, 0, 3)
     assert rollout.texts == [right] * 3 and rollout.finished == [True] * 3 and rollout.group.rewards == [1.0] * 3
     assert rollout.group.completions == [codec.encode(right)] * 3, "its own ids, nothing added"
@@ -2204,7 +2231,7 @@ def test_the_log_has_a_row_per_round_with_the_figures_of_its_line(drive, unbroke
 
 def test_the_rows_of_a_killed_run_are_in_the_log_up_to_its_checkpoint(drive, unbroken, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(sapo, "close", lambda run, state: run.courier.close(timeout=0))
+        patch.setattr(sapo, "close", lambda run: run.courier.close(timeout=0))
         at_call(patch, "policy_gradient", 11, lambda: (time.sleep(0.5), die()))
         with pytest.raises(Killed):
             swarm(drive, "rows", MAX_ROUNDS=6)

@@ -29,7 +29,7 @@ from safetensors.torch import save as safetensors_save
 import coordinator
 import sapo
 from coordinator import Liveness, compare, dashboard, experiment_status, reward_rows, summarize, validate_experiment
-from drive_store import GROUP_SIZES, MAX_RESPONSE_CHARS, BadFile, DriveStore, StoreError, check_name, check_rollouts, list_experiment_names, parse_json
+from drive_store import GROUP_SIZES, MAX_RESPONSE_CHARS, BadFile, DriveStore, StoreError, check_name, check_rollouts, list_experiments, parse_json
 from sapo import ConfigError, TASK_TABLE, Node, Rollout, Run, read_config, sample_external, verify_uncached
 from test_sapo import group_by_hand, tiny_codec
 
@@ -174,7 +174,7 @@ def look_at_everything(root) -> Counter:
         if summary := summarize(store):
             rows = compare([summary, summary])
             coordinator.report_text(rows, 0.3)
-    assert list_experiment_names(root) in (["x"], [])
+    assert list_experiments(root) in (["x"], [])
     with contextlib.redirect_stdout(io.StringIO()):
         for role in ("validate", "monitor", "report"):
             environ = {"NODE_ROLE": role, "GDRIVE_PATH": str(root), "EXPERIMENT_NAME": "x", "NODE_ID": "r"}
