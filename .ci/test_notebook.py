@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_four_settings_are_compared_on_one_machine(tmp_path):
     """The shell line of the cell, with the embedded model and few rounds in place of a GPU."""
     (command,) = re.findall(r"^!cd \S+ && (.*)$", CELLS["compare"], re.MULTILINE)
     command = command.replace("MODEL_NAME=gpt2", "MODEL_NAME=tiny").replace("MAX_ROUNDS=200", "MAX_ROUNDS=2").replace("bash ", f"bash {ROOT}/")
-    environ = {**os.environ, "WARM_START_STEPS": "40", "GDRIVE_PATH": str(tmp_path), "LOCAL_NODES": "2"}
+    environ = {**os.environ, "PYTHON": sys.executable, "WARM_START_STEPS": "40", "GDRIVE_PATH": str(tmp_path), "LOCAL_NODES": "2"}
     done = subprocess.run(["bash", "-c", command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     for label in ("4/0", "3/1", "2/2", "1/3"):
