@@ -498,6 +498,12 @@ def write_report(rows: list[dict], folder, threshold: float = 0.3) -> list[Path]
     return [text, table, full] + [picture] * plot_report(rows, picture, threshold)
 
 
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel; that the package has been imported is not enough."""
+    ipython = sys.modules.get("IPython")
+    return "ipykernel" in sys.modules and ipython is not None and ipython.get_ipython() is not None
+
+
 def draw(path, rows: int, columns: int, size: tuple[float, float], paint) -> bool:
     """Make a picture with paint(its axes) and save it as a PNG unless path is None; a notebook also shows it.
 
@@ -508,8 +514,7 @@ def draw(path, rows: int, columns: int, size: tuple[float, float], paint) -> boo
     except ImportError:
         print("no picture: pip install matplotlib")
         return False
-    in_notebook = "ipykernel" in sys.modules
-    if not in_notebook:
+    if not in_notebook():
         matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -517,7 +522,7 @@ def draw(path, rows: int, columns: int, size: tuple[float, float], paint) -> boo
     paint(*axes.flat)
     if path is not None:
         figure.savefig(path, dpi=110)
-    if in_notebook:
+    if in_notebook():
         plt.show()
     plt.close(figure)
     return True
@@ -684,7 +689,7 @@ def monitor(store, stale_after: float, once: bool = False, should_stop=lambda: F
     while True:
         rows = reward_rows(store)
         print(clear + dashboard(store, live, rows), flush=True)
-        if (chart is not None or "ipykernel" in sys.modules) and plot_experiment(chart, rows) and chart is not None:
+        if (chart is not None or in_notebook()) and plot_experiment(chart, rows) and chart is not None:
             print(f"charts: {chart}", flush=True)
         deadline = time.monotonic() + 30.0
         while not once and not should_stop() and time.monotonic() < deadline:

@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
     from coordinator import Liveness, Pace, coordinate, experiment_status, is_known_dead, process_identity
-    from coordinator import compare, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
+    from coordinator import compare, in_notebook, monitor, report_text, reward_rows, summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, MAX_SEED, BadFile, Courier, DriveStore, StoreError
     from drive_store import bucket, check_name, list_experiments, read_bytes, read_json, write_atomically
     from grpo import Group, check_head, generate, halving_on_oom, sequence_logps, shared_prompt_logps, update
@@ -1527,7 +1527,7 @@ def resume_line(config: Config, environ) -> str:
 
 def progress_bar(run: Run):
     """A bar on a terminal or in a notebook, None elsewhere: a log file wants plain lines."""
-    if sys.stdout.isatty() or "ipykernel" in sys.modules:
+    if sys.stdout.isatty() or in_notebook():
         return tqdm(total=run.config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
     return None
 
@@ -1618,11 +1618,11 @@ def run_monitor(config: Config, stop: StopButton) -> str:
     if not is_there(config):
         return "invalid"
     stop.shield()
-    in_notebook, chart = "ipykernel" in sys.modules, None
-    if importlib.util.find_spec("matplotlib") and not in_notebook:
+    chart = None
+    if importlib.util.find_spec("matplotlib") and not in_notebook():
         chart = Path(config.GDRIVE_PATH) / "reports" / f"{config.EXPERIMENT_NAME}.png"
         chart.parent.mkdir(exist_ok=True)
-    live = sys.stdout.isatty() or in_notebook
+    live = sys.stdout.isatty() or in_notebook()
     monitor(store, config.STALE_AFTER_SECONDS, once=not live, should_stop=lambda: stop.requested, chart=chart)
     return "finished"
 
@@ -1769,5 +1769,5 @@ def main(environ=None) -> int:
 
 if __name__ == "__main__":
     status = main()
-    if status and "ipykernel" not in sys.modules:  # in a notebook the cell just ends
+    if status and not in_notebook():  # in a notebook the cell just ends
         sys.exit(status)
