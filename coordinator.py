@@ -565,7 +565,9 @@ def dashboard(store, live: Liveness, rows: list[dict]) -> str:
     """The state of an experiment as text: clock, nodes, latest rollout, storage, and what looks wrong."""
     live.refresh()
     clock, by_node = store.current_round(), rows_by("node_id", rows)
-    counts = [f"{r}: {len(published(store, r))}" for r in reversed(newest(store, clock, 5))]
+    rounds = [r for r in store.rounds("rollouts") if r <= clock][-5:]  # a stranger's later than the clock left out
+    recent = {r: published(store, r) for r in rounds}  # two listings a round: made once for all that is said below
+    counts = [f"{r}: {len(nodes)}" for r, nodes in recent.items()]
     size = sum(size_of(os.path.join(folder, name)) for folder, _, names in os.walk(store.base) for name in names)
     free = shutil.disk_usage(store.base).free
     return "\n".join([
@@ -573,10 +575,10 @@ def dashboard(store, live: Liveness, rows: list[dict]) -> str:
         f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend",
         *(node_line(live, node, by_node.get(node, [])) for node in sorted(live.sessions)), "",
         f"nodes with rollouts, by round  {'  '.join(counts)}",
-        *latest_rollout(store, clock), *latest_winners(store, clock), "",
+        *latest_rollout(store, recent), *latest_winners(store, clock), "",
         f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free",
         *(f"unusable files: {count} ({reason})" for reason, count in sorted(store.skipped.items())),
-        *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, free)),
+        *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, recent, free)),
     ])  # fmt: skip
 
 
@@ -599,20 +601,18 @@ def size_of(path) -> int:
         return 0
 
 
-def newest(store, clock: int, count: int) -> list[int]:
-    """The newest `count` rounds that have rollouts, newest first; a stranger's later than the clock left out."""
-    return [r for r in store.rounds("rollouts") if r <= clock][: -count - 1 : -1]
-
-
 def published(store, round_: int) -> dict[str, int]:
     """{node: last stage in which it published} of one round."""
     return {node: stage for stage in store.stages("rollouts", round_) for node in store.publishers(round_, stage)}
 
 
-def latest_rollout(store, clock: int) -> list[str]:
-    """One question of the newest rollout file with three of its completions and what their writer says they earned."""
-    for round_ in newest(store, clock, 5):
-        for node, stage in published(store, round_).items():
+def latest_rollout(store, recent: dict) -> list[str]:
+    """One question of the newest rollout file with three of its completions and what their writer says they earned.
+
+    recent: {round: what `published` says of it}, oldest first.
+    """
+    for round_, nodes in reversed(recent.items()):
+        for node, stage in nodes.items():
             for group in store.fetch(round_, stage, node)[0]:
                 lines = [f"latest rollout: {node}, round {round_}, {plain(group['task'])}", f"  {group['prompt']!r:.110}"]
                 best_first = sorted(group["completions"], key=lambda c: -(c["claimed"] or 0))
@@ -634,21 +634,21 @@ def latest_winners(store, clock: int) -> list[str]:
     return []
 
 
-def health_warnings(store, live: Liveness, rows: list[dict], clock: int, free: float) -> list[str]:
-    """What looks wrong, each with what to do about it."""
+def health_warnings(store, live: Liveness, rows: list[dict], clock: int, recent: dict, free: float) -> list[str]:
+    """What looks wrong, each with what to do about it. recent: as in `latest_rollout`."""
     live_now, workers = live.live_workers(), live.workers()
     finished = bool(workers) and all(live.has_left(n) for n in workers)
-    silent = not any(published(store, r) for r in range(max(0, clock - 2), clock + 1))
+    silent = not any(nodes for round_, nodes in recent.items() if round_ > clock - 3)
     idle = min((live.silence(n) for n in live_now), default=0.0)
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
-    recent = [row for row in rows if row["round"] > clock - 10]
+    useful = [useful_groups(row) for row in rows if row["round"] > clock - 10]
     many = "{} was started {} times: do two machines share this NODE_ID?"
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live_now and not finished, "no live worker: start one with its old NODE_ID to resume it"),
         (live_now and silent, "no rollouts in the last three rounds: do all nodes see the same folder, and are rounds long enough?"),
         (idle > live.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
-        (recent and not any(map(useful_groups, recent)), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
+        (useful and not any(useful), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
         *((starts[n] > 5, many.format(n, starts[n])) for n in live_now),
         (free < 1e9, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
     ]
@@ -689,7 +689,8 @@ def monitor(store, stale_after: float, once: bool = False, should_stop=lambda: F
     while True:
         rows = reward_rows(store)
         print(clear + dashboard(store, live, rows), flush=True)
-        if (chart is not None or in_notebook()) and plot_experiment(chart, rows) and chart is not None:
+        drawn = (chart is not None or in_notebook()) and plot_experiment(chart, rows)
+        if drawn and chart is not None:
             print(f"charts: {chart}", flush=True)
         deadline = time.monotonic() + 30.0
         while not once and not should_stop() and time.monotonic() < deadline:

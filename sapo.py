@@ -6,7 +6,8 @@
 reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
 
 `train` is the paper's Algorithm 1; read it first. The steps of a round stand above it, in their order; the clock
-(`next_round`), the log line and checkpoints below. Configuration is environment variables only (class Config); `python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
+(`next_round`), the log line and checkpoints below. Configuration is environment variables only (class Config);
+`python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
 """
 
 import contextlib
@@ -1018,7 +1019,7 @@ def replayed_externals(run: Run, keys) -> list[Rollout]:
         except (TypeError, ValueError):
             run.log.event("replay", f"{key!r:.100} in the reward file names no external group")
             continue
-        groups, _, _ = run.ask(run.store.fetch, round_, stage, peer, default=([], False, {}))
+        groups, _, _ = fetch_once(run, round_, stage, peer) or ([], False, {})
         found = [verify(run, raw) for raw in groups if raw["key"] == (round_, stage, peer, index)]
         if not found or isinstance(found[0], str):
             run.log.event("replay", f"external group {key} is no longer there; this round will differ from its first run")

@@ -1745,7 +1745,7 @@ def test_what_lies_in_the_place_of_a_claim_or_a_warm_start_blocks_nobody(tmp_pat
 
 def test_a_reward_file_forged_in_our_name_leads_to_no_path_and_no_crash(tmp_path):
     fetched, said = [], []
-    run = SimpleNamespace(ask=lambda function, *args, default: fetched.append(args) or default, store=SimpleNamespace(fetch=None))
+    run = SimpleNamespace(ask=lambda function, *args: fetched.append(args), store=SimpleNamespace(fetch=None), fetched={})
     run.log = SimpleNamespace(event=lambda kind, text: said.append(kind))
     keys = [1, None, [], [1, 0, "p"], [1, 0, "../p", 0], [1, 0, None, 0], ["1", 0, "p", 0], [1, [0], "p", 0], {"a": 1}, [1, 0, "p", 0]]
     assert sapo.replayed_externals(run, keys) == [] and fetched == [(1, 0, "p")] and said == ["replay"] * len(keys)

@@ -1,18 +1,15 @@
 """The dashboard beside a live swarm of real processes: one look after a kill it says who is dead."""
 
+import os
 import re
 import subprocess
 import sys
 
-from test_kill_storm import ROOT, STARTED, Process, drive, nothing_left_behind  # noqa: F401  the last two are fixtures
-
-ROUND = r"\w+ round \d+/\d+ "
+from test_kill_storm import ROOT, ROUND, STARTED, Process, drive, nothing_left_behind  # noqa: F401  the last two are fixtures
 
 
 def look(drive) -> tuple[str, dict[str, str]]:  # noqa: F811
     """One refresh of NODE_ROLE=monitor: its text, and {node: state}."""
-    import os
-
     environ = {**os.environ, "NODE_ROLE": "monitor", "GDRIVE_PATH": str(drive), "EXPERIMENT_NAME": "default"}
     done = subprocess.run([sys.executable, ROOT / "sapo.py"], env=environ, cwd=drive.parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
