@@ -100,19 +100,19 @@ def test_a_whole_swarm_in_one_cell_is_stopped_resumed_and_looked_into(session, t
 
 
 def test_sessions_with_a_coordinator_train_together_and_one_that_died_goes_on(session, tmp_path):
-    settings = {"FETCH_TIMEOUT_SECONDS": 5, "EXTERNAL_FILTER": False, "CHECKPOINT_INTERVAL": 2, "COORDINATOR_ROUND_INTERVAL": 15}
+    settings = {"FETCH_TIMEOUT_SECONDS": 5, "EXTERNAL_FILTER": False, "CHECKPOINT_INTERVAL": 2, "COORDINATOR_ROUND_INTERVAL": 15, "MAX_ROUNDS": 20000}
     lead, anna, ben = session(), session(), session()
     lead.start(CELLS["coordinator"], **settings)
     anna.start(CELLS["worker"], **settings)
     ben.start(CELLS["worker"].replace("anna", "ben"), **settings)
-    anna.until(r"anna round \d+/200 \| reward \S+ \| groups 4\+4")
-    ben.until(r"ben round \d+/200 \| reward \S+ \| groups 4\+4")
-    ben.until(r"ben round (00[3-9]|0[1-9]\d)/200")
+    anna.until(r"anna round \d+/20000 \| reward \S+ \| groups 4\+4")
+    ben.until(r"ben round \d+/20000 \| reward \S+ \| groups 4\+4")
+    ben.until(r"ben round 0*([3-9]|[1-9]\d+)/20000")
     ben.close()  # the session dies
     again = session()
     again.start(CELLS["worker"].replace("anna", "ben"), **settings)
     again.until(r"from the checkpoint after round \d+")
-    again.until(r"ben round \d+/200")
+    again.until(r"ben round \d+/20000")
 
     watching = session()
     watching.start(CELLS["monitor"])

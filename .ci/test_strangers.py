@@ -346,11 +346,12 @@ def test_a_rollout_file_is_used_whole_or_refused_whole_and_never_costs_more_than
 def test_what_is_no_file_or_a_huge_one_stops_no_reader(tmp_path):
     """In a process of its own: without root's rights, with a limit on its memory, and with its time measured."""
     make_experiment(tmp_path)
-    code = "import sys; sys.path[:0] = ['.ci', '.']; import test_strangers; test_strangers.meet_obstacles(sys.argv[1])"
+    here = Path(__file__).resolve().parent
+    code = f"import sys; sys.path[:0] = {[str(here), str(here.parent)]}; import test_strangers; test_strangers.meet_obstacles(sys.argv[1])"
     for folder in (tmp_path, *tmp_path.parents[:2]):
         folder.chmod(0o777)
     done = subprocess.run(
-        [sys.executable, "-c", code, tmp_path], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=900,
+        [sys.executable, "-c", code, tmp_path], cwd=tmp_path, capture_output=True, text=True, timeout=900,
         env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "HOME": str(tmp_path)},
     )  # fmt: skip
     print(done.stdout[-500:])
