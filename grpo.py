@@ -1,21 +1,22 @@
 """GRPO by hand: sample completions, score them under the policy, turn group rewards into a gradient.
 
-Reads from the idea to the machinery: advantages, loss, generation, log-probabilities, update.
+Read `group_advantages`, `grpo_loss`, then `update` at the end: that is GRPO. The rest is how to sample and score fast.
 
 Symbols, the same in code, log and README:
-    N  questions (groups) in a batch        P  prompt length in tokens (left-padded in a batch)
+    N  questions (groups) in a batch        P  prompt length in tokens (padded on the left of what is not common)
     G  completions of one question          T  completion length in tokens (right-padded)
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
 
-Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1), all as in SAPO (arXiv:2509.08721):
+Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1); 1, 2 and 4 as in SAPO (arXiv:2509.08721):
 1. no KL penalty and no reference model;
 2. asymmetric clipping, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1);
 3. the default loss is a mean over all tokens of the batch (DAPO, section 3.3), not a mean of per-completion means;
-4. old_logp is the *current* policy's, taken at the start of the round, also for completions another model wrote:
+4. old_logp is the *current* policy's, taken at the start of an update, also for completions another model wrote:
    they are treated as if this policy had sampled them.
+With num_iterations=1, the default, the ratio is therefore exactly 1: nothing is clipped, the gradient is that of A log p,
+and the value of the loss says little (0 for equally long completions): watch the reward.
 """
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,8 @@ from transformers import DynamicCache
 
 ADVANTAGE_EPSILON = 1e-4  # keeps a group with a tiny spread from blowing up (TRL uses the same value)
 MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
-LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits that may stand in memory at once: 128 MiB in float32
+MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not worth a forward pass of its own
+LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update that are made at once: 128 MiB a copy in float32
 
 
 @dataclass
@@ -61,7 +63,7 @@ def is_informative(rewards: list[float]) -> bool:
 def group_advantages(rewards: list[float]) -> list[float]:
     """A_i = (r_i - mean) / (std + 1e-4) within one group, std with Bessel's correction; zeros for a flat group.
 
-    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]        (DeepSeekMath, section 4.1.2)
+    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]        (DeepSeekMath, section 4.1.2; epsilon and correction as in TRL)
     """
     if len(rewards) < 2 or not is_informative(rewards):
         return [0.0] * len(rewards)
@@ -74,7 +76,7 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
     """How much one token of each completion counts, so that any split into micro-batches sums to the same loss.
 
     lengths: (B,) tokens of every completion of the *whole* update, flat groups included. Returns (B,) float64.
-    dapo: 1 / all tokens · grpo: 1 / (B x own length) · dr_grpo: 1 / (B x max_new_tokens).
+    dapo: 1 / all tokens · grpo: 1 / (B x own length) · dr_grpo: 1 / (B x max_new_tokens), the length half of Dr. GRPO.
     """
     lengths = lengths.to(torch.float64)
     if loss_type == "dapo":
@@ -99,8 +101,8 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
     unclipped = ratio * a
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
-    # EXERCISE (KL penalty): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1)
-    loss = (token_loss * mask * weights.unsqueeze(1).to(token_loss.dtype)).sum()
+    # EXERCISE (KL penalty): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1); flat groups have one too
+    loss = (token_loss * mask * weights.unsqueeze(1)).sum()
     return loss, ((clipped < unclipped) & mask.bool()).sum()
 
 
@@ -109,16 +111,14 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
 
 def autocast(model, dtype: torch.dtype):
     """Compute in bf16 where asked for; weights and optimizer stay float32 (a step of 1e-6 is lost in a bf16 weight)."""
-    if dtype == torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device_type=model.device.type, dtype=dtype)
+    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
 
 
 def forward_hidden(model, ids, mask=None, cache=None):
     """Last hidden states (rows, length, H) of `ids` (rows, length), and the KV cache that now contains them.
 
-    mask: (rows, cached + length), 1 = real token, 0 = padding; None where nothing is padded, which keeps the fast
-    causal attention kernels. Positions count real tokens only, so padding never shifts them.
+    mask: (rows, cached + length), 1 = real token, 0 = padding; None where no row has padding before its last real
+    token (causality hides what comes after), which keeps the fast causal kernels. Positions count real tokens only.
     """
     past = cache.get_seq_length() if cache is not None else 0
     if mask is None:
@@ -163,9 +163,38 @@ def left_pad(prompts: list[list[int]], pad_id: int, device):
     """
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)
-    if all(len(p) == width for p in prompts):
-        return ids, None
-    return ids, torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
+    return ids, None if mask.all() else mask
+
+
+def right_pad(rows: list[list[int]], pad_id: int, device):
+    """Completions as one batch: ids (B, T) and mask (B, T), True = real token. [[7], [8, 9]] -> [[7, pad], [8, 9]]."""
+    width = max(map(len, rows))
+    ids = torch.tensor([r + [pad_id] * (width - len(r)) for r in rows], device=device)
+    return ids, torch.tensor([[True] * len(r) + [False] * (width - len(r)) for r in rows], device=device)
+
+
+def prefill(model, prompts: list[list[int]], pad_id: int):
+    """Run N prompts, each once: last hidden state (N, H), KV cache (N rows) and its mask (N, P), None without padding.
+
+    What all of them begin with (a chat model's system prompt) is run once for all, and its cache repeated.
+    """
+    common = 0
+    for tokens in zip(*(p[:-1] for p in prompts), strict=False):  # position by position; the last of each stays
+        if len(set(tokens)) > 1:
+            break
+        common += 1
+    slides = any(DynamicCache(config=model.config).is_sliding)  # such a window counts slots: no padding may stand inside
+    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or slides:
+        common = 0
+    ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
+    cache = None
+    if common:
+        _, cache = forward_hidden(model, torch.tensor([prompts[0][:common]], device=model.device))
+        cache.batch_repeat_interleave(len(prompts))
+        mask = None if mask is None else F.pad(mask, (common, 0), value=1)
+    hidden, cache = forward_hidden(model, ids, mask, cache)
+    return hidden[:, -1], cache, mask
 
 
 # -------- Generation ------------------------------------------------------------------------------------------
@@ -192,12 +221,12 @@ def generate(
     prompts: N lists of ids. eos_ids: set of ids that end a completion, as does answered(its ids so far) where that is
     given and true. rng: a CPU torch.Generator.
     Returns N lists of G completions (lists of ids, the EOS included where one was sampled).
-    max_rows: completions decoded together (None: all), never a part of a group. The tokens do not depend on it, because
-    each row has its own column of noise.
+    max_rows: completions decoded together (None: all), never a part of a group. The tokens do not depend on it but for
+    rounding, because each row has its own column of noise.
     """
     rows = len(prompts) * num_generations
     noise = torch.rand(max_new_tokens, rows, generator=rng)  # on the CPU, so that every device draws the same
-    at_once = min(len(prompts), max(1, (max_rows or rows) // num_generations))  # prompts per batch
+    at_once = max(1, (max_rows or rows) // num_generations)  # prompts per batch
     model.eval()
     completions = []
     for first in range(0, len(prompts), at_once):
@@ -211,10 +240,9 @@ def generate(
 def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id, answered) -> list[list[int]]:
     """The decoding loop of `generate`: N prompts -> N x G completions. noise: (max_new_tokens, N x G)."""
     device = model.device
-    ids, mask = left_pad(prompts, pad_id, device)  # (N, P)
-    hidden, cache = forward_hidden(model, ids, mask)
+    hidden, cache, mask = prefill(model, prompts, pad_id)  # of N rows
     cache.batch_repeat_interleave(num_generations)
-    logits = head_logits(model, hidden[:, -1]).repeat_interleave(num_generations, 0)  # (B, V)
+    logits = head_logits(model, hidden).repeat_interleave(num_generations, 0)  # (B, V)
     mask = None if mask is None else mask.repeat_interleave(num_generations, 0)  # (B, P)
 
     steps, rows = noise.shape
@@ -222,7 +250,7 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id,
     eos = torch.tensor(sorted(eos_ids), device=device)
     out = torch.full((rows, steps), -1, device=device)  # -1: nothing sampled
     alive = torch.arange(rows, device=device)  # which completion each row of the batch is
-    running = torch.ones(rows, dtype=torch.bool, device=device)  # its state; finished rows leave the batch in bulk
+    running = torch.ones(rows, dtype=torch.bool, device=device)  # is it unfinished? Finished rows leave in bulk
     for step in range(steps):
         token = sample_tokens(logits, noise[step, alive], temperature)  # (rows alive,)
         out[alive, step] = torch.where(running, token, -1)
@@ -251,8 +279,8 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id,
 def token_logps(model, hidden, targets, temperature: float):
     """log p(target) under softmax(logits / temperature), in float32. hidden: (S, H), targets: (S,) -> (S,).
 
-    The temperature must be the one that sampled. At most LOGIT_ELEMENTS logits exist at a time: further chunks are
-    recomputed in the backward pass rather than kept.
+    The temperature must be the one that sampled. More than LOGIT_ELEMENTS logits are made in chunks, and made again in
+    the backward pass rather than kept.
     """
 
     def score(h, y):
@@ -265,30 +293,23 @@ def token_logps(model, hidden, targets, temperature: float):
     return torch.cat([checkpoint(score, h, y, use_reentrant=False) for h, y in pieces])
 
 
-def shared_prompt_logps(model, groups, temperature: float, pad_id: int = 0):
-    """Log-probabilities (B, T) and mask (B, T) of all completions of `groups` = [(prompt, completions), …].
+def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0):
+    """Log-probabilities (B, T) and mask (B, T) of all completions of `pairs` = [(prompt, completions), …].
 
     A group shares its prompt: it is run once, its KV cache is repeated for each completion *with gradient*, and only the
     completions go through the model again. Exact, and about G times less prompt work than whole sequences.
     """
     device = model.device
-    sizes = torch.tensor([len(completions) for _, completions in groups], device=device)  # (N,)
-    rows = [c for _, completions in groups for c in completions]
-    width = max(map(len, rows))
-    targets = torch.tensor([c + [pad_id] * (width - len(c)) for c in rows], device=device)  # (B, T)
-    lengths = torch.tensor([len(c) for c in rows], device=device)
-    mask = torch.arange(width, device=device) < lengths.unsqueeze(1)  # (B, T)
-
-    prompt_ids, prompt_mask = left_pad([prompt for prompt, _ in groups], pad_id, device)  # (N, P)
-    prompt_hidden, cache = forward_hidden(model, prompt_ids, prompt_mask)
-    hidden = prompt_hidden[:, -1:].repeat_interleave(sizes, 0)  # (B, 1, H): scores each completion's first token
-    if width > 1:
+    sizes = torch.tensor([len(completions) for _, completions in pairs], device=device)  # (N,)
+    rows = [c for _, completions in pairs for c in completions]
+    targets, mask = right_pad(rows, pad_id, device)  # (B, T)
+    prompt_hidden, cache, attention_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id)  # of N rows
+    hidden = prompt_hidden.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): scores each completion's first token
+    if (more := targets.shape[1] - 1) > 0:
         cache.batch_repeat_interleave(sizes)
-        if prompt_mask is not None:  # completions are padded on the right: causality alone hides that padding
-            prompt_mask = torch.cat(
-                [prompt_mask.repeat_interleave(sizes, 0), prompt_mask.new_ones(len(rows), width - 1)], 1
-            )
-        rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
+        if attention_mask is not None:  # completions are padded on the right: causality alone hides that padding
+            attention_mask = F.pad(attention_mask.repeat_interleave(sizes, 0), (0, more), value=1)
+        rest, _ = forward_hidden(model, targets[:, :-1], attention_mask, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
     logp = torch.zeros(mask.shape, device=device)
     return logp.masked_scatter(mask, token_logps(model, hidden[mask], targets[mask], temperature)), mask
@@ -299,62 +320,59 @@ def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id
 
     Used where every prompt has one completion (the supervised warm start), and as the reference for the path above.
     """
-    device = model.device
-    rows = [p + c for p, c in zip(prompts, completions, strict=True)]
-    width = max(map(len, rows))
-    ids = torch.tensor([r + [pad_id] * (width - len(r)) for r in rows], device=device)  # (B, P+T)
+    ids, _ = right_pad([p + c for p, c in zip(prompts, completions, strict=True)], pad_id, model.device)  # (B, P+T)
+    _, mask = right_pad(completions, pad_id, model.device)  # (B, T)
     hidden, _ = forward_hidden(model, ids)
-    where = [(b, len(p) - 1 + t) for b, (p, c) in enumerate(zip(prompts, completions, strict=True)) for t in range(len(c))]
-    row, position = torch.tensor(where, device=device).T  # position t predicts token t + 1
-    scored = token_logps(model, hidden[row, position], ids[row, position + 1], temperature)
-    lengths = torch.tensor([len(c) for c in completions], device=device)
-    mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
-    return torch.zeros(mask.shape, device=device).masked_scatter(mask, scored), mask
+    first = torch.tensor([[len(p) - 1] for p in prompts], device=model.device)
+    position = torch.arange(ids.shape[1] - 1, device=model.device)
+    scored = (position >= first) & (position < first + mask.sum(1, keepdim=True))  # position t predicts token t + 1
+    logp = token_logps(model, hidden[:, :-1][scored], ids[:, 1:][scored], temperature)
+    return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, logp), mask
 
 
 # -------- The update ------------------------------------------------------------------------------------------
 
 
-def pack_micro_batches(groups: list[Group], max_rows: int) -> list[list[tuple[int, slice]]]:
-    """Split groups into micro-batches of at most `max_rows` completions, similar lengths together.
-
-    Returns lists of (group index, slice of its completions); a group larger than max_rows is cut into pieces.
-    """
-    order = sorted(range(len(groups)), key=lambda g: len(groups[g].prompt) + max(map(len, groups[g].completions)))
-    batches, room = [], 0
-    for g in order:
-        size = len(groups[g].completions)
-        for start in range(0, size, max_rows):
-            piece = slice(start, min(start + max_rows, size))
-            count = piece.stop - piece.start
-            if count > room:
-                batches.append([])
-                room = max_rows
-            batches[-1].append((g, piece))
-            room -= count
-    return batches
-
-
 def micro_batches(groups: list[Group], max_rows: int):
-    """Yield (prompt, completions) pairs of each micro-batch, and which of the batch's B rows they are."""
-    sizes = [len(g.completions) for g in groups]
-    first_row = [sum(sizes[:g]) for g in range(len(groups))]
-    for batch in pack_micro_batches(groups, max_rows):
-        pairs = [(groups[g].prompt, groups[g].completions[piece]) for g, piece in batch]
-        yield pairs, torch.tensor([first_row[g] + i for g, piece in batch for i in range(piece.start, piece.stop)])
+    """Yield micro-batches of at most `max_rows` completions, similar lengths together; a larger group is cut in pieces.
+
+    Each as [(prompt, completions), …] and the index of its rows among all B.
+    """
+    pieces, first = [], 0
+    for group in groups:
+        index = range(first, first + len(group.completions))
+        first = index.stop
+        for start in range(0, len(index), max_rows):
+            piece = slice(start, start + max_rows)
+            pieces.append((group.prompt, group.completions[piece], index[piece]))
+    pieces.sort(key=lambda piece: len(piece[0]) + max(map(len, piece[1])))
+    pairs, rows = [], []
+    for prompt, completions, index in pieces:
+        if len(rows) + len(index) > max_rows:
+            yield pairs, torch.tensor(rows)
+            pairs, rows = [], []
+        pairs.append((prompt, completions))
+        rows += index
+    yield pairs, torch.tensor(rows)
 
 
-def halving_on_oom(function, max_rows: int, rows: int, where: str, smallest: int = 1):
-    """function(max_rows), begun again with half as many when memory runs out. Returns (its result, what fitted).
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has an exception of its own for it; MPS and the CPU's allocator only say so."""
+    said = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
 
-    rows: how many there are; max_rows may be far above and must come below it to change anything. Raises
-    torch.OutOfMemoryError where even `smallest` rows do not fit.
+
+def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int = 1):
+    """attempt(max_rows); when memory runs out, again with half as many. Returns (its result, what fitted).
+
+    rows: how many there are, from where the halving starts if max_rows is above. Raises what it caught where even
+    `smallest` do not fit.
     """
     while True:
         try:
-            return function(max_rows), max_rows
-        except torch.OutOfMemoryError:
-            if min(max_rows, rows) <= smallest:
+            return attempt(max_rows), max_rows
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or min(max_rows, rows) <= smallest:
                 raise
         max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: the failed attempt is freed
         print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
@@ -366,19 +384,22 @@ def update(
 ):  # fmt: skip
     """One GRPO update on local and external groups alike; `num_iterations` optimizer steps on the same completions.
 
-    Flat groups cost no forward pass but count in the loss's denominator. The gradient does not depend on `max_rows`
-    (completions per forward). `before_step` is called right before the weights change. Returns loss,
-    clip_fraction, grad_norm, trained_tokens, max_rows (what fitted).
+    Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward pass; the
+    gradient does not depend on it. before_step: called right before the weights change. Returns loss (of the first
+    step), clip_fraction (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted).
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])
     weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
     groups = [g for g in groups if g.is_informative]
-    weights, lengths = weights[keep], lengths[keep]  # (B,)
+    weights, lengths = weights[keep], lengths[keep]  # from here on the B rows are those of informative groups
+    max_rows = max_rows or len(lengths)
     stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "trained_tokens": int(lengths.sum()), "max_rows": max_rows}
     if not groups:
         return stats  # no step at all: Adam's momentum alone would move the weights
     advantages = torch.tensor([a for g in groups for a in g.advantages])  # (B,)
+    old_logp = None  # on policy, ratio 1
+    model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
     @torch.no_grad()
     def logps_at_start(rows_at_once):
@@ -403,20 +424,17 @@ def update(
             total += torch.stack([loss, clipped]).detach().cpu()
         return total.tolist()
 
-    model.eval()  # dropout off: log-probs of one policy must not depend on chance
-    old_logp, max_rows, clipped_total = None, max_rows or len(lengths), 0.0
     if num_iterations > 1:
         old_logp, max_rows = halving_on_oom(logps_at_start, max_rows, len(lengths), "the update")
-    for iteration in range(num_iterations):
+    for step in range(num_iterations):
         (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
-        stats["max_rows"] = max_rows
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             print("non-finite gradient: this step is skipped", flush=True)
             break
         before_step()
         optimizer.step()
-        clipped_total += clipped
-        stats |= {"grad_norm": norm.item(), "loss": loss if iteration == 0 else stats["loss"]}
+        stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
+        stats["clip_fraction"] += clipped / (stats["trained_tokens"] * num_iterations)
     optimizer.zero_grad(set_to_none=True)
-    return {**stats, "clip_fraction": clipped_total / (stats["trained_tokens"] * num_iterations)}
+    return {**stats, "max_rows": max_rows}

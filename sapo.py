@@ -12,6 +12,7 @@ reasoning-gym questions and share decoded rollouts, plain text, through one shar
 
 import contextlib
 import copy
+import ctypes
 import decimal
 import difflib
 import functools
@@ -472,11 +473,12 @@ def load_model(config: Config, tasks) -> tuple[torch.nn.Module, Codec]:
 def rows_that_fit(model, config: Config) -> tuple[int, float, float]:
     """(completions per forward pass of the update, GB one of them needs, GB available), from a rough estimate.
 
-    About 100 bytes of activations per token, layer and hidden unit; a quarter of the memory is used, because several
-    workers may share it. Should the estimate be wrong, `update` halves the number when memory runs out.
+    About 150 bytes of activations per token, layer and hidden unit; a quarter of the memory is used, because several
+    workers may share it. A CPU gains little from more than a group at once, or 1.5 GB. Should the estimate be wrong,
+    `update` halves the number when memory runs out.
     """
     shape = model.config
-    row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 100 / 1e9
+    row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 150 / 1e9
     if config.DEVICE == "cuda":
         available = torch.cuda.mem_get_info()[0] / 1e9
     else:
@@ -484,7 +486,19 @@ def rows_that_fit(model, config: Config) -> tuple[int, float, float]:
         available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE") / 1e9
     if config.MICRO_BATCH_SIZE != "auto":
         return config.MICRO_BATCH_SIZE, row, available
-    return max(1, min(1024, int(available / 4 / row))), row, available
+    rows = min(1024, int(available / 4 / row))
+    if config.DEVICE == "cpu":
+        rows = min(rows, max(config.NUM_GENERATIONS, int(1.5 / row)))
+    return max(1, rows), row, available
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep what is freed. By default large blocks go back to the system after each use, and to be given them
+    again, page by page, takes up to two fifths of an update on a CPU. Does nothing where there is no mallopt."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows, macOS, musl
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
 WARM_START_RECIPE = 1  # raise this when anything below or in build_tiny changes: it is part of the cache's name
@@ -492,15 +506,11 @@ WARM_START_RECIPE = 1  # raise this when anything below or in build_tiny changes
 
 def warm_start_loss(model, codec: Codec, prompts, answers):
     """Mean negative log-likelihood of the answers' tokens: ordinary supervised fine-tuning."""
-    if not codec.tokenizer.chat_template:
+    if codec.tokenizer.chat_template:  # the system prompt, most of a short question's tokens, is run once for all
+        pairs = [(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+        logp, mask = shared_prompt_logps(model, pairs, 1.0, codec.eos_id)
+    else:
         logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
-        return -(logp * mask).sum() / mask.sum()
-    shared = len(os.path.commonprefix(prompts))  # the system prompt, most of a short question's tokens: run it once
-    rests = [prompt[shared:] for prompt in prompts]
-    rows = [rest + answer for rest, answer in zip(rests, answers, strict=True)]
-    logp, mask = shared_prompt_logps(model, [(list(prompts[0][:shared]), rows)], 1.0, codec.eos_id)
-    position = torch.arange(mask.shape[1], device=mask.device)
-    mask = mask & (position >= torch.tensor([[len(rest)] for rest in rests], device=mask.device))  # the answers' tokens only
     return -(logp * mask).sum() / mask.sum()
 
 
@@ -1386,12 +1396,14 @@ def save_locally(run: Run, node: Node, folder: str) -> Path:
 
 def push_to_hub(run: Run, node: Node) -> None:
     """Upload the model in the background if a token is set; a failed push is reported and never stops training."""
-    token = run.config.HUGGINGFACE_ACCESS_TOKEN
-    if not token or any(thread.name == f"hub {node.id}" for thread in threading.enumerate()):
-        return  # not asked for, or the last push is still under way
-    local = save_locally(run, node, "hub")
+    token, under_way = run.config.HUGGINGFACE_ACCESS_TOKEN, [t for t in threading.enumerate() if t.name == f"hub {node.id}"]
+    if not token or (under_way and run.done < run.config.MAX_ROUNDS - 1):
+        return  # not asked for; or the last push still runs, and the next checkpoint will bring another
+    round_, local = run.done, save_locally(run, node, f"hub/{run.done}")
 
     def push():
+        for thread in under_way:
+            thread.join()
         try:
             from huggingface_hub import HfApi  # transformers brings it
 
@@ -1400,10 +1412,11 @@ def push_to_hub(run: Run, node: Node) -> None:
             if repo == "auto":
                 repo = f"{api.whoami()['name']}/{run.config.EXPERIMENT_NAME}-{node.id}"
             api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {run.done}")
+            api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
             run.log.event("hub", f"pushed to {repo}")
         except Exception as error:
             run.log.event("hub", f"push failed, training goes on: {error!r}")
+        shutil.rmtree(local, ignore_errors=True)
 
     threading.Thread(target=push, name=f"hub {node.id}", daemon=True).start()
 
@@ -1443,6 +1456,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     tasks = join_experiment(config, store, log.say)
     about = {"model": config.MODEL_NAME, **process_identity(), "versions": versions()}
     sessions = {node_id: store.register(node_id, "worker", about) for node_id in node_ids}
+    keep_freed_memory()
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
     model, codec = load_model(config, tasks)
@@ -1643,6 +1657,7 @@ def run_report(config: Config) -> str:
 def run_benchmark(config: Config) -> str:
     """What this machine does: tokens per second, seconds per round, peak memory, store milliseconds. Touches no experiment."""
     tasks = (SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS) if config.TASKS == "auto" else config.TASKS.split(",")
+    keep_freed_memory()
     model, codec = load_model(config, tasks)
     node, rounds = new_node("benchmark", model, config, ""), []
     model, optimizer = node.model, node.optimizer

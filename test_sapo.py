@@ -34,7 +34,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders as bpe_decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, Gemma2Config, Gemma2ForCausalLM, GraniteConfig
-from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 import drive_store
 import grpo
@@ -69,14 +69,17 @@ def tiny_lm(architecture="gpt2", dropout=0.0):
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)).eval()
 
 
-def ragged_groups(sizes=(2, 3, 5, 4), flat=()):
-    """Groups of unequal prompts and completions with rewards of several levels; in those of index `flat` all are 1."""
+def ragged_groups(sizes=(2, 3, 5, 4), flat=(), common=0):
+    """Groups of unequal prompts and completions with rewards of several levels; in those of index `flat` all are 1.
+
+    All prompts begin with the same `common` tokens.
+    """
     rng, groups = random.Random(0), []
     for i, size in enumerate(sizes):
         completions = [[rng.randrange(21) for _ in range(rng.randint(1, 6))] for _ in range(size)]
         rewards = [1.0] * size if i in flat else [0.0, 1.0] + [rng.choice([0.0, 0.5, 1.0]) for _ in range(size - 2)]
         groups.append(Group([rng.randrange(21) for _ in range(1 + i * 5 % 7)], completions, rewards))
-    return groups
+    return [Group([*range(1, common + 1), *g.prompt], g.completions, g.rewards) for g in groups]
 
 
 def pairs_of(groups):
@@ -190,10 +193,10 @@ def test_an_unknown_loss_type_is_a_value_error_that_names_it():
 
 
 @both_architectures
-@pytest.mark.parametrize("max_rows", [None, 1, 9])
-def test_generate_equals_a_token_by_token_loop_with_the_same_noise(architecture, max_rows):
+@pytest.mark.parametrize("max_rows, common", [(None, 0), (1, 0), (9, 0), (None, 20), (9, 20)])
+def test_generate_equals_a_token_by_token_loop_with_the_same_noise(architecture, max_rows, common):
     model, eos_ids, steps, expected = tiny_lm(architecture), {2, 7, 11}, 10, []
-    prompts = [g.prompt for g in ragged_groups((2,) * 5)]
+    prompts = [g.prompt for g in ragged_groups((2,) * 5, common=common)]
     for row, noise in enumerate(torch.rand(steps, 20, generator=torch.Generator().manual_seed(5)).T):
         completion = []
         while len(completion) < steps and not eos_ids & set(completion):
@@ -224,9 +227,9 @@ def test_sample_tokens_never_draws_a_token_of_probability_zero(noise, vocabulary
 
 
 @both_architectures
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_both_logp_paths_equal_the_models_own_logits_in_value_and_gradient(architecture, temperature):
-    model, groups = tiny_lm(architecture), ragged_groups()
+@pytest.mark.parametrize("temperature, common", [(1.0, 0), (0.7, 0), (0.7, 20)])
+def test_both_logp_paths_equal_the_models_own_logits_in_value_and_gradient(architecture, temperature, common):
+    model, groups = tiny_lm(architecture), ragged_groups(common=common)
     rows = [(g.prompt, c) for g in groups for c in g.completions]
     plain = with_gradient(model, pad_sequence([plain_logps(model, *row, temperature) for row in rows], batch_first=True))
     shared, mask = shared_prompt_logps(model, pairs_of(groups), temperature)
@@ -243,6 +246,33 @@ def test_the_first_token_is_scored_from_the_last_prompt_position_not_from_paddin
         logp, _ = shared_prompt_logps(model, [(p, completions) for p in prompts], 1.0)
         first = [model(torch.tensor([p])).logits[0, -1].log_softmax(-1)[c[0]] for p in prompts for c in completions]
         near(logp[:, 0], torch.stack(first))
+
+
+@pytest.mark.parametrize("lengths", [(20, 25, 31), (20, 20), (17, 40)])
+def test_what_all_prompts_begin_with_is_run_once(lengths):
+    """Also where one prompt is the beginning of another, and where all are the same."""
+    model, seen = tiny_lm(), []
+    model.base_model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)
+    prompts = [[i % 19 + 1 for i in range(n)] for n in lengths]
+    hidden, cache, mask = grpo.prefill(model, prompts, 0)
+    common, width = min(lengths) - 1, max(lengths)
+    assert seen == [(1, common), (len(lengths), width - common)] and cache.get_seq_length() == width
+    assert (None if mask is None else mask.sum(1).tolist()) == (None if len(set(lengths)) == 1 else list(lengths))
+    for row, prompt in zip(hidden, prompts, strict=True):
+        near(row, grpo.prefill(model, [prompt], 0)[0][0])
+    seen.clear()
+    grpo.prefill(model, [[1, 2, 3, 4], [1, 2, 3, 5, 6]], 0)
+    assert seen == [(2, 5)], "too little in common"
+
+
+def test_a_model_with_sliding_windows_gets_no_padding_inside_a_prompt():
+    """Its window counts slots, so padding between the common start and the rest would push real tokens out of it."""
+    torch.manual_seed(1)
+    model = MistralForCausalLM(MistralConfig(vocab_size=29, sliding_window=8, initializer_range=0.3, **HEADS)).eval()
+    pairs = [([*range(1, 20), *rest], [[7, 8, 9], [10]]) for rest in ([3], [4, 5, 6, 11, 12, 13])]
+    alone = [shared_prompt_logps(model, [(p, [c])], 1.0)[0][0] for p, completions in pairs for c in completions]
+    near(shared_prompt_logps(model, pairs, 1.0)[0], pad_sequence(alone, batch_first=True))
+    near(sequence_logps(model, *zip(*((p, c) for p, cs in pairs for c in cs), strict=True))[0], pad_sequence(alone, batch_first=True))
 
 
 @both_architectures
@@ -356,20 +386,48 @@ def test_a_non_finite_gradient_changes_no_weight(monkeypatch):
     assert torch.equal(our_update(tiny_lm(), ragged_groups())[0], weights_of(tiny_lm()))
 
 
+def out_of_memory_on_a_cpu():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)
+    return caught.value
+
+
+def test_a_cpu_is_given_no_more_than_a_group_or_a_gigabyte_and_a_half_at_once(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 24 * 10**9 // 4096)
+    smollm2 = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=30, hidden_size=576))
+    rows = lambda **settings: sapo.rows_that_fit(smollm2, config_of(DEVICE="cpu", MODEL_NAME="x", **{k: str(v) for k, v in settings.items()}))[0]  # noqa: E731
+    assert rows(MAX_NEW_TOKENS=64) == 9 and rows(MAX_NEW_TOKENS=256) == 8 and rows(MAX_NEW_TOKENS=1024) == 2
+    assert rows(MAX_NEW_TOKENS=64, MICRO_BATCH_SIZE=100) == 100 and rows(MAX_NEW_TOKENS=30_000) == 1
+    assert sapo.rows_that_fit(tiny_lm(), config_of(DEVICE="cpu"))[0] == 1024
+
+
 @pytest.mark.parametrize("iterations", [1, 2])  # it runs out in the gradient; in the log-probs of the start
-def test_out_of_memory_in_the_update_halves_the_micro_batch_and_gives_the_same_step(iterations, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("MPS backend out of memory (…)"), out_of_memory_on_a_cpu()])
+def test_out_of_memory_in_the_update_halves_the_micro_batch_and_gives_the_same_step(iterations, error, monkeypatch):
     (expected, _), rows = our_update(tiny_lm(), ragged_groups(), num_iterations=iterations), []
 
     def scarce(model, pairs, *rest):
         rows.append(sum(len(completions) for _, completions in pairs))
         if rows[-1] > 2 and len(rows) % 2 == 0:  # every second call: the first micro-batch has left its gradient behind
-            raise torch.OutOfMemoryError
+            raise error
         return shared_prompt_logps(model, pairs, *rest)
 
     monkeypatch.setattr(grpo, "shared_prompt_logps", scarce)
     weights, stats = our_update(tiny_lm(), ragged_groups(), num_iterations=iterations, max_rows=8)
     near(weights, expected, 5e-5, 1e-3)
     assert stats["max_rows"] == max(rows[4:]) == 2 < min(rows[1], rows[3])
+
+
+def test_an_error_that_is_not_about_memory_is_not_tried_again():
+    calls = []
+
+    def fail(rows):
+        calls.append(rows)
+        raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        halving_on_oom(fail, 8, 8, "the update")
+    assert calls == [8]
 
 
 def test_rows_that_have_answered_stop_like_rows_that_sampled_an_eos(monkeypatch):
@@ -1445,7 +1503,7 @@ def test_the_access_token_appears_nowhere(tmp_path, capsys, monkeypatch):
         raise OSError("x" * 450 + token)  # a message that is cut off at 500 characters is cut inside the token
 
     monkeypatch.setattr("huggingface_hub.HfApi", failing_hub)
-    monkeypatch.setattr(sapo, "save_locally", lambda run, node, folder: tmp_path)
+    monkeypatch.setattr(sapo, "save_locally", lambda run, node, folder: tmp_path / folder)
     push_to_hub(run, SimpleNamespace(id="node_1"))
     deadline = time.monotonic() + 5
     while "push failed" not in "".join(lines) and time.monotonic() < deadline:
@@ -1717,8 +1775,8 @@ def test_the_warm_start_of_a_chat_model_runs_the_system_prompt_once_and_gets_the
         found.append(torch.cat([loss.detach().view(1), *(p.grad.flatten() for p in model.parameters())]))
         seen.append(None)
     near(found[1], found[0], 1e-6, 1e-4)
-    whole, _, prefix, rests, _ = seen
-    assert prefix >= len(codec.encode("system: be short\nuser: ")) and prefix + rests < whole
+    whole, _, prefix, rests, answered, _ = seen
+    assert prefix >= len(codec.encode("system: be short\nuser: ")) and prefix + rests + answered < whole
 
 
 def test_control_tokens_in_a_strangers_text_stay_text():
@@ -2375,6 +2433,25 @@ def test_a_push_to_the_hub_never_stops_training_and_the_token_is_nowhere(drive, 
         assert {repo for repo, _, _ in pushed} == {f"me/{name}-node_0", f"me/{name}-node_1"}
         assert all({"config.json", "model.safetensors", "tokenizer.json"} <= set(files) for _, files, _ in pushed)
         assert pushed[0][2] == "after round 2" and len(texts) == 2
+
+
+def test_the_last_model_reaches_the_hub_however_slow_the_pushes_are(drive, monkeypatch):
+    pushed, trained, save_models = [], threading.Event(), sapo.save_models
+
+    class Hub:
+        def __init__(self, token):
+            pass
+
+        def create_repo(self, repo, exist_ok):
+            assert trained.wait(60)  # none is through before training is
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            pushed.append((repo_id, commit_message, sorted(os.listdir(folder_path))[:1]))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(sapo, "save_models", lambda run: (trained.set(), save_models(run)))
+    assert swarm(drive, "slow_hub", LOCAL_NODES=1, HUGGINGFACE_ACCESS_TOKEN="hf_x", HF_REPO="me/ours", CHECKPOINT_INTERVAL=1) == 0
+    assert pushed == [("me/ours", f"after round {t}", ["config.json"]) for t in (0, 2)]
 
 
 # -- settings and readers
