@@ -159,7 +159,7 @@ def check_head(model) -> None:
 def left_pad(prompts: list[list[int]], pad_id: int, device):
     """Prompts as one batch: ids (N, P) and mask (N, P), or None as the mask where all are equally long.
 
-    Padding goes on the left, so that prompt and completion stay contiguous. [[7], [8, 9]] -> [[pad, 7], [8, 9]].
+    Padding goes on the left, so that question and completion stay contiguous. [[7], [8, 9]] -> [[pad, 7], [8, 9]].
     """
     width = max(map(len, prompts))
     ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)

@@ -96,7 +96,7 @@ class Config:
     CLIP_HIGH: float = var(0.28, "ratio clipped above at 1 + this", low=0, high=10)
     NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage; above 1 clipping bites", low=1, high=100)
     LOSS_TYPE: str = var("dapo", "dapo: mean over all tokens; grpo: mean of per-completion means; dr_grpo: sum / (B x MAX_NEW_TOKENS)", ("dapo", "grpo", "dr_grpo"))
-    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass in the update; auto = what fits", low=1, high=65536)
+    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass in the update; auto = what fits, on a CPU about a group", low=1, high=65536)
     DTYPE: str = var("auto", "compute type, weights stay float32; auto = bfloat16 where the hardware has it", ("auto", "float32", "bfloat16"))
     DEVICE: str = var("auto", "auto = cuda, mps or cpu, the first there is", ("auto", "cuda", "mps", "cpu"))
     REWARD: str = var("exact", "exact: 1 if the verifier's score is at least 0.99, else 0; verifier: its raw score", ("exact", "verifier"))

@@ -11,7 +11,8 @@ Not part of the gate: it wants an idle machine, and an environment of its own fo
 Settings: arith (basic_arithmetic) and paper (its nine tasks) with 4 questions x 8 completions x 64 tokens, tiny (its eight
 tasks) with 8 x 8 x 10. float32, two threads, one optimizer step, the same questions for all programs, every second
 completion of a group rewarded. Environment: REPETITIONS (of each program, in alternating order: 2), STEPS (measured in
-each of them, after one that warms up: 3), ROWS (MICRO_BATCH_SIZE), NO_EOS (nothing ends a completion).
+each of them, after one that warms up: 3), ROWS (MICRO_BATCH_SIZE), TRL_ROWS (its per_device_train_batch_size, the rest by gradient
+accumulation; all at once needs more than 24 GB in the setting paper), NO_EOS (nothing ends a completion), GIVE_BACK (without keep_freed_memory).
 """
 
 import contextlib
@@ -59,7 +60,8 @@ def report(steps: list[dict], prompts) -> None:
 
 
 def run_ours(setting: str, model_name: str, seed: int) -> None:
-    sapo.keep_freed_memory()
+    if not os.environ.get("GIVE_BACK"):
+        sapo.keep_freed_memory()
     config, model, codec, batches = load(setting, model_name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True)
     rng, rows, steps, seen = torch.Generator().manual_seed(seed), sapo.rows_that_fit(model, config)[0], [], []
@@ -84,7 +86,8 @@ def run_trl(setting: str, model_name: str, seed: int) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     config, model, codec, batches = load(setting, model_name)
-    rows = len(batches[0]) * G
+    rows = int(os.environ.get("TRL_ROWS", len(batches[0]) * G))
+    pieces = len(batches[0]) * G // rows
     generation, tokens, seen, ends = [], [], [], []
 
     class Trainer(GRPOTrainer):
@@ -105,8 +108,8 @@ def run_trl(setting: str, model_name: str, seed: int) -> None:
 
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, seed=seed, per_device_train_batch_size=rows,
-        gradient_accumulation_steps=1, num_generations=G, num_iterations=1, max_completion_length=config.MAX_NEW_TOKENS,
-        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
+        gradient_accumulation_steps=pieces, steps_per_generation=pieces, num_generations=G, num_iterations=1,
+        max_completion_length=config.MAX_NEW_TOKENS, temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", warmup_steps=0, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
         max_steps=len(batches), gradient_checkpointing=False, shuffle_dataset=False, logging_strategy="no",
         save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
