@@ -27,6 +27,7 @@ from transformers import DynamicCache
 ADVANTAGE_EPSILON = 1e-4  # keeps a group with a tiny spread from blowing up (TRL uses the same value)
 MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
 MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not worth a forward pass of its own
+SLOT_COUNTERS = ("gpt_neo", "mpt")  # as in a sliding window, distance there includes padding: none may stand inside a prompt
 LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update that are made at once: 128 MiB a copy in float32
 
 
@@ -184,8 +185,8 @@ def prefill(model, prompts: list[list[int]], pad_id: int):
         if len(set(tokens)) > 1:
             break
         common += 1
-    slides = any(DynamicCache(config=model.config).is_sliding)  # such a window counts slots: no padding may stand inside
-    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or slides:
+    counts_slots = any(DynamicCache(config=model.config).is_sliding) or model.config.model_type in SLOT_COUNTERS
+    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or counts_slots:
         common = 0
     ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
     cache = None
@@ -358,7 +359,7 @@ def micro_batches(groups: list[Group], max_rows: int):
 
 def is_out_of_memory(error: RuntimeError) -> bool:
     """CUDA has an exception of its own for it; MPS and the CPU's allocator only say so."""
-    said = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    said = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
 
 
@@ -393,7 +394,7 @@ def update(
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
     groups = [g for g in groups if g.is_informative]
     weights, lengths = weights[keep], lengths[keep]  # from here on the B rows are those of informative groups
-    max_rows = max_rows or len(lengths)
+    max_rows = max_rows or max(1, len(lengths))
     stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "trained_tokens": int(lengths.sum()), "max_rows": max_rows}
     if not groups:
         return stats  # no step at all: Adam's momentum alone would move the weights

@@ -1200,7 +1200,7 @@ def finish_round(run: Run, t: int) -> None:
     if due or t == config.MAX_ROUNDS - 1:
         run.log.flush(run.append, every=0.0)  # before the checkpoint: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
-        for node in run.nodes:
+        for node in run.nodes if t < config.MAX_ROUNDS - 1 else ():  # the last model: see `run_worker`
             push_to_hub(run, node)
     if config.ROLLOUT_CLEANUP_ENABLED:
         before = t + 1 - rounds_to_keep(config)
@@ -1394,16 +1394,22 @@ def save_locally(run: Run, node: Node, folder: str) -> Path:
     return local
 
 
-def push_to_hub(run: Run, node: Node) -> None:
-    """Upload the model in the background if a token is set; a failed push is reported and never stops training."""
+HUB_PATIENCE = 1800.0  # seconds that the end of a run waits for uploads
+
+
+def push_to_hub(run: Run, node: Node, last: bool = False) -> None:
+    """Upload the model in the background if a token is set; a failed push is reported and never stops training.
+
+    While one is under way none but the last is begun, and that one waits for it.
+    """
     token, under_way = run.config.HUGGINGFACE_ACCESS_TOKEN, [t for t in threading.enumerate() if t.name == f"hub {node.id}"]
-    if not token or (under_way and run.done < run.config.MAX_ROUNDS - 1):
-        return  # not asked for; or the last push still runs, and the next checkpoint will bring another
+    if not token or (under_way and not last):
+        return
     round_, local = run.done, save_locally(run, node, f"hub/{run.done}")
 
     def push():
         for thread in under_way:
-            thread.join()
+            thread.join(HUB_PATIENCE / 2)
         try:
             from huggingface_hub import HfApi  # transformers brings it
 
@@ -1475,6 +1481,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         train(run)
         run.state = "done"
         save_models(run)
+        for node in nodes:
+            push_to_hub(run, node, last=True)
         log.event("end", f"finished; cumulative reward {sum(n.total_reward for n in nodes) / len(nodes):.2f} per node")
         return "finished"
     except Stopped:
@@ -1555,9 +1563,15 @@ def close(run: Run) -> None:
     run.log.flush(run.append, every=0.0)
     if run.state != "running":
         run.courier.post(beat, run)
-    for thread in threading.enumerate():
-        if thread.name.startswith("hub "):
-            thread.join(timeout=120.0)
+    uploads = [thread for thread in threading.enumerate() if thread.name.startswith("hub ")]
+    if uploads:
+        run.log.say("waiting for the Hub (Ctrl-C gives up)")
+    deadline = time.monotonic() + (HUB_PATIENCE if run.state == "done" else 120.0)
+    for thread in uploads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    uploading = any(thread.is_alive() for thread in uploads)
+    if uploading:
+        run.log.event("hub", f"an upload did not reach the Hub; the model lies in {run.scratch / 'hub'}")
     run.log.flush(run.append, every=0.0)
     if not run.courier.flush(timeout=10.0):
         run.log.say(f"{run.courier.pending} writes are still waiting for the shared folder; waiting up to 5 minutes (Ctrl-C gives up)")
@@ -1566,7 +1580,7 @@ def close(run: Run) -> None:
     pending = run.courier.close(timeout=10.0)
     if pending:
         run.log.say(f"{pending} writes did not reach the shared folder; checkpoints among them lie in {run.scratch}")
-    else:
+    elif not uploading:
         shutil.rmtree(run.scratch, ignore_errors=True)
 
 

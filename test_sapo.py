@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -34,7 +35,8 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders as bpe_decoders, models, pre_tokenizers, trainers
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GPT2Config, GPT2LMHeadModel, Gemma2Config, Gemma2ForCausalLM, GraniteConfig
-from transformers import GraniteForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, GraniteForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, MptConfig, MptForCausalLM, PreTrainedTokenizerFast
 
 import drive_store
 import grpo
@@ -265,10 +267,16 @@ def test_what_all_prompts_begin_with_is_run_once(lengths):
     assert seen == [(2, 5)], "too little in common"
 
 
-def test_a_model_with_sliding_windows_gets_no_padding_inside_a_prompt():
-    """Its window counts slots, so padding between the common start and the rest would push real tokens out of it."""
+@pytest.mark.parametrize("architecture", ["mistral", "gpt_neo", "mpt"])
+def test_a_model_that_counts_slots_gets_no_padding_inside_a_prompt(architecture):
+    """Its windows and distances count slots: padding between the common start and the rest would shift real tokens."""
     torch.manual_seed(1)
-    model = MistralForCausalLM(MistralConfig(vocab_size=29, sliding_window=8, initializer_range=0.3, **HEADS)).eval()
+    neo = dict(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=8)
+    model = {
+        "mistral": lambda: MistralForCausalLM(MistralConfig(vocab_size=29, sliding_window=8, initializer_range=0.3, **HEADS)),
+        "gpt_neo": lambda: GPTNeoForCausalLM(GPTNeoConfig(vocab_size=29, max_position_embeddings=64, initializer_range=0.3, **neo)),
+        "mpt": lambda: MptForCausalLM(MptConfig(vocab_size=29, d_model=16, n_heads=2, n_layers=2, max_seq_len=64, initializer_range=0.3)),
+    }[architecture]().eval()
     pairs = [([*range(1, 20), *rest], [[7, 8, 9], [10]]) for rest in ([3], [4, 5, 6, 11, 12, 13])]
     alone = [shared_prompt_logps(model, [(p, [c])], 1.0)[0][0] for p, completions in pairs for c in completions]
     near(shared_prompt_logps(model, pairs, 1.0)[0], pad_sequence(alone, batch_first=True))
@@ -2435,23 +2443,35 @@ def test_a_push_to_the_hub_never_stops_training_and_the_token_is_nowhere(drive, 
         assert pushed[0][2] == "after round 2" and len(texts) == 2
 
 
-def test_the_last_model_reaches_the_hub_however_slow_the_pushes_are(drive, monkeypatch):
-    pushed, trained, save_models = [], threading.Event(), sapo.save_models
+@pytest.mark.parametrize("patience", [60.0, 0.2])
+def test_the_last_model_reaches_the_hub_or_is_kept_however_slow_the_pushes_are(drive, monkeypatch, capsys, patience):
+    pushed, trained, save_models, end = [], threading.Event(), sapo.save_models, threading.Event()
+    name = f"slow_hub_{patience}"
 
     class Hub:
         def __init__(self, token):
             pass
 
         def create_repo(self, repo, exist_ok):
-            assert trained.wait(60)  # none is through before training is
+            assert trained.wait(60) and (patience > 1 or end.wait(60))  # none is through before training is, or at all
 
         def upload_folder(self, repo_id, folder_path, commit_message):
             pushed.append((repo_id, commit_message, sorted(os.listdir(folder_path))[:1]))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(sapo, "save_models", lambda run: (trained.set(), save_models(run)))
-    assert swarm(drive, "slow_hub", LOCAL_NODES=1, HUGGINGFACE_ACCESS_TOKEN="hf_x", HF_REPO="me/ours", CHECKPOINT_INTERVAL=1) == 0
-    assert pushed == [("me/ours", f"after round {t}", ["config.json"]) for t in (0, 2)]
+    monkeypatch.setattr(sapo, "HUB_PATIENCE", patience)
+    assert swarm(drive, name, LOCAL_NODES=1, HUGGINGFACE_ACCESS_TOKEN="hf_x", HF_REPO="me/ours", CHECKPOINT_INTERVAL=1) == 0
+    if patience > 1:
+        assert pushed == [("me/ours", f"after round {t}", ["config.json"]) for t in (0, 2)]
+        return
+    kept = Path(re.search(r"did not reach the Hub; the model lies in (\S+)", capsys.readouterr().out)[1])
+    assert not pushed and len(list(kept.glob("2/*/model.safetensors"))) == 1
+    end.set()  # the threads may go
+    for thread in threading.enumerate():
+        if thread.name.startswith("hub "):
+            thread.join(60)
+    shutil.rmtree(kept.parent)
 
 
 # -- settings and readers
