@@ -27,7 +27,6 @@ from transformers import DynamicCache
 ADVANTAGE_EPSILON = 1e-4  # keeps a group with a tiny spread from blowing up (TRL uses the same value)
 MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
 MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not worth a forward pass of its own
-SLOT_COUNTERS = ("gpt_neo", "mpt")  # as in a sliding window, distance there includes padding: none may stand inside a prompt
 LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update that are made at once: 128 MiB a copy in float32
 
 
@@ -175,6 +174,11 @@ def right_pad(rows: list[list[int]], pad_id: int, device):
     return ids, torch.tensor([[True] * len(r) + [False] * (width - len(r)) for r in rows], device=device)
 
 
+def counts_slots(model) -> bool:
+    """Whether distance in its attention includes padding (sliding windows, ALiBi of MPT): none may stand inside a prompt."""
+    return any(DynamicCache(config=model.config).is_sliding) or model.config.model_type in ("gpt_neo", "mpt")
+
+
 def prefill(model, prompts: list[list[int]], pad_id: int):
     """Run N prompts, each once: last hidden state (N, H), KV cache (N rows) and its mask (N, P), None without padding.
 
@@ -185,8 +189,7 @@ def prefill(model, prompts: list[list[int]], pad_id: int):
         if len(set(tokens)) > 1:
             break
         common += 1
-    counts_slots = any(DynamicCache(config=model.config).is_sliding) or model.config.model_type in SLOT_COUNTERS
-    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or counts_slots:
+    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or counts_slots(model):
         common = 0
     ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
     cache = None

@@ -63,7 +63,8 @@ def run_ours(setting: str, model_name: str, seed: int) -> None:
     if not os.environ.get("GIVE_BACK"):
         sapo.keep_freed_memory()
     config, model, codec, batches = load(setting, model_name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0, fused=True)
+    node = sapo.new_node("ours", model, config, "")
+    model, optimizer = node.model, node.optimizer
     rng, rows, steps, seen = torch.Generator().manual_seed(seed), sapo.rows_that_fit(model, config)[0], [], []
     for questions in batches:
         began = time.perf_counter()
