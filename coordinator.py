@@ -1,12 +1,15 @@
-"""The swarm seen as a whole: who is live, the round clock, and what an experiment's folder says afterwards.
+"""The swarm as one process sees it: who is alive, the round clock, what peers have published.
 
-Everything here reads and writes through a DriveStore that is passed in; no model is loaded. The coordinator does not
-train: it opens rounds. Without one, the workers open them themselves (see `next_round` in sapo.py).
+`Swarm` is all that a worker knows of the shared folder; `coordinate` is the role that opens rounds; the readers at the
+end (status, validation, comparison, monitor) look at an experiment and change nothing. A store is passed in.
 """
 
+import bisect
 import contextlib
 import csv
+import functools
 import itertools
+import io
 import json
 import math
 import os
@@ -15,72 +18,80 @@ import shutil
 import socket
 import statistics
 import sys
+import textwrap
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
+from dataclasses import dataclass
 from pathlib import Path
 
+# -------- Life ------------------------------------------------------------------------------------------------
 
-class Liveness:
-    """Who is live: a node of which anything new was seen within `stale_after` seconds.
 
-    Judged by when *this* reader first saw it, on its own monotonic clock, so that the nodes' clocks need not agree.
-    Only at the very first look does a timestamp count: what says it is an hour old is not taken for fresh.
+class Life:
+    """Who is alive: a node of which anything new was seen within `stale_after` seconds.
+
+    Judged by when *this* reader first saw it, on its own monotonic clock: the nodes' clocks need not agree. Only at
+    the first look does a timestamp count: what says that it is an hour old is not taken for fresh.
     """
 
     def __init__(self, store, stale_after: float):
         self.store, self.stale_after = store, stale_after
         self.sessions = {}  # node -> newest session
-        self.heartbeats = {}  # node -> last heartbeat read
-        self.abouts = {}  # node -> what its newest session said of itself
+        self.beats = {}  # node -> last heartbeat read
+        self.abouts = {}  # (node, session) -> what it said of itself when it registered
         self._evidence = {}  # (node, kind) -> last value seen
         self._seen = {}  # node -> monotonic time of the newest evidence
-        self._look_again = {}  # node -> monotonic time
+        self._next_beat = {}  # node -> when its heartbeat is worth reading again
 
-    def note(self, node_id: str, kind: str, value, age: float = 0.0) -> bool:
-        """Something of this node was seen; it counts as a sign of life, and True is returned, if it is new of its kind.
+    def note(self, node: str, kind: str, value, age: float = 0.0) -> bool:
+        """Something of this node was seen. True, and a sign of life, if it is new of its kind.
 
         age: seconds since it was written, by the writer's clock; believed only of the first of its kind.
         """
-        last = self._evidence.get((node_id, kind))
-        is_older = isinstance(last, int) and isinstance(value, int) and value < last  # old rollouts, read again
-        is_new = value != last and not is_older
-        if is_new:
-            written = time.monotonic() - (0.0 if (node_id, kind) in self._evidence else age)
-            self._evidence[node_id, kind] = value
-            self._seen[node_id] = max(self._seen.get(node_id, -1e9), written)
-        return is_new
+        last = self._evidence.get((node, kind))
+        is_older = (
+            isinstance(last, int) and isinstance(value, int) and value < last
+        )  # old rollouts, read again
+        if value == last or is_older:
+            return False
+        written = time.monotonic() - (0.0 if (node, kind) in self._evidence else age)
+        self._evidence[node, kind] = value
+        self._seen[node] = max(self._seen.get(node, -math.inf), written)
+        return True
 
-    def refresh(self, node_ids=None) -> None:
-        """Look at the registrations (one listing) and at the heartbeats of `node_ids` (None: everybody)."""
+    def refresh(self, nodes=None) -> None:
+        """Look at the sessions (one listing); of `nodes` (None: everybody) at registration and heartbeat too."""
         self.sessions = self.store.sessions()
-        for node in self.sessions if node_ids is None else [n for n in node_ids if n in self.sessions]:
-            about = self.abouts[node] = self.store.registration(node, self.sessions[node]) or {}
-            self.note(node, "session", self.sessions[node], age_of(about.get("registered_at")))
-            if time.monotonic() < self._look_again.get(node, 0.0):
-                continue
-            beat = self.store.read_heartbeat(node)
-            if beat is not None:
-                self.heartbeats[node] = beat
+        for node, session in self.sessions.items():  # it begins with its start in milliseconds
+            self.note(node, "session", session, age_of(int(session[:13]) / 1000))
+        now = time.monotonic()
+        for node in self.sessions if nodes is None else [n for n in nodes if n in self.sessions]:
+            key = node, self.sessions[node]
+            if key not in self.abouts and (about := self.store.registration(*key)):
+                self.abouts[key] = about
+            if now >= self._next_beat.get(node, 0.0) and (beat := self.store.read_heartbeat(node)):
+                self.beats[node] = beat
                 if self.note(node, "heartbeat", beat.get("time"), age_of(beat.get("time"))):
-                    # rclone carries a rewritten file to the remote 5 s after its last use: who polls it keeps it from everybody else
-                    self._look_again[node] = time.monotonic() + min(10.0, self.stale_after / 8)
+                    # A mount uploads a rewritten file when nobody has used it for 5 s: leave it in peace.
+                    self._next_beat[node] = now + min(10.0, self.stale_after / 8)
 
-    def about(self, node_id: str) -> dict:
-        """What this node's newest session said when it registered, as `refresh` read it: no call to the folder."""
-        return self.abouts.get(node_id, {})
+    def about(self, node: str) -> dict:
+        """What this node's newest session said when it registered, if that was looked at."""
+        return self.abouts.get((node, self.sessions.get(node)), {})
 
-    def has_left(self, node_id: str) -> bool:
+    def has_left(self, node: str) -> bool:
         """Whether its newest session said goodbye (finished or stopped)."""
-        beat = self.heartbeats.get(node_id, {})
-        return beat.get("session") == self.sessions.get(node_id) and beat.get("state") in ("done", "stopped")
+        beat = self.beats.get(node, {})
+        return beat.get("session") == self.sessions.get(node) and beat.get("state") in ("done", "stopped")
 
-    def silence(self, node_id: str) -> float:
+    def silence(self, node: str) -> float:
         """Seconds since the newest evidence, infinite if there is none."""
-        return time.monotonic() - self._seen.get(node_id, -float("inf"))
+        return time.monotonic() - self._seen.get(node, -math.inf)
 
-    def is_live(self, node_id: str) -> bool:
-        fresh = self.silence(node_id) < self.stale_after
-        return fresh and not self.has_left(node_id) and not is_known_dead(self.about(node_id))
+    def is_live(self, node: str) -> bool:
+        fresh = self.silence(node) < self.stale_after
+        return fresh and not self.has_left(node) and not is_known_dead(self.about(node))
 
     def workers(self) -> list[str]:
         return sorted(n for n in self.sessions if self.about(n).get("role") == "worker")
@@ -96,21 +107,22 @@ def age_of(timestamp) -> float:
 
 
 def process_identity() -> dict:
-    """Host, boot, pid and start time of this process: by these others on the same host see that it has died."""
+    """Host, boot, pid and start time of this process: by these, others on the same host see that it has died."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "boot_id": _boot_id(), "pid": pid, "pid_start": _pid_start(pid)}
+    return {"host": socket.gethostname(), "boot_id": boot_id(), "pid": pid, "pid_start": pid_start(pid)}
 
 
 def is_known_dead(about: dict) -> bool:
-    """Whether a process that registered with `process_identity` ran on this host and is gone. False means: unknown."""
-    here, pid = (socket.gethostname(), _boot_id()), about.get("pid")
+    """Whether a process that registered with `process_identity` ran on this host and is gone. False: unknown."""
+    here, pid = (socket.gethostname(), boot_id()), about.get("pid")
     if None in here or (about.get("host"), about.get("boot_id")) != here:
         return False
-    return isinstance(pid, int) and 0 < pid < 2**31 and _pid_start(pid) != about.get("pid_start")
+    return isinstance(pid, int) and 0 < pid < 2**31 and pid_start(pid) != about.get("pid_start")
 
 
-def _boot_id() -> str | None:
-    """Names this boot of this machine, so that two containers called "localhost" are not taken for one. Linux only."""
+@functools.cache
+def boot_id() -> str | None:
+    """Names this boot of this machine: two containers called "localhost" are not taken for one. Linux only."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + namespace
@@ -118,8 +130,8 @@ def _boot_id() -> str | None:
         return None
 
 
-def _pid_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks since boot, None if it does not run (a zombie does not). Linux only."""
+def pid_start(pid: int) -> str | None:
+    """Start time of a process in ticks since boot, None if it does not run (a zombie does not). Linux only."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -127,34 +139,312 @@ def _pid_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-class Pace:
-    """How long to sleep between two looks at the folder: ten times what a look costs, 0.02 to 5 seconds.
+# -------- The swarm as a worker sees it -----------------------------------------------------------------------
 
-    A local folder answers in a millisecond and is asked often; a mounted drive takes 300 and is left in peace.
+
+@dataclass
+class Job:
+    """A write that waits for the folder."""
+
+    function: object
+    args: tuple
+    tries: int = 0
+    retry_at: float = 0.0
+
+
+class Swarm:
+    """What this process knows of the shared folder; a daemon thread keeps it up to date and writes what is queued.
+
+    The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
+        main thread     round, state; hands over work with post, log, publish and open
+        swarm thread    clock, sessions, is_led, rollouts, refused; the only one that calls the store while training
+        hub threads     nothing here (uploads, see `push_to_hub` in sapo.py)
+
+    nodes: {id: session} of this process's nodes. max_peers: 0 where nothing is drawn from peers. note(event, text):
+    called when something happens that a person should know.
     """
 
-    def __init__(self):
-        self._start = time.monotonic()
+    def __init__(
+        self, store, nodes: dict, *, seat, stages=1, max_age=4, max_peers=10, stale_after=300.0, note
+    ):
+        self.store, self.nodes, self.seat, self.note = store, nodes, seat, note
+        self.stages, self.max_age, self.max_peers = stages, max_age, max_peers
+        self.life = Life(store, stale_after)
+        self.clock = -1  # highest round known to be open; never goes back
+        self.sessions = {}  # node -> newest session, of everybody who ever registered
+        self.is_led = False  # whether a coordinator is alive
+        self.leaderless_since = time.monotonic()
+        self.rollouts = {}  # (round, stage, node) -> groups, their structure checked, of the last max_age rounds
+        self.refused = {}  # (round, stage, node) -> (why a file could not be used, when it is read again)
+        self.round = 0  # the one that this process works on
+        self.looked_at = -1  # the round that the last whole look was made for
+        self.state = "running"  # as the heartbeat says it
+        self._published = {}  # (round, stage) -> peers that have a file there
+        self._chosen = {}  # round -> peers to read
+        self._gone = set()  # chosen peers whose process is known to be dead
+        self._given_up = set()  # peers that were waited for in vain before anybody had published
+        self._jobs, self._lines, self._lock = deque(), {}, threading.Lock()
+        self._wake, self._wanted, self._closing = threading.Event(), False, False
+        self._failing, self._good_look = None, time.monotonic()
+        self._next_beat, self._beat_seconds = 0.0, min(15.0, stale_after / 4)
+        self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
-    def sleep(self) -> None:
-        cost = time.monotonic() - self._start
-        time.sleep(min(5.0, max(0.02, 10 * cost)))
-        self._start = time.monotonic()
+    # -- for the trainer
+
+    @property
+    def down(self) -> bool:
+        """Whether the folder fails or hangs: no good look for half a minute."""
+        return self._failing is not None or time.monotonic() - self._good_look > 30.0
+
+    @property
+    def superseded(self) -> list[str]:
+        """This process's nodes of which a newer session is running."""
+        return [node for node, session in self.nodes.items() if self.sessions.get(node, "") > session]
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else ever registered or published."""
+        return self.sessions.keys() <= self.nodes.keys() and not any(self._published.values())
+
+    def start(self) -> None:
+        """One look in the foreground, so that nothing is decided blindly (raises OSError); then the thread."""
+        self._look()
+        self._thread.start()
+
+    def post(self, function, *args) -> None:
+        """Hand over a write. Writes are carried out in order and kept until they succeed: an outage loses nothing."""
+        self._jobs.append(Job(function, args))
+        self._wake.set()
+
+    def log(self, path: str, line: str) -> None:
+        """Append a line to a log in the folder, together with others every few seconds."""
+        with self._lock:
+            self._lines.setdefault(path, []).append(line + "\n")
+
+    def publish(self, round_: int, stage: int, node: str, about: dict, groups: dict) -> None:
+        """Publish a node's groups; the other nodes of this process see them at once."""
+        seen = [{**group, "key": (round_, stage, node, int(index))} for index, group in groups.items()]
+        with self._lock:
+            self.rollouts[round_, stage, node] = seen
+        self.post(self.store.publish, round_, stage, node, about, groups)
+
+    def open(self, round_: int) -> None:
+        """Open a round where nobody leads, and say who was best in the one before."""
+        self.clock = max(self.clock, round_)
+        self.post(self.store.open_round, round_, next(iter(self.nodes)))
+        if round_ > 0:
+            self.post(self.store.write_winners, round_ - 1)
+
+    def missing(self, round_: int, stage: int) -> set[str]:
+        """Peers to wait for: chosen ones that have not published this stage and may still do so.
+
+        Chosen are peers that published the round before: who did not is not waited for again. Before anybody else
+        has published at all, registered peers are waited for once.
+        """
+        here = self._published.get((round_, stage), set()) | self.nodes.keys()
+        return self._awaited(round_) - here - self._gone
+
+    def _awaited(self, round_: int) -> set[str]:
+        if any(self._published.values()):
+            return set(self._chosen.get(round_, ()))
+        return self.sessions.keys() - {self.seat} - self._given_up
+
+    def give_up(self, peers: set[str]) -> None:
+        """These were waited for in vain."""
+        self._given_up |= peers
+
+    def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
+        """{node: its groups} of one round and stage (None: all stages), as far as they have come."""
+        found = {}
+        with self._lock:
+            for key in sorted(key for key in self.rollouts if key[0] == round_ and stage in (None, key[1])):
+                found.setdefault(key[2], []).extend(self.rollouts[key])
+        return found
+
+    def refusals(self, round_: int) -> int:
+        """How many files of one round could not be used."""
+        return sum(key[0] == round_ for key in list(self.refused))
+
+    def flush_log(self) -> None:
+        """Queue the gathered log lines for writing now."""
+        with self._lock:
+            lines, self._lines = self._lines, {}
+        for path, text in lines.items():
+            self.post(self.store.append, path, "".join(text))
+
+    def wait(self) -> None:
+        """Called by whoever waits for news: the next look comes as soon as the folder's pace allows."""
+        self._wanted = True
+        self._wake.set()
+        time.sleep(0.01)
+
+    def close(self, patience: float) -> int:
+        """Write what is queued and end the thread; returns how many writes did not get through in `patience` s."""
+        self.flush_log()
+        for node in self.nodes:
+            self.post(self.store.heartbeat, node, self._beat(node))
+        self._closing = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(patience)
+        return len(self._jobs)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        soon = later = 0.0  # when the next look may come, and when it comes at the latest
+        pause, retry_at = 1.0, 0.0
+        while not self._closing or self._jobs:
+            now = time.monotonic()
+            target = soon if self._wanted else later
+            self._wake.wait(max(0.0, min(target, max(retry_at, self._next_beat)) - now))
+            self._wake.clear()
+            now, error = time.monotonic(), None
+            if now >= retry_at or self._closing:
+                error = self._attempt(self._write)
+            if now >= (soon if self._wanted else later):
+                self._wanted = False
+                error = self._attempt(self._look) or error
+                soon = time.monotonic() + min(5.0, max(0.02, 10 * (time.monotonic() - now)))
+                later = soon + 0.5
+            if error is not None:
+                retry_at, pause = time.monotonic() + pause * random.uniform(0.5, 1.0), min(2 * pause, 15.0)
+            elif now >= retry_at:
+                pause = 1.0
+            self._tell(error, tried=now >= retry_at or error is not None)
+
+    def _attempt(self, step) -> OSError | None:
+        """step(); the OSError that it raised. Nothing else may end this thread: it is said, and the work goes on."""
+        try:
+            step()
+        except OSError as error:
+            return error
+        except Exception as error:
+            self.note("error", f"{step.__name__.strip('_')}: {error!r}")
+        return None
+
+    def _tell(self, error: OSError | None, tried: bool) -> None:
+        """Say when an outage begins and when it is over."""
+        if error is not None and self._failing is None:
+            self._failing = error, time.monotonic()
+            self.note("outage", f"the shared folder fails ({error}); training goes on, writes are queued")
+        elif error is None and tried and self._failing is not None:
+            seconds = time.monotonic() - self._failing[1]
+            self._failing = None
+            self.note("outage over", f"the shared folder is back after {seconds:.0f} s")
+
+    def _write(self) -> None:
+        """Heartbeats, gathered log lines, and the queue in order. OSError if the folder takes no writes at all."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            for node in self.nodes:
+                self._do(Job(self.store.heartbeat, (node, self._beat(node))))
+            self._next_beat = now + self._beat_seconds
+            self.flush_log()
+        for job in list(self._jobs):
+            if (now >= job.retry_at or self._closing) and self._do(job):
+                self._jobs.remove(job)
+
+    def _beat(self, node: str) -> dict:
+        return {"session": self.nodes[node], "round": self.round, "state": self.state}
+
+    def _do(self, job: Job) -> bool:
+        """Whether a job is done with. One that fails for a reason of its own path is set aside after a minute."""
+        try:
+            job.function(*job.args)
+            return True
+        except OSError as error:
+            if not self.store.can_write():
+                raise
+            job.tries, job.retry_at = job.tries + 1, time.monotonic() + 2**job.tries
+            if job.tries < 6 and not self._closing:
+                return False
+            problem = error
+        except (
+            Exception
+        ) as error:  # a bug, or a folder where a file should be: one job stops neither queue nor training
+            problem = error
+        path = next((arg for arg in job.args if isinstance(arg, str)), "")
+        self.note("error", f"{job.function.__name__} {path} was set aside: {problem}")
+        return True
+
+    def _look(self) -> None:
+        """Registrations, the clock, the coordinator, and what peers have published."""
+        round_ = self.round
+        self.life.refresh([self.seat])
+        clock, openers = self.store.clock()
+        if self.seat in openers:  # rounds that workers open are no sign of its life
+            self.life.note(self.seat, "clock", clock)
+        self.sessions, self.clock = self.life.sessions, max(self.clock, clock)
+        led = self.life.is_live(self.seat)
+        self.leaderless_since = self.leaderless_since if led == self.is_led else time.monotonic()
+        self.is_led = led
+        if self.max_peers:
+            self._fetch(round_)
+        self._good_look, self.looked_at = time.monotonic(), round_
+
+    def _fetch(self, round_: int) -> None:
+        """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
+        oldest = max(0, round_ - self.max_age)
+        rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
+        published = {key: peers for key, peers in self._published.items() if key[0] >= oldest}
+        for key in itertools.product(rounds, range(self.stages)):
+            published[key] = set(self.store.nodes("rollouts", *key)) - self.nodes.keys()
+        self._published = published
+        for r, stage in itertools.product(rounds, range(self.stages)):
+            for peer in sorted(published[r, stage] & self._choose(r)):
+                self._fetch_one((r, stage, peer))
+        self.life.refresh(awaited := self._awaited(round_))
+        self._gone = {peer for peer in awaited if is_known_dead(self.life.about(peer))}
+        self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
+        with self._lock:
+            for known in (self.rollouts, self.refused):
+                for key in [key for key in known if key[0] < oldest]:
+                    del known[key]
+
+    def _choose(self, round_: int) -> set[str]:
+        """Up to max_peers peers to read in a round, drawn at random among those that published the round before,
+        then among those that published in it: never the first in the listing, nor the fastest."""
+        chosen = self._chosen.setdefault(round_, set())
+        for r in (round_ - 1, round_):
+            others = (
+                set().union(*(self._published.get((r, stage), ()) for stage in range(self.stages))) - chosen
+            )
+            chosen |= set(random.sample(sorted(others), min(len(others), self.max_peers - len(chosen))))
+        return chosen
+
+    def _fetch_one(self, key: tuple) -> None:
+        """Read a peer's file once. One that cannot be used is read again later: it may be on its way."""
+        _, retry_at = self.refused.get(key, ("", 0.0))
+        if key in self.rollouts or time.monotonic() < retry_at:
+            return
+        try:
+            groups = self.store.fetch(*key)
+        except (OSError, ValueError) as error:  # BadFile is a ValueError
+            if retry_at == 0.0:
+                self.note("reject", f"{key[2]}: {error}")
+            self.refused[key] = str(error), time.monotonic() + 2.0
+            return
+        with self._lock:
+            self.rollouts[key] = groups
+            self.refused.pop(key, None)
 
 
-# -------- The round clock -------------------------------------------------------------------------------------
+# -------- The role that opens rounds --------------------------------------------------------------------------
 
 
-def resume_clock(store, by: str) -> int:
+def first_round(store, by: str) -> int:
     """The round to go on with: the highest open one; where none is, the last rewarded one; else round 0 is opened."""
-    round_ = store.current_round()
+    round_, _ = store.clock()
     if round_ < 0:
-        round_ = max(0, store.highest_rewarded_round())
+        round_ = max(0, store.last_rewarded())
         store.open_round(round_, by)
     return round_
 
 
-def is_round_over(strategy: str, elapsed: float, interval: float, live: list[str], submitted: list[str]) -> bool:
+def is_round_over(
+    strategy: str, elapsed: float, interval: float, live: list[str], submitted: list[str]
+) -> bool:
     """Whether the clock moves on. time: the interval is over; completion: all live workers submitted; hybrid: either.
 
     It never runs on for nobody: without a live worker and without any reward of this round, it waits.
@@ -164,79 +454,146 @@ def is_round_over(strategy: str, elapsed: float, interval: float, live: list[str
     return {"time": in_time, "completion": complete, "hybrid": in_time or complete}[strategy]
 
 
-def coordinate(
-    store, session, seat, *, max_rounds, last_stage, strategy, interval, liveness, say, should_stop, each_round=None
-) -> str:
-    """Run the clock until MAX_ROUNDS is reached and every worker is done or stale. Returns how it ended, in a word.
+class Coordinator:
+    """The role that keeps a swarm in step: it opens rounds, trains nothing and loads no model.
 
-    session: this coordinator's own; a newer one on the same seat ends this one. each_round: called with each round it opens.
+    expected: how many workers to wait for in round 0 (0: the first is enough), at most for one interval.
     """
 
-    def beat(state):
-        store.heartbeat(seat, {"session": session, "round": round_, "state": state})
+    LOOK_AT = 8  # registrations and heartbeats read per look, however many workers are silent
 
-    round_, opened, down, next_beat = resume_clock(store, seat), time.monotonic(), False, 0.0
-    hold = round_ == 0  # models may take minutes to download: round 0 waits for its first reward
-    say(f"coordinator: round {round_} is open ({strategy}, interval {interval:g} s)")
-    pace = Pace()
-    while not should_stop():
-        try:
-            liveness.refresh()
-            if liveness.sessions.get(seat, session) > session:
-                say("coordinator: a newer session holds the seat; this one stops")
-                return "superseded"
-            now = time.monotonic()
-            if now >= next_beat:
-                beat("running")
-                next_beat = now + min(15.0, liveness.stale_after / 4)
-            if (seen := store.current_round()) > round_:
-                round_, opened = seen, now
-            submitted = store.rewarded(round_, last_stage)
-            for kind, nodes in (("reward", submitted), ("rollouts", store.publishers(round_, 0))):
-                for node in nodes:
-                    liveness.note(node, kind, round_)
-            live = liveness.live_workers()
-            late = sorted(set(live) - set(submitted))
-            hold = hold and round_ == 0 and not submitted
-            if hold:
-                opened = now
-            elif round_ >= max_rounds - 1:
-                if not late:
-                    beat("done")
-                    say(f"coordinator: round {round_} was the last; finished" + ("" if live else ", no worker is live"))
-                    return "finished"
-            elif is_round_over(strategy, now - opened, interval, live, submitted):
-                behind = f", late: {' '.join(late)}" if late else ""
-                say(f"coordinator: round {round_} -> {round_ + 1}: {len(submitted)} submitted{behind}")
-                store.open_round(round_ + 1, seat)  # may fail: only an open round is the current one
-                round_, opened = round_ + 1, time.monotonic()
-                if each_round is not None:
-                    each_round(round_)
-            if down:
-                say("coordinator: the shared folder is back")
-                down = False
-        except OSError as error:
-            if not down:
-                say(f"coordinator: the shared folder fails ({error}); trying on")
-            down = True
-        pace.sleep()
-    with contextlib.suppress(OSError):
-        beat("stopped")
-    return "stopped"
+    def __init__(self, store, session: str, seat: str, *, max_rounds, last_stage, strategy, interval, stale_after,
+                 expected=0, say, each_round=lambda round_: None):  # fmt: skip
+        self.store, self.session, self.seat, self.say, self.each_round = store, session, seat, say, each_round
+        self.max_rounds, self.last_stage, self.strategy = max_rounds, last_stage, strategy
+        self.interval, self.expected = interval, expected
+        self.life = Life(store, stale_after)
+        self.round = first_round(store, seat)
+        self.opened = self.began = time.monotonic()
+        self.first_seen, self._next_beat, self._down = None, 0.0, False
+        self.say(f"coordinator: round {self.round} is open ({strategy}, interval {interval:g} s)")
+        if self.round == 0:
+            self.say("coordinator: waiting for a first worker")
+
+    def run(self, should_stop) -> str:
+        """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended, in a word."""
+        while not should_stop():
+            began = time.monotonic()
+            try:
+                if outcome := self.step():
+                    return outcome
+                if self._down:
+                    self.say("coordinator: the shared folder is back")
+                self._down = False
+            except OSError as error:
+                if not self._down:
+                    self.say(f"coordinator: the shared folder fails ({error}); trying on")
+                self._down = True
+            time.sleep(min(5.0, max(0.02, 10 * (time.monotonic() - began))))
+        with contextlib.suppress(OSError):
+            self._beat("stopped")
+        return "stopped"
+
+    def step(self) -> str | None:
+        """One look at the folder, and perhaps the next round. A word when the coordinator's work is over."""
+        submitted, live = self._look()
+        now = time.monotonic()
+        if self.life.sessions.get(self.seat, self.session) > self.session:
+            self.say("coordinator: a newer session holds the seat; this one stops")
+            return "superseded"
+        if now >= self._next_beat:
+            self._beat("running")
+            self._next_beat = now + min(15.0, self.life.stale_after / 4)
+        if self._holds(submitted):
+            self.opened = now
+        elif self.round >= self.max_rounds - 1:
+            if not set(live) - set(submitted):
+                self._beat("done")
+                self.store.write_winners(self.round)
+                self.say(f"coordinator: round {self.round} was the last; finished")
+                return "finished"
+        elif is_round_over(self.strategy, now - self.opened, self.interval, live, submitted):
+            self.store.open_round(
+                self.round + 1, self.seat
+            )  # may fail: only an open round is the current one
+            self.round, self.opened = self.round + 1, time.monotonic()
+            self._tell(submitted, sorted(set(live) - set(submitted)))
+            self.each_round(self.round)
+        return None
+
+    def _look(self) -> tuple[list[str], list[str]]:
+        """(workers that submitted this round, workers that are alive): listings first, then a few heartbeats."""
+        clock, _ = self.store.clock()
+        if clock > self.round:
+            self.round, self.opened = clock, time.monotonic()
+        submitted = self.store.nodes("rewards", self.round, self.last_stage)
+        for node in submitted:
+            self.life.note(node, "reward", self.round)
+        for node in self.store.nodes("rollouts", self.round, 0):
+            self.life.note(node, "rollouts", self.round)
+        quiet = sorted(self.life.sessions.keys() - {self.seat} - set(submitted))
+        self.life.refresh([self.seat, *random.sample(quiet, min(len(quiet), self.LOOK_AT))])
+        workers = self.life.sessions.keys() - {self.seat}
+        return submitted, sorted(node for node in workers if self.life.is_live(node))
+
+    def _holds(self, submitted: list[str]) -> bool:
+        """Round 0 waits for its first reward, because models take minutes to download, then for those expected."""
+        if self.round > 0 or not submitted:
+            return self.round == 0
+        self.first_seen = self.first_seen or time.monotonic()
+        late = len(self.life.sessions.keys() - {self.seat}) < self.expected
+        return late and time.monotonic() - self.first_seen < self.interval
+
+    def _beat(self, state: str) -> None:
+        self.store.heartbeat(self.seat, {"session": self.session, "round": self.round, "state": state})
+
+    def _tell(self, submitted: list[str], late: list[str]) -> None:
+        """One line for the round that has just ended, and its winners' file."""
+        means = self.store.write_winners(self.round - 1)
+        reward = f"reward {sum(means.values()) / len(means):.2f}" if means else "no reward"
+        per_round = (time.monotonic() - self.began) / max(1, self.round)
+        behind = f" | late: {' '.join(late)[:40]}" if late else ""
+        left = short_time(per_round * (self.max_rounds - self.round))
+        self.say(
+            f"round {self.round - 1}/{self.max_rounds} | {reward} | {len(submitted)} nodes{behind} | eta {left}"
+        )
 
 
-# -------- What the folder says --------------------------------------------------------------------------------
+def short_time(seconds: float) -> str:
+    """42 -> "42s", 150 -> "2m", 8000 -> "2h13m"."""
+    minutes = int(seconds // 60)
+    return (
+        f"{seconds:.0f}s"
+        if minutes < 1
+        else f"{minutes}m"
+        if minutes < 60
+        else f"{minutes // 60}h{minutes % 60:02d}m"
+    )
 
 
-def reward_rows(store) -> list[dict]:
-    """Every published reward, one row per node, round and stage: ready for pandas.DataFrame. Sorted by round."""
-    return [
-        {**data, "experiment": store.base.name, "my_reward": data["reward"]}
-        for round_ in store.rounds("rewards")
-        for stage in store.stages("rewards", round_)
-        for node in store.rewarded(round_, stage)
-        if (data := store.reward(round_, stage, node))
-    ]
+# -------- The readers: what the folder of an experiment says. They change nothing in it -----------------------
+
+OPEN_ROUNDS = 8  # so many of the newest rounds may still get rewards: from a slow node, over a slow drive
+
+
+def reward_rows(store, known: dict | None = None) -> list[dict]:
+    """Every reward of a registered node: a row per round, stage and node, in this order, fit for pandas.DataFrame.
+
+    known: {round: its rows}, kept by who asks again and again, so that an old round is listed only once.
+    Neither a name that never registered nor a round beyond the clock counts: anybody could have put it there.
+    """
+    known = {} if known is None else known
+    clock, nodes = store.clock()[0], store.sessions()
+    rounds = [r for r in store.rounds("rewards") if r <= clock]
+    for round_ in rounds:
+        if round_ not in known or round_ > clock - OPEN_ROUNDS:
+            known[round_] = [
+                {**data, "experiment": store.base.name, "my_reward": data["reward"]}
+                for stage in store.stages("rewards", round_)
+                for node in store.nodes("rewards", round_, stage)
+                if node in nodes and (data := store.reward(round_, stage, node))
+            ]
+    return [row for round_ in rounds for row in known[round_]]
 
 
 def rows_by(column: str, rows: list[dict]) -> dict:
@@ -247,77 +604,9 @@ def rows_by(column: str, rows: list[dict]) -> dict:
     return dict(sorted(groups.items()))
 
 
-def experiment_status(store, stale_after: float = 300.0) -> dict:
-    """The state of one experiment, as a reader sees it now. Changes nothing."""
-    rows, live = reward_rows(store), Liveness(store, stale_after)
-    live.refresh()
-    times = [row["timestamp"] for row in rows]
-    saved = [path for r in store.rounds("checkpoints") if store.names(path := f"checkpoints/round_{r:06d}")]
-    return {
-        "experiment": store.base.name,
-        "current_round": store.current_round(),
-        "current_stage": rows[-1]["stage"] if rows else 0,
-        "num_active_peers": len(live.live_workers()),
-        "peer_ids": live.workers(),
-        "last_updated": max(times, default=None),
-        "cumulative_rewards": {n: sum(row["reward"] for row in mine) for n, mine in rows_by("node_id", rows).items()},
-        "latest_checkpoint": str(store.base / saved[-1]) if saved else None,
-        "duration_seconds": max(times) - min(times) if times else 0.0,
-    }
-
-
-def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
-    """What a finished run lacks, as sentences; an empty list means that everything is there."""
-    try:
-        config = store.read("config.json")
-        if config is None:
-            return [f"{store.base}: no such experiment (no config.json)"]
-        stages = config.get("MAX_STAGES", 1)
-        if not isinstance(stages, int) or not 1 <= stages <= 100:
-            return [f"config.json: MAX_STAGES is {plain(stages)}"]
-        clock = store.current_round()
-    except Exception as error:  # StoreError or BadFile: a reader reports it
-        return [f"{store.base}: {error}"]
-    rows, last = reward_rows(store), max_rounds - 1
-    by_node, by_round = rows_by("node_id", rows), rows_by("round", rows)
-    checks = [  # (whether it is there, what to say if not)
-        (clock >= last, f"the clock stands at round {clock}, expected {last}"),
-        (len(by_node) >= nodes, f"{len(by_node)} nodes submitted rewards, expected {nodes}"),
-    ]
-    for node, mine in by_node.items():
-        model = store.names(f"models/{node}")
-        checks += [
-            (any(row["round"] == last for row in mine), f"{node}: no reward for the last round {last}"),
-            ("metrics.jsonl" in store.names(f"logs/{node}"), f"{node}: no logs/{node}/metrics.jsonl"),
-            (store.checkpoints(node), f"{node}: no checkpoint"),
-            *((name in model, f"{node}: no models/{node}/{name}") for name in ("config.json", "tokenizer.json")),
-            (any(name.endswith(".safetensors") for name in model), f"{node}: no weights in models/{node}"),
-        ]
-        for part in ("completions", "local_groups"):
-            checks += [(row.get(part), f"{node} round {row['round']}: reward without {part}") for row in mine]
-    lost = {"rewards": [t for t in range(max_rounds) if t not in by_round]}
-    if not config.get("ROLLOUT_CLEANUP_ENABLED"):
-        lost["rollouts"] = [t for t in range(max_rounds) if not any(store.publishers(t, s) for s in range(stages))]
-    for what, rounds in lost.items():
-        if rounds:
-            others = f", nor in {len(rounds) - 1} others" if len(rounds) > 1 else ""
-            checks.append((False, f"round {rounds[0]}: no {what}{others}"))
-    return [problem for there, problem in checks if not there]
-
-
-# -------- Comparing experiments ------------------------------------------------------------------------------------
-
-PAPER = (
-    "The paper's own (table 1: 8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): "
-    "8/0 561.79, 6/2 854.43 +52%, 4/4 1093.31 +94%, 2/6 945.87 +68%."
-)
-SETTINGS = {  # what makes two runs repetitions of one another, and its short name in a label; all but the seed
-    "NUM_TRAIN_SAMPLES": "I", "NUM_TRANSPLANT_TREES": "J", "EXTERNAL_FILTER": "filter", "LOCAL_OVERSAMPLE": "k",
-    "MODEL_NAME": "model", "LEARNING_RATE": "lr", "ANSWER_TAG_SHARE": "tags", "NUM_GENERATIONS": "G", "TASKS": "tasks",
-    "LOSS_TYPE": "loss", "REWARD": "reward", "TEMPERATURE": "temperature", "NUM_ITERATIONS": "iterations",
-    "CLIP_LOW": "clip_low", "CLIP_HIGH": "clip_high", "MAX_NEW_TOKENS": "max_tokens", "WARM_START_STEPS": "warm_start",
-    "NUM_SHOTS": "shots", "MAX_STAGES": "stages", "ROLLOUT_MAX_AGE": "max_age",
-}  # fmt: skip
+def plain(value, width: int = 100) -> str:
+    """A stranger's text for one line of a terminal, cut, control characters as "?"."""
+    return "".join(c if c.isprintable() else "?" for c in str(value)[:width])
 
 
 def average(values) -> float | None:
@@ -327,175 +616,337 @@ def average(values) -> float | None:
 
 
 def smooth(values: list) -> list:
-    """Running average over the last tenth of the run, at most 100 values. Of 20: [0, 1, 1, …] -> [0, 0.5, 1, …]."""
+    """Running mean over a tenth of the run, at most 100 values. Of 20 values: [0, 1, 1, …] -> [0, 0.5, 1, …]."""
     window = max(1, min(100, len(values) // 10))
     return [average(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def summarize(store, threshold: float = 0.3) -> dict | None:
-    """One finished or running experiment as figures, from config.json and rewards/ alone; None without rewards.
+def experiment_status(store, stale_after: float = 300.0) -> dict:
+    """The state of one experiment, as a reader sees it now."""
+    rows, life = reward_rows(store), Life(store, stale_after)
+    life.refresh()
+    times, by_node = [row["timestamp"] for row in rows], rows_by("node_id", rows)
+    saved = [path for r in store.rounds("checkpoints") if store.names(path := f"checkpoints/round_{r:06d}")]
+    return {
+        "experiment": store.base.name,
+        "current_round": store.clock()[0],
+        "current_stage": rows[-1]["stage"] if rows else 0,
+        "num_active_peers": len(life.live_workers()),
+        "peer_ids": life.workers(),
+        "last_updated": max(times, default=None),
+        "cumulative_rewards": {node: sum(row["reward"] for row in mine) for node, mine in by_node.items()},
+        "latest_checkpoint": str(store.base / saved[-1]) if saved else None,
+        "duration_seconds": max(times) - min(times) if times else 0.0,
+    }
+
+
+def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
+    """What a finished run lacks, as sentences; an empty list means that everything is there."""
+    try:
+        config = store.read("config.json") or {}
+    except ValueError as error:
+        return [f"config.json: {error}"]
+    stages, shares = config.get("MAX_STAGES"), nodes > 1 and config.get("NUM_TRANSPLANT_TREES") != 0
+    if not isinstance(stages, int) or not 1 <= stages <= 100:
+        return [f"{store.base}: no config.json, or one without a MAX_STAGES from 1 to 100"]
+    rows, clock, last = reward_rows(store), store.clock()[0], max_rounds - 1
+    by_node, by_round = rows_by("node_id", rows), rows_by("round", rows)
+    saved = [n for r in store.rounds("checkpoints") for n in store.names(f"checkpoints/round_{r:06d}")]
+    unpaid = [t for t in range(max_rounds) if t not in by_round]
+    silent = [] if config.get("ROLLOUT_CLEANUP_ENABLED") else range(max_rounds)
+    silent = [t for t in silent if not any(store.nodes("rollouts", t, s) for s in range(stages))]
+    checks = [  # (whether it is there, what to say if not)
+        (clock >= last, f"the clock stands at round {clock}, expected {last}"),
+        (len(by_node) >= nodes, f"{len(by_node)} nodes submitted rewards, expected {nodes}"),
+        (not unpaid, f"{len(unpaid)} rounds without rewards, such as round {min(unpaid, default='')}"),
+        (not silent, f"{len(silent)} rounds without rollouts, such as round {min(silent, default='')}"),
+        (saved, "no checkpoint"),
+        (any(row.get("informative_groups") for row in rows), "no node trained on an informative group"),
+        (any(row.get("grad_norm") for row in rows), "every gradient is zero: nothing was learned"),
+        (not shares or any(row.get("external_groups") for row in rows), "no external group was drawn"),
+    ]
+    for node, mine in by_node.items():
+        files = [f"logs/{node}/{name}" for name in store.names(f"logs/{node}")]
+        files += [f"models/{node}/{name}" for name in store.names(f"models/{node}")]
+        needed = [f"logs/{node}/metrics.jsonl", f"models/{node}/config.json", f"models/{node}/tokenizer.json"]
+        bare = [row["round"] for row in mine if not row.get("completions") or not row.get("local_groups")]
+        checks += [(name in files, f"{node}: no {name}") for name in needed]
+        checks += [
+            (any(name.endswith(".safetensors") for name in files), f"{node}: no weights in models/{node}"),
+            (mine[-1]["round"] == last, f"{node}: no reward for the last round {last}"),
+            (not bare, f"{node} round {min(bare, default='')}: reward without completions or local_groups"),
+        ]
+    return [problem for there, problem in checks if not there]
+
+
+# -------- Comparing experiments -------------------------------------------------------------------------------
+
+PAPER = (
+    "The paper's own (table 1: 8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): "
+    "8/0 561.79, 6/2 854.43 +52%, 4/4 1093.31 +94%, 2/6 945.87 +68%."
+)
+ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "LOCAL_OVERSAMPLE", "LOCAL_REPLAY", "EXTERNAL_FILTER")
+NO_SETTING = {  # may differ between repetitions; every other key of config.json, a new one too, is a setting
+    "SEED", "EXPERIMENT_NAME", "created_at", "layout", "reasoning_gym", "TEST_MODE", "CONFIGS", "SEEDS", "VERBOSE",
+    "MAX_ROUNDS", "LOCAL_NODES", "NUM_WORKERS",  # the rounds and the nodes that were seen count instead
+    "MICRO_BATCH_SIZE", "EVAL_INTERVAL", "EVAL_SAMPLES", "CHECKPOINT_INTERVAL", "CHECKPOINT_KEEP",
+    "ROLLOUT_CLEANUP_ENABLED", "ROLLOUT_KEEP_LAST_N_ROUNDS", "ROLLOUT_ARCHIVE_OLD", "STALE_AFTER_SECONDS",
+    "COORDINATOR_ROUND_INTERVAL", "FETCH_TIMEOUT_SECONDS",
+}  # fmt: skip
+NEAR_ZERO = 1e-3  # a cumulative reward of which no ratio can be taken
+
+
+def settings_of(config: dict) -> dict:
+    """What two runs must agree in to be repetitions of one another. What changes nothing in this one is None."""
+    settings = {"LOCAL_OVERSAMPLE": 1, "LOCAL_REPLAY": 0, "EXTERNAL_FILTER": True}
+    settings |= {name: value for name, value in config.items() if name not in NO_SETTING}
+    if settings["NUM_TRANSPLANT_TREES"] == 0:
+        settings |= dict.fromkeys(("EXTERNAL_FILTER", "FETCH_MAX_PEERS", "ROLLOUT_PUBLISH_FREQUENCY"))
+        settings |= {} if settings["LOCAL_REPLAY"] else {"ROLLOUT_MAX_AGE": None}
+    return settings
+
+
+def baseline_of(settings: dict) -> dict:
+    """The same for a lone node that trains on as many groups: I + J of its own, no oversampling, no replay."""
+    groups = settings["NUM_TRAIN_SAMPLES"] + settings["NUM_TRANSPLANT_TREES"]
+    return settings_of({**settings, **dict(zip(ARM, (groups, 0, 1, 0, None), strict=True))})
+
+
+def arm_of(settings: dict) -> str:
+    """How a round gets its groups: 4/4, 8/0, 8/0 x2 (oversampled), 4/4 unfiltered, 4/4 +r4 (replay)."""
+    own, external, oversample, replay, filtered = (settings[name] for name in ARM)
+    text = f"{own}/{external}" + (f" x{oversample}" if oversample > 1 else "")
+    return text + (" unfiltered" if filtered is False else "") + (f" +r{replay}" if replay else "")
+
+
+def summarize(store) -> dict | None:
+    """One experiment as figures, from config.json and rewards/ alone; None without rewards.
 
     ValueError if config.json cannot be used.
     """
-    config, rows = read_settings(store), reward_rows(store)
+    config, rows = store.read("config.json") or {}, reward_rows(store)
+    for name in ARM[:4]:
+        value = config.get(name, None if name in ARM[:2] else 0)
+        if not isinstance(value, int) or not 0 <= value <= 4096:
+            raise ValueError(f"config.json: {name} is {plain(value)}")
     if not rows:
         return None
-    found, rounds = rows_by("round", rows), rows[-1]["round"] + 1
+    nodes, rounds, found = len(rows_by("node_id", rows)), rows[-1]["round"] + 1, rows_by("round", rows)
     by_round = [found.get(t, []) for t in range(rounds)]
-    curves = {}  # node -> its reward in every round, None where it has none
-    for node, mine in rows_by("node_id", rows).items():
-        rewards = {row["round"]: row["reward"] for row in mine}
-        curves[node] = [rewards.get(t) for t in range(rounds)]
-    spent = itertools.accumulate(sum(row.get("completions", 0) for row in now) for now in by_round)
-    completions = [total / len(curves) for total in spent]
-    mean = [average(row["reward"] for row in now) for now in by_round]
-    curve = smooth(mean)
-    reached = next((t for t, r in enumerate(curve) if r is not None and r >= threshold), None)
-    total = sum(row["reward"] for row in rows)
-    key = {short: config.get(name) for name, short in SETTINGS.items()} | {"nodes": len(curves), "rounds": rounds}
-    key["filter"] = bool(key["filter"]) if key["J"] else None  # without externals there is nothing to filter
+    curve = [average(row["reward"] for row in now) for now in by_round]
+    spent = [sum(row.get("completions", 0) for row in now) / nodes for now in by_round]
     return {
-        "experiment": store.base.name, "seed": config.get("SEED"), "key": key,
-        "cumulative": total, "per_node": total / len(curves), "mean_reward": total / len(rows),
-        "peak": max(row["reward"] for row in rows), "final": curve[-1],
+        "experiment": store.base.name,
+        "seed": plain(config.get("SEED")),
+        "settings": settings_of({**config, "nodes": nodes, "rounds": rounds}),
+        "cumulative": sum(row["reward"] for row in rows),
+        "per_node": sum(row["reward"] for row in rows) / nodes,
+        "final": smooth(curve)[-1],
         "held_out": average(row.get("held_out") for row in rows if row["round"] >= 0.9 * rounds),
-        "rounds_to_threshold": reached, "completions_to_threshold": None if reached is None else completions[reached],
-        "completions_per_node": completions[-1], "useful_groups": average(map(useful_groups, rows)),
-        "mean": mean, "curves": curves, "completions": completions,
-    }  # fmt: skip
-
-
-def useful_groups(row: dict) -> int:
-    """How many of the groups that a node trained on in one round had a gradient."""
-    return row.get("local_groups", 0) + row.get("external_groups", 0) - row.get("flat_groups", 0)
-
-
-def read_settings(store) -> dict:
-    """config.json; ValueError if what is computed with is not of the kind that this program writes there."""
-    config = store.read("config.json") or {}
-    for name, short in SETTINGS.items():
-        value = config.get(name)
-        if not isinstance(value, int if short in ("I", "J", "k") else str | int | float | None):
-            raise ValueError(f"config.json: {name} is {plain(value)}")
-    return config
-
-
-def plain(value, width: int = 100) -> str:
-    """A stranger's value for one line of a terminal: control characters as ?, cut. plain("a\x1b[2Jb", 4) -> "a?[2"."""
-    return "".join(c if c.isprintable() else "?" for c in str(value)[:width])
-
-
-def permutation_p(a: list[float], b: list[float], limit: int = 20000) -> float | None:
-    """Two-sided p-value of mean(a) != mean(b): the share of relabelings at least as far apart. Exact where feasible.
-
-    None where even the most extreme outcome could not get below 0.05: too few seeds to say anything.
-    """
-    both, n = [*a, *b], len(a)
-    total = math.comb(len(both), n)
-    if n == 0 or not b or 2 / total > 0.05:
-        return None
-    observed = abs(sum(a) / n - sum(b) / len(b))
-    rng, exact = random.Random(0), total <= limit
-    drawn = (rng.sample(both, n) for _ in range(limit))
-    sums = [sum(chosen) for chosen in (itertools.combinations(both, n) if exact else drawn)]
-    hits = sum(abs(left / n - (sum(both) - left) / len(b)) >= observed - 1e-12 for left in sums)
-    return hits / len(sums) if exact else (hits + 1) / (len(sums) + 1)
-
-
-def bootstrap_improvement(a: list[float], b: list[float], resamples: int = 10000) -> tuple[float, float] | None:
-    """95% interval of mean(a) / mean(b) - 1 by resampling the seeds; None with fewer than three of either."""
-    if min(len(a), len(b)) < 3 or not sum(b):
-        return None
-    rng = random.Random(0)
-
-    def resampled(values):
-        return sum(rng.choices(values, k=len(values))) / len(values)
-
-    ratios = sorted(resampled(a) / max(1e-9, resampled(b)) - 1 for _ in range(resamples))
-    return ratios[int(0.025 * resamples)], ratios[int(0.975 * resamples)]
-
-
-def is_baseline(key: dict) -> bool:
-    """Whether these settings are a lone node's: nothing from peers, and no oversampling either."""
-    return key["J"] == 0 and key["k"] == 1
-
-
-def label_of(key: dict, shown=()) -> str:
-    """4/4, 8/0 x4 (oversampled), 4/4 unfiltered; with the settings in `shown` behind."""
-    text = f"{key['I']}/{key['J']}" + (f" x{key['k']}" if key["k"] and key["k"] > 1 else "")
-    text += " unfiltered" if key["filter"] is False else ""
-    return " ".join([text, *(f"{name}={plain(key[name])}" for name in shown)])
-
-
-AVERAGED = ("cumulative", "per_node", "mean_reward", "peak", "final", "rounds_to_threshold", "completions_to_threshold",
-            "completions_per_node", "held_out", "useful_groups")  # fmt: skip
+        "informative": average(row.get("informative_groups") for row in rows),
+        "completions": sum(spent),
+        "curve": curve,
+        "spent": list(itertools.accumulate(spent)),  # completions per node, so far
+    }
 
 
 def compare(summaries: list[dict]) -> list[dict]:
-    """Group summaries by everything but the seed; compare each group with its baseline, the same settings at J = 0."""
-    groups = {}
+    """A row for each group of repetitions, compared with its baseline; the best of equal settings first."""
+    groups, rows = {}, []
     for summary in summaries:
-        groups.setdefault(json.dumps(summary["key"], sort_keys=True), []).append(summary)
-    keys = [members[0]["key"] for members in groups.values()]
-    names = [name for name in (keys[0] if keys else ()) if name not in ("I", "J", "k", "filter")]
-    shown = [name for name in names if len({str(key[name]) for key in keys}) > 1]
-    rows = []
-    for key, members in zip(keys, groups.values(), strict=True):
-        lone = [s for s in summaries if is_baseline(s["key"]) and not is_baseline(key)]
-        lone = [s for s in lone if s["key"] == {**key, "I": key["I"] + key["J"], "J": 0, "k": 1, "filter": None}]
-        ours, base = [m["per_node"] for m in members], [s["per_node"] for s in lone]
-        row = {"label": label_of(key, shown), **key, "runs": len(members)}
-        row["seeds"] = sorted(str(m["seed"]) for m in members)
-        row |= {name: average(m[name] for m in members) for name in AVERAGED}
-        if any(m["rounds_to_threshold"] is None for m in members):  # a mean over those that did would flatter
-            row["rounds_to_threshold"] = row["completions_to_threshold"] = None
-        row["spread"] = statistics.stdev(ours) if len(ours) > 1 else None
-        row["improvement"] = average(ours) / average(base) - 1 if sum(base) else None
-        row["interval"] = bootstrap_improvement(ours, base)
-        row["p_value"] = permutation_p(ours, base)
-        rows.append({**row, "members": members})
-    return sorted(rows, key=lambda r: (str([r[n] for n in shown]), -r["per_node"]))
+        groups.setdefault(json.dumps(summary["settings"], sort_keys=True), []).append(summary)
+    every = [runs[0]["settings"] for runs in groups.values()]
+    values = {n: {json.dumps(s.get(n, "unset")) for s in every} - {"null"} for s in every for n in s}
+    shown = sorted(n for n in values if len(values[n]) > 1 and n not in ARM)
+    for settings, runs in zip(every, groups.values(), strict=True):
+        lone = groups.get(json.dumps(base := baseline_of(settings), sort_keys=True), [])
+        where = " ".join(f"{n}={plain(settings.get(n, 'unset'), 40)}" for n in shown)
+        row = {"label": f"{arm_of(settings)} {where}".rstrip(), "arm": arm_of(settings), "where": where}
+        for name in ("cumulative", "per_node", "final", "held_out", "informative", "completions"):
+            row[name] = average(run[name] for run in runs)
+        row["cost"] = (
+            row["completions"] / max(1, average(run["completions"] for run in lone)) if lone else None
+        )
+        row |= advantage(by_seed(runs), by_seed(lone)) | ({"note": "baseline"} if lone is runs else {})
+        row |= {"baseline": arm_of(base), "runs": len(runs), "settings": settings, "members": runs}
+        rows.append(row)
+    return sorted(rows, key=lambda row: (row["where"], -row["per_node"]))
 
 
-def report_text(rows: list[dict], threshold: float) -> str:
-    """The comparison as a Markdown table; what there are too few seeds for is said, not left out."""
+def by_seed(runs: list[dict]) -> dict[str, float]:
+    """{seed: cumulative reward per node}. Two runs of one seed are averaged: they are no independent evidence."""
+    return {seed: average(run["per_node"] for run in mine) for seed, mine in rows_by("seed", runs).items()}
 
-    def show(value, form, missing="-"):
-        return missing if value is None else form.format(value)
 
-    table = []
+def advantage(ours: dict[str, float], base: dict[str, float]) -> dict:
+    """How much more reward than the baseline, with a 95% interval and a p-value where there are seeds enough.
+
+    Logarithms are compared, seed by seed where both have the same seeds.
+    ours = {"1": 2, "2": 3}, base = {"1": 1, "2": 1.5} -> improvement 1.0, note "too few seeds"
+    """
+    result = dict.fromkeys(("seeds", "spread", "improvement", "low", "high", "p_value", "method", "note"))
+    result |= {"seeds": " ".join(ours), "spread": statistics.stdev(ours.values()) if len(ours) > 1 else None}
+    for values, name in ((base, "baseline"), (ours, "reward")):
+        if min(values.values(), default=0.0) <= NEAR_ZERO:
+            return result | {"note": f"{name} near 0" if values else "no baseline"}
+    paired = ours.keys() == base.keys()
+    a, b = ([math.log(values[seed]) for seed in sorted(values)] for values in (ours, base))
+    samples, center = (
+        [[x - y for x, y in zip(a, b, strict=True)]] if paired else [a, b],
+        average(a) - average(b),
+    )
+    result |= {"improvement": math.expm1(center), "p_value": p_value(a, b, paired)}
+    result |= {"method": "paired by seed" if paired else "Welch"}
+    parts = [statistics.variance(s) / len(s) for s in samples] if min(map(len, samples)) > 2 else []
+    if not any(parts):
+        return result | {"note": "no spread" if parts else "too few seeds"}
+    freedom = sum(parts) ** 2 / sum(v * v / (len(s) - 1) for v, s in zip(parts, samples, strict=True))
+    half = t_quantile(freedom) * math.sqrt(sum(parts))
+    return result | {"low": math.expm1(center - half), "high": math.expm1(center + half)}
+
+
+def t_quantile(freedom: float, steps: int = 20000) -> float:
+    """97.5% quantile of Student's t: 2 -> 4.303. As t = sqrt(freedom) tan(u), u has density cos(u)^(freedom - 1)."""
+    angles = [(i + 0.5) * math.pi / 2 / steps for i in range(steps)]
+    below = list(itertools.accumulate(math.cos(u) ** (freedom - 1) for u in angles))
+    return math.sqrt(freedom) * math.tan(angles[bisect.bisect(below, 0.95 * below[-1])])
+
+
+def p_value(a: list[float], b: list[float], paired: bool, limit: int = 20000) -> float | None:
+    """Two-sided p-value of mean(a) != mean(b): the share of relabelings at least as far apart. Exact up to `limit`.
+
+    paired: the two of a seed change places; else any do. None if not even the most extreme outcome is below 0.05.
+    """
+    rng, both, n = random.Random(0), [*a, *b], len(a)
+    pairs, total = list(zip(a, b, strict=paired)), 2**n if paired else math.comb(len(both), n)
+    if 2 / total > 0.05:
+        return None
+    every = itertools.product(*pairs) if paired else itertools.combinations(both, n)
+    if total > limit:  # drawn at random, and what was observed is one of them
+        drawn = (map(rng.choice, pairs) if paired else rng.sample(both, n) for _ in range(limit))
+        every = itertools.chain([a], drawn)
+    gaps = [abs(left / n - (sum(both) - left) / len(b)) for left in map(sum, every)]
+    return sum(gap >= abs(sum(a) / n - sum(b) / len(b)) - 1e-12 for gap in gaps) / len(gaps)
+
+
+def conclusion(row: dict) -> str:
+    """What a comparison says, as a sentence."""
+    gain, low, high, base, p = (row[n] for n in ("improvement", "low", "high", "baseline", "p_value"))
+    if row["cost"] is None:
+        return f"{row['label']}: no {base} with the same settings to compare it with."
+    said = f"{row['label']}: {row['note']}" + (f", {gain:+.0%} against {base}" if gain is not None else "")
+    if low is not None:
+        verb = "beats" if low > 0 else "falls behind" if high < 0 else "cannot be told from"
+        by = f" by {abs(gain):.0%}" if low * high > 0 else ""
+        said = f"{row['label']} {verb} {base}{by} (95% interval {low:.0%} to {high:.0%}, {row['method']})"
+    cost = {1: "as many", 0.5: "half the"}.get(round(row["cost"], 2), f"{row['cost']:.2g} times the")
+    seeds, needed = len(row["seeds"].split()), 4 if row["method"] == "Welch" else 6
+    few = f"{seeds} seed{'s allow' if seeds > 1 else ' allows'} no p below 0.05, {needed} would do"
+    return f"{said} at {cost} completions; {few if p is None else f'p = {p:.3f}'}."
+
+
+def report_text(rows: list[dict]) -> str:
+    """The comparison as a table of at most 100 columns, then as sentences. A column without values is left out."""
+
+    def show(value, form=".2f", before="", after=""):
+        return "" if value is None else before + format(value, form) + after
+
+    table = [("I/J", "runs", "reward per node", "gain", "p", "final", "held-out", "completions", "where")]
     for row in rows:
-        untested = "no baseline" if row["improvement"] is None else "too few seeds"
-        gain = show(row["improvement"], "{:+.0%}") + show(row["interval"], " ({0[0]:+.0%} to {0[1]:+.0%})", "")
-        table.append({
-            "I/J": row["label"],
-            "runs": str(row["runs"]),
-            "cumulative per node": f"{row['per_node']:.2f}" + show(row["spread"], " ± {:.2f}", ""),
-            "improvement (95% interval)": gain,
-            "p": "baseline" if is_baseline(row) else show(row["p_value"], "{:.3f}", untested),
-            "final reward": show(row["final"], "{:.2f}"),
-            "held-out": show(row["held_out"], "{:.2f}"),
-            f"rounds to {threshold:g}": show(row["rounds_to_threshold"], "{:.0f}"),
-            f"completions to {threshold:g}": show(row["completions_to_threshold"], "{:.0f}"),
-            "completions per node": f"{row['completions_per_node']:.0f}",
-            "useful groups": f"{row['useful_groups']:.1f}",
-        })  # fmt: skip
-    cells = [table[0].keys(), ["---" for _ in table[0]], *(line.values() for line in table)]
-    return "\n".join([*(f"| {' | '.join(line)} |" for line in cells), "", PAPER])
+        reward = show(row["per_node"]) + show(row["spread"], before=" ± ")
+        interval = show(row["low"], ".0%", " (") + show(row["high"], ".0%", " to ", ")")
+        gain = show(row["improvement"], "+.0%") + interval or row["note"]
+        last = [show(row["p_value"], ".3f"), show(row["final"]), show(row["held_out"])]
+        spent = show(row["completions"], ".0f")
+        table.append((row["arm"], str(row["runs"]), reward, gain, *last, spent, row["where"]))
+    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
+    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
+    # indented by four, it is a code block in Markdown
+    lines = ["    " + "  ".join(line)[:96].rstrip() for line in zip(*padded, strict=True)]
+    said = [conclusion(row) for row in rows if row["note"] != "baseline"]
+    return "\n".join([*lines, "", *(textwrap.fill(sentence, 100) + "\n" for sentence in [*said, PAPER])])
 
 
-def write_report(rows: list[dict], folder, threshold: float = 0.3) -> list[Path]:
-    """report.md, report.csv, report.json and, with matplotlib, report.png; returns what was written."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    text, table, full, picture = (folder / f"report.{kind}" for kind in ("md", "csv", "json", "png"))
-    text.write_text(report_text(rows, threshold) + "\n", encoding="utf-8")
-    with open(table, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=[name for name in rows[0] if name != "members"], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-    full.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    return [text, table, full] + [picture] * plot_report(rows, picture, threshold)
+def write_report(rows: list[dict], write) -> list[str]:
+    """report.md, report.csv, report.json, curves.csv and, with matplotlib, report.png, each by write(name, data)."""
+    figures = [{k: v for k, v in row.items() if k not in ("members", "settings")} for row in rows]
+    curves = [("label", "seed", "experiment", "round", "reward", "completions")]
+    for row in rows:
+        for run in row["members"]:
+            points = zip(itertools.count(), run["curve"], run["spent"], strict=False)
+            curves += [(row["label"], run["seed"], run["experiment"], *point) for point in points]
+    full = [{**row, "members": [run["experiment"] for run in row["members"]]} for row in rows]
+    files = {"report.md": report_text(rows).encode(), "report.json": json.dumps(full, indent=1).encode()}
+    files |= {"report.csv": as_csv([figures[0].keys(), *(line.values() for line in figures)])}
+    files |= {"curves.csv": as_csv(curves), "report.png": draw(report_panels(rows))}
+    files = {name: data for name, data in files.items() if data}
+    for name, data in files.items():
+        write(name, data)
+    return list(files)
+
+
+def as_csv(table) -> bytes:
+    """Lines of cells as CSV. A text that a spreadsheet would take for a formula gets a quote in front."""
+
+    def cell(value):
+        return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
+
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows([cell(value) for value in line] for line in table)
+    return out.getvalue().encode()
+
+
+SHARING, LONE, UNFILTERED = "#0072B2", "#D55E00", "#009E73"  # by Okabe and Ito, safe for the colour-blind
+
+
+def report_panels(rows: list[dict]) -> dict:
+    """Smoothed reward over rounds, and over completions, for `draw`: a colour per family, in it a style per line."""
+    panels, styles = {"round": [], "completions generated per node": []}, {}
+    for row in rows:
+        external, filtered = row["settings"]["NUM_TRANSPLANT_TREES"], row["settings"]["EXTERNAL_FILTER"]
+        color = SHARING if external and filtered else UNFILTERED if external else LONE
+        style = next(styles.setdefault(color, itertools.cycle(("-", "--", "-.", ":"))))
+        heights = list(zip(*(smooth(run["curve"]) for run in row["members"]), strict=True))
+        spent = [average(now) for now in zip(*(run["spent"] for run in row["members"]), strict=True)]
+        for panel, x in zip(panels.values(), (range(len(spent)), spent), strict=True):
+            panel.append((plain(row["label"], 34), color, style, x, heights))
+    return panels
+
+
+def draw(panels: dict, ylabel: str = "mean reward (0 to 1), smoothed", size=(9, 4.2)) -> bytes | None:
+    """A panel for each {label of its x axis: its lines}, as PNG; a notebook also shows it. None without matplotlib.
+
+    A line: (name, colour, style, x values, for each of these the values whose mean and range are drawn).
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: pip install matplotlib")
+        return None
+    figure, png = Figure(figsize=size, dpi=150, layout="constrained"), io.BytesIO()
+    for axis, xlabel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        ends = []
+        for name, color, style, x, heights in panels[xlabel]:
+            heights = [[math.nan if y is None else y for y in now] for now in heights]
+            mean, low, high = ([f(now) for now in heights] for f in (statistics.fmean, min, max))
+            axis.plot(x, mean, style, color=color, linewidth=1.4)
+            axis.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+            ends.append((mean[-1], x[-1], name, color))
+        axis.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if "completions" in xlabel else "linear")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        place, gap = -1.0, axis.get_ylim()[1] * min(0.055, 1 / len(ends))
+        for y, x, name, color in sorted(ends):  # the names stand right of the panel, none on another
+            place, thread = max(y, place + gap), {"arrowstyle": "-", "color": color, "alpha": 0.4}
+            at = {"xytext": (1.03, place), "textcoords": axis.get_yaxis_transform(), "annotation_clip": False}
+            look = {"color": color, "fontsize": 8, "va": "center", "parse_math": False}
+            axis.annotate(name, (x, y), arrowprops=thread, **at, **look)
+    figure.savefig(png, format="png")
+    if in_notebook():
+        from IPython.display import Image, display
+
+        display(Image(data=png.getvalue(), width=int(100 * size[0])))
+    return png.getvalue()
 
 
 def in_notebook() -> bool:
@@ -504,196 +955,122 @@ def in_notebook() -> bool:
     return "ipykernel" in sys.modules and ipython is not None and ipython.get_ipython() is not None
 
 
-def draw(path, rows: int, columns: int, size: tuple[float, float], paint) -> bool:
-    """Make a picture with paint(its axes) and save it as a PNG unless path is None; a notebook also shows it.
-
-    False, with a line that says how to get it, where matplotlib is missing.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        print("no picture: pip install matplotlib")
-        return False
-    if not in_notebook():
-        matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(rows, columns, figsize=size, constrained_layout=True)
-    paint(*axes.flat)
-    if path is not None:
-        figure.savefig(path, dpi=110)
-    if in_notebook():
-        plt.show()
-    plt.close(figure)
-    return True
+# -------- Watching one experiment -----------------------------------------------------------------------------
 
 
-def plot_report(rows: list[dict], path, threshold: float) -> bool:
-    """Three panels: every agent's raw curve; smoothed mean over seeds with min/max band; reward against completions."""
-
-    def paint(raw, band, cost):
-        for i, row in enumerate(rows):
-            color, members = f"C{i % 10}", row["members"]
-            for curve in members[0]["curves"].values():
-                raw.plot(curve, color=color, alpha=0.25, linewidth=0.7)
-            curves = zip(*(smooth(m["mean"]) for m in members), strict=False)
-            seeds = [[r for r in now if r is not None] or [math.nan] for now in curves]  # of every round
-            low, mean, high = [min(now) for now in seeds], [average(now) for now in seeds], [max(now) for now in seeds]
-            band.plot(mean, color=color, label=f"{row['label']} ({row['runs']})")
-            band.fill_between(range(len(mean)), low, high, color=color, alpha=0.15)
-            cost.plot(members[0]["completions"][: len(mean)], mean, color=color, label=row["label"])
-        raw.set(title="every agent, one seed each", xlabel="round", ylabel="reward")
-        band.set(title="mean over nodes and seeds, min/max over seeds", xlabel="round", ylabel="reward (smoothed)")
-        cost.set(title="what it costs", xlabel="completions generated per node", ylabel="reward (smoothed)")
-        cost.axhline(threshold, color="gray", linewidth=0.5)
-        band.legend(fontsize=8)
-        for axis in (raw, band, cost):
-            axis.grid(alpha=0.3)
-
-    return draw(path, 1, 3, (18, 5.5), paint)
-
-
-# -------- Watching one experiment -----------------------------------------------------------------------------------
-
-
-def sparkline(values: list[float], width: int = 20) -> str:
-    """The last `width` values in [0, 1] as bars. sparkline([0, 0.5, 1]) -> "▁▅█"."""
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * max(0.0, v)))] for v in values[-width:])
+def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
+    """The state of an experiment as text that fits the terminal: clock, nodes, latest rollout, what looks wrong."""
+    screen = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((110, 1000))
+    life.refresh()
+    clock, by_node, recent = store.clock()[0], rows_by("node_id", rows), []
+    for round_ in [r for r in store.rounds("rollouts") if clock - 3 < r <= clock]:
+        for stage in store.stages("rollouts", round_):
+            recent += [(round_, stage, node) for node in store.nodes("rollouts", round_, stage)]
+    for round_, _, node in recent:
+        life.note(node, "rollouts", round_)
+    for node, mine in by_node.items():
+        life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
+    nodes = [n for n in life.sessions if life.about(n).get("role") != "coordinator"]
+    nodes.sort(key=lambda node: (not life.is_live(node), node))
+    live, gigabytes = sum(map(life.is_live, nodes)), shutil.disk_usage(store.base).free / 1e9
+    lines = [f"{store.base.name}: round {clock} of {max_rounds}, {len(nodes)} nodes registered, {live} live"]
+    lines += [
+        progress(rows, max_rounds) if rows else f"waiting for a first {'reward' if nodes else 'worker'}"
+    ]
+    lines += ["", f"{'node':20} {'state':5} {'round':>6} {'reward':>7} {'total':>8}  trend"]
+    tail = [f"! {warning}" for warning in health_warnings(store, life, rows, clock, recent, gigabytes)[:4]]
+    tail = ["", *tail, f"storage: {gigabytes:.1f} GB free. Ctrl-C leaves, the swarm goes on"]
+    room = screen.lines - len(lines) - len(tail) - 1
+    fit = len(nodes) if len(nodes) <= room else room - 1
+    lines += [node_line(life, node, by_node.get(node, [])) for node in nodes[:fit]]
+    lines += [f"and {len(nodes) - fit} more"] if len(nodes) > fit else []
+    lines += latest_rollout(store, recent) if room >= fit + 4 else []
+    return "\n".join(line[: screen.columns] for line in [*lines, *tail])
 
 
-def dashboard(store, live: Liveness, rows: list[dict]) -> str:
-    """The state of an experiment as text: clock, nodes, latest rollout, storage, and what looks wrong."""
-    live.refresh()
-    clock, by_node = store.current_round(), rows_by("node_id", rows)
-    rounds = [r for r in store.rounds("rollouts") if r <= clock][-5:]  # a stranger's later than the clock left out
-    recent = {r: published(store, r) for r in rounds}  # two listings a round: made once for all that is said below
-    counts = [f"{r}: {len(nodes)}" for r, nodes in recent.items()]
-    size = sum(size_of(os.path.join(folder, name)) for folder, _, names in os.walk(store.base) for name in names)
-    free = shutil.disk_usage(store.base).free
-    return "\n".join([
-        f"{store.base.name}: round {clock}, {len(rows)} rewards, {time.strftime('%H:%M:%S')}", "",
-        f"{'node':20} {'role':12} {'model':16} {'state':8} {'round':>6} {'reward':>7} {'total':>8}  trend",
-        *(node_line(live, node, by_node.get(node, [])) for node in sorted(live.sessions)), "",
-        f"nodes with rollouts, by round  {'  '.join(counts)}",
-        *latest_rollout(store, recent), *latest_winners(store, clock), "",
-        f"storage: {size / 1e6:.1f} MB here, {free / 1e9:.1f} GB free",
-        *(f"unusable files: {count} ({reason})" for reason, count in sorted(store.skipped.items())),
-        *(f"! {warning}" for warning in health_warnings(store, live, rows, clock, recent, free)),
-    ])  # fmt: skip
+def progress(rows: list[dict], max_rounds: int) -> str:
+    """Stage, mean reward, times. What is left is guessed from the last 20 rounds."""
+    times = {row["round"]: row["timestamp"] for row in rows}
+    recent = list(times)[-20:]
+    pace = (times[recent[-1]] - times[recent[0]]) / max(1, recent[-1] - recent[0])
+    ages = [
+        age_of(times[recent[-1]]),
+        times[recent[-1]] - rows[0]["timestamp"],
+        pace * (max_rounds - 1 - recent[-1]),
+    ]
+    last, running, left = (short_time(max(0.0, seconds)) for seconds in ages)
+    mean = average(mine[-1]["reward"] for mine in rows_by("node_id", rows).values())
+    return f"stage {rows[-1]['stage']} | mean reward {mean:.3f}, {last} ago | running {running} | eta {left}"
 
 
-def node_line(live: Liveness, node: str, mine: list[dict]) -> str:
-    """One node's line of the dashboard, from what it said of itself and its reward rows."""
-    about, beat, rewards = live.about(node), live.heartbeats.get(node, {}), [row["reward"] for row in mine]
-    for row in mine[-1:]:
-        live.note(node, "reward", (row["round"], row["stage"]), age_of(row["timestamp"]))
-    state = beat["state"] if live.has_left(node) else "live" if live.is_live(node) else "dead"
-    role, model = plain(about.get("role"), 12), plain(about.get("model") or "-", 16)
-    round_ = mine[-1]["round"] if mine else plain(beat.get("round", "-"), 6)
-    figures = f"{rewards[-1]:7.2f} {sum(rewards):8.2f}  {sparkline(rewards)}" if mine else ""
-    return f"{node:20.20} {role:12} {model:16} {state:8} {round_!s:>6} {figures}"
+def node_line(life, node: str, mine: list[dict]) -> str:
+    """One node's line of the dashboard, its smoothed reward of the last 20 rounds drawn as bars."""
+    state = "left" if life.has_left(node) else "live" if life.is_live(node) else "dead"
+    rewards = [row["reward"] for row in mine]
+    last = f"{mine[-1]['round']:6} {rewards[-1]:7.2f} {sum(rewards):8.2f}  " if mine else ""
+    return f"{node:20.20} {state:5} {last}" + "".join(
+        "▁▂▃▄▅▆▇█"[min(7, int(8 * r))] for r in smooth(rewards)[-20:]
+    )
 
 
-def size_of(path) -> int:
-    try:
-        return os.lstat(path).st_size
-    except OSError:  # it has just been renamed or deleted
-        return 0
-
-
-def published(store, round_: int) -> dict[str, int]:
-    """{node: last stage in which it published} of one round."""
-    return {node: stage for stage in store.stages("rollouts", round_) for node in store.publishers(round_, stage)}
-
-
-def latest_rollout(store, recent: dict) -> list[str]:
-    """One question of the newest rollout file with three of its completions and what their writer says they earned.
-
-    recent: {round: what `published` says of it}, oldest first.
-    """
-    for round_, nodes in reversed(recent.items()):
-        for node, stage in nodes.items():
-            for group in store.fetch(round_, stage, node)[0]:
-                lines = [f"latest rollout: {node}, round {round_}, {plain(group['task'])}", f"  {group['prompt']!r:.110}"]
-                best_first = sorted(group["completions"], key=lambda c: -(c["claimed"] or 0))
-                for c in best_first[:2] + best_first[-1:]:
-                    earned = "-" if c["claimed"] is None else f"{c['claimed']:.2f}"
-                    lines.append(f"  {earned:>4}  {c['response']!r:.100}" + ("" if c["finished"] else " (cut)"))
-                return lines
+def latest_rollout(store, recent: list[tuple]) -> list[str]:
+    """The newest question, with the best and the worst of its completions and what their writer says they earned."""
+    for round_, stage, node in recent[-1:]:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            group = store.fetch(round_, stage, node)[0]
+            best_first = sorted(group["completions"], key=lambda c: -(c["claimed"] or 0))
+            shown = [(c["claimed"], plain(repr(c["response"]))) for c in (best_first[0], best_first[-1])]
+            lines = [f"  {claimed!s:5.5} {response}" for claimed, response in shown]
+            return ["", f"latest rollout, by {node}: {plain(repr(group['prompt']))}", *lines]
     return []
 
 
-def latest_winners(store, clock: int) -> list[str]:
-    """Who was found best in the newest round that has votes, and by how many nodes."""
-    for round_ in range(clock, max(-1, clock - 3), -1):
-        folder = f"winners/round_{round_:06d}"
-        ballots = [store.read_matching(f"{folder}/{name}", round=round_) for name in store.names(folder)]
-        votes = Counter(plain(ballot.get("winner"), 64) for ballot in ballots if ballot)
-        if votes:
-            return [f"winners of round {round_}: " + ", ".join(f"{node} ({n})" for node, n in sorted(votes.items()))]
-    return []
-
-
-def health_warnings(store, live: Liveness, rows: list[dict], clock: int, recent: dict, free: float) -> list[str]:
-    """What looks wrong, each with what to do about it. recent: as in `latest_rollout`."""
-    live_now, workers = live.live_workers(), live.workers()
-    finished = bool(workers) and all(live.has_left(n) for n in workers)
-    silent = not any(nodes for round_, nodes in recent.items() if round_ > clock - 3)
-    idle = min((live.silence(n) for n in live_now), default=0.0)
+def health_warnings(
+    store, life, rows: list[dict], clock: int, recent: list[tuple], gigabytes: float
+) -> list[str]:
+    """What looks wrong, each with what to do about it, the worst first."""
+    live, workers = life.live_workers(), life.workers()
+    finished = bool(workers) and all(map(life.has_left, workers))
+    idle = min(map(life.silence, live), default=0.0)
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
-    useful = [useful_groups(row) for row in rows if row["round"] > clock - 10]
-    many = "{} was started {} times: do two machines share this NODE_ID?"
+    often = [node for node in live if starts[node] > 5]
+    informative = [row.get("informative_groups", 0) for row in rows if row["round"] > clock - 10]
+    unusable = ", ".join(f"{count} {plain(why)}" for why, count in store.skipped.items())
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
-        (not live_now and not finished, "no live worker: start one with its old NODE_ID to resume it"),
-        (live_now and silent, "no rollouts in the last three rounds: do all nodes see the same folder, and are rounds long enough?"),
-        (idle > live.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
-        (useful and not any(useful), "no informative group in ten rounds: WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, TASKS?"),
-        *((starts[n] > 5, many.format(n, starts[n])) for n in live_now),
-        (free < 1e9, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
+        (not live and not finished, "no live worker: start one with its old NODE_ID to resume it"),
+        (live and not recent, "no rollouts in three rounds: do all see this folder? are rounds long enough?"),
+        (idle > life.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
+        (informative and not any(informative), "no informative group: WARM_START_STEPS, NUM_SHOTS, TASKS?"),
+        (often, f"started more than five times: {', '.join(often)}. Do two machines share this NODE_ID?"),
+        (gigabytes < 1, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
+        (unusable, f"unusable files: {unusable}"),
     ]
     return [warning for is_so, warning in checks if is_so]
 
 
-def plot_experiment(path, rows: list[dict]) -> bool:
-    """Five charts of one experiment as a PNG; shown inline in a notebook. path=None only shows."""
-    by_node = rows_by("node_id", rows)
-    by_round = {t: [row["reward"] for row in now] for t, now in rows_by("round", rows).items()}
-    rounds, rewards = list(by_round), list(by_round.values())
+def monitor(store, stale_after: float, max_rounds: int, once=False, should_stop=lambda: False) -> None:
+    """Show the dashboard every 30 seconds, on a terminal and in a notebook in place of the last; once if asked."""
+    life, known, clear = Life(store, stale_after), {}, "\033[2J\033[H" if sys.stdout.isatty() else ""
+    while not should_stop():
+        try:
+            rows = reward_rows(store, known)
+            text = dashboard(store, life, rows, max_rounds)
+        except OSError as error:
+            if once:
+                raise
+            rows, text = [], f"the shared folder cannot be read ({plain(error)}); trying on"
+        if in_notebook():
+            from IPython.display import clear_output
 
-    def paint(spread, trend, total, active, histogram, empty):
-        spread.set_title("reward per round, min to max")
-        spread.plot(rounds, [average(now) for now in rewards])
-        spread.fill_between(rounds, [min(now) for now in rewards], [max(now) for now in rewards], alpha=0.2)
-        trend.set_title("smoothed reward per node")
-        for node, mine in by_node.items():
-            trend.plot([row["round"] for row in mine], smooth([row["reward"] for row in mine]), label=node)
-        if len(by_node) <= 10:
-            trend.legend(fontsize=8)
-        total.set_title("cumulative reward")
-        total.bar(list(by_node), [sum(row["reward"] for row in mine) for mine in by_node.values()])
-        total.tick_params(axis="x", rotation=60)
-        active.set_title("active nodes")
-        active.step(rounds, [len(now) for now in rewards])
-        active.set_ylim(bottom=0)
-        histogram.set_title("rewards, histogram")
-        histogram.hist([row["reward"] for row in rows], bins=20)
-        empty.axis("off")
-
-    return bool(rows) and draw(path, 2, 3, (16, 8), paint)
-
-
-def monitor(store, stale_after: float, once: bool = False, should_stop=lambda: False, chart=None) -> None:
-    """Print the dashboard every 30 seconds, on a terminal in place; once if asked. chart: where to save the charts."""
-    live, clear = Liveness(store, stale_after), "\033[2J\033[H" if sys.stdout.isatty() else ""
-    while True:
-        rows = reward_rows(store)
-        print(clear + dashboard(store, live, rows), flush=True)
-        drawn = (chart is not None or in_notebook()) and plot_experiment(chart, rows)
-        if drawn and chart is not None:
-            print(f"charts: {chart}", flush=True)
+            clear_output(wait=True)
+        print(clear + text, flush=True)
+        if in_notebook() and rows:
+            by_round = {t: [row["reward"] for row in now] for t, now in rows_by("round", rows).items()}
+            line = (store.base.name, SHARING, "-", list(by_round), list(by_round.values()))
+            draw({"round": [line]}, "reward (0 to 1): mean and range of nodes")
         deadline = time.monotonic() + 30.0
         while not once and not should_stop() and time.monotonic() < deadline:
             time.sleep(0.2)
-        if once or should_stop():
+        if once:
             return

@@ -1,38 +1,58 @@
-"""GRPO by hand: sample completions, score them under the policy, turn group rewards into a gradient.
+"""GRPO for one learner: sample completions of a question, score them, turn the rewards into a gradient.
 
-Read `group_advantages`, `grpo_loss`, then `update` at the end: that is GRPO. The rest is how to sample and score fast.
+Read from the top: advantages -> loss -> update -> log-probabilities -> sampling. That is GRPO, and it ends
+with `decode`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
 
 Symbols, the same in code, log and README:
-    N  questions (groups) in a batch        P  prompt length in tokens (padded on the left of what is not common)
+    N  questions (groups) in a batch        P  prompt length in tokens (left-padded where not common)
     G  completions of one question          T  completion length in tokens (right-padded)
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
 
-Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1); 1, 2 and 4 as in SAPO (arXiv:2509.08721):
+Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1); 1, 2, 4 as in SAPO:
 1. no KL penalty and no reference model;
 2. asymmetric clipping, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1);
-3. the default loss is a mean over all tokens of the batch (DAPO, section 3.3), not a mean of per-completion means;
-4. old_logp is the *current* policy's, taken at the start of an update, also for completions another model wrote:
-   they are treated as if this policy had sampled them.
-With num_iterations=1, the default, the ratio is therefore exactly 1: nothing is clipped, the gradient is that of A log p,
-and the value of the loss says little (0 for equally long completions): watch the reward.
+3. the default loss is a mean over all tokens of the batch (DAPO, section 3.3), not over completions;
+4. old_logp is the *current* policy's, taken at the start of an update, also for completions that another
+   model wrote: they are treated as if this policy had sampled them.
+With num_iterations=1, the default, the ratio is therefore exactly 1: nothing is clipped, the gradient is that
+of A log p, and the loss itself says little (0 for equally long completions): watch the reward.
 """
 
-from dataclasses import dataclass
+import contextlib
+import ctypes
+import decimal
+import difflib
+import functools
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import version
 
+import reasoning_gym
+import safetensors.torch
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache
+import transformers
+from reasoning_gym.arithmetic import basic_arithmetic
+from reasoning_gym.logic.propositional_logic import Expression
+from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.utils.checkpoint import checkpoint as recompute
 
 ADVANTAGE_EPSILON = 1e-4  # keeps a group with a tiny spread from blowing up (TRL uses the same value)
 MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
-MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not worth a forward pass of its own
-LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update that are made at once: 128 MiB a copy in float32
 
 
 @dataclass
 class Group:
-    """One question with all its completions, in token ids: the unit of advantages, of sharing and of the update.
+    """One question with all its completions, in token ids: the unit of advantages, sharing and updates.
 
     prompt       (P,) ids
     completions  G lists of ids, each at least one long; the first EOS, where there is one, is the last id
@@ -44,15 +64,11 @@ class Group:
     rewards: list[float]
 
     @property
-    def advantages(self) -> list[float]:
-        return group_advantages(self.rewards)
-
-    @property
     def is_informative(self) -> bool:
         return is_informative(self.rewards)
 
 
-# -------- Advantages and loss ---------------------------------------------------------------------------------
+# -------- Advantages and loss -----------------------------------------------------------------------------
 
 
 def is_informative(rewards: list[float]) -> bool:
@@ -61,9 +77,9 @@ def is_informative(rewards: list[float]) -> bool:
 
 
 def group_advantages(rewards: list[float]) -> list[float]:
-    """A_i = (r_i - mean) / (std + 1e-4) within one group, std with Bessel's correction; zeros for a flat group.
+    """A_i = (r_i - mean) / (std + 1e-4) in one group, std with Bessel's correction; zeros if it is flat.
 
-    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]        (DeepSeekMath, section 4.1.2; epsilon and correction as in TRL)
+    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]   (DeepSeekMath, section 4.1.2; details as in TRL)
     """
     if len(rewards) < 2 or not is_informative(rewards):
         return [0.0] * len(rewards)
@@ -73,10 +89,10 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
 
 def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
-    """How much one token of each completion counts, so that any split into micro-batches sums to the same loss.
+    """How much one token of each completion counts; any split into micro-batches sums to the same loss.
 
-    lengths: (B,) tokens of every completion of the *whole* update, flat groups included. Returns (B,) float64.
-    dapo: 1 / all tokens · grpo: 1 / (B x own length) · dr_grpo: 1 / (B x max_new_tokens), the length half of Dr. GRPO.
+    lengths: (B,) tokens of all completions of the *whole* update, flat groups included. Returns (B,) float64.
+    dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens), as Dr. GRPO does.
     """
     lengths = lengths.to(torch.float64)
     if loss_type == "dapo":
@@ -91,8 +107,8 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
 def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
     """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `row_weights`.
 
-    logp, old_logp, mask: (B, T); advantages, weights: (B,). old_logp=None means "exactly on policy": ratio 1, gradient A.
-    Returns (loss, number of clipped tokens), both scalar tensors.
+    logp, old_logp, mask: (B, T); advantages, weights: (B,). old_logp=None means "exactly on policy": ratio 1,
+    gradient A. Returns (loss, number of clipped tokens), both scalar tensors.
     """
     if old_logp is None:
         old_logp = logp.detach()
@@ -101,114 +117,120 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
     unclipped = ratio * a
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
-    # EXERCISE (KL penalty): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1); flat groups have one too
+    # EXERCISE (KL): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1); flat groups too
     loss = (token_loss * mask * weights.unsqueeze(1)).sum()
     return loss, ((clipped < unclipped) & mask.bool()).sum()
 
 
-# -------- The model, called in one way everywhere -------------------------------------------------------------
+# -------- The update --------------------------------------------------------------------------------------
 
 
-def autocast(model, dtype: torch.dtype):
-    """Compute in bf16 where asked for; weights and optimizer stay float32 (a step of 1e-6 is lost in a bf16 weight)."""
-    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
+def update(
+    model, optimizer, groups: list[Group], *, max_new_tokens: int, temperature=1.0, loss_type="dapo",
+    clip_low=0.2, clip_high=0.28, num_iterations=1, max_rows=None, pad_id=0, dtype=torch.float32,
+) -> dict:  # fmt: skip
+    """One GRPO update on local and external groups alike: `num_iterations` steps on the same completions.
 
-
-def forward_hidden(model, ids, mask=None, cache=None):
-    """Last hidden states (rows, length, H) of `ids` (rows, length), and the KV cache that now contains them.
-
-    mask: (rows, cached + length), 1 = real token, 0 = padding; None where no row has padding before its last real
-    token (causality hides what comes after), which keeps the fast causal kernels. Positions count real tokens only.
+    Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward
+    pass, None for all; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
+    (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted).
     """
-    past = cache.get_seq_length() if cache is not None else 0
-    if mask is None:
-        positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
-    else:
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
-    out = model.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        past_key_values=cache if cache is not None else DynamicCache(config=model.config),
-        use_cache=True,
-    )
-    return out.last_hidden_state, out.past_key_values
+    lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,)
+    weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
+    keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
+    groups = [g for g in groups if g.is_informative]
+    weights, lengths = weights[keep], lengths[keep]  # from here on B counts rows of informative groups
+    max_rows = max_rows or max(1, len(lengths))
+    stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=sum(lengths.tolist()))
+    if not groups:
+        return {**stats, "max_rows": max_rows}  # no step at all: Adam's momentum alone would move the weights
+    advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
+    old_logp = torch.zeros(len(lengths), int(lengths.max()), device=model.device)  # (B, T)
+    model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
+    def accumulate(rows_at_once: int):
+        """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(2, dtype=torch.float64)
+        for pairs, rows in micro_batches(groups, rows_at_once):
+            with autocast(model, dtype):
+                logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
+            if step == 0:  # the policy has not moved yet
+                old_logp[rows, : logp.shape[1]] = logp.detach()
+            old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
+            loss, clipped = grpo_loss(logp, old, a, mask, w, clip_low, clip_high)
+            loss.backward()
+            total += torch.stack([loss, clipped]).detach().cpu()
+        return total.tolist()
 
-def head_logits(model, hidden):
-    """Logits (..., V) in float32 from hidden states (..., H).
-
-    The cast comes before any softmax: log-softmax in bfloat16 is off by 0.025 on average, after the upcast by 0.004.
-    """
-    return model.get_output_embeddings()(hidden).float()
-
-
-def check_head(model) -> None:
-    """Fail early on models whose logits are more than `head(hidden)` (soft-capped, scaled): their loss would be wrong."""
-    ids = torch.ones((1, 2), dtype=torch.long, device=model.device)
-    with torch.no_grad():
-        ours = head_logits(model, forward_hidden(model, ids)[0])
-        theirs = model(input_ids=ids).logits.float()
-    if not torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3):
-        raise ValueError(
-            f"MODEL_NAME: {type(model).__name__} changes its logits after the output layer (soft cap or scaling), "
-            "which head_logits() in grpo.py does not do; add it there or choose another model"
-        )
-
-
-def left_pad(prompts: list[list[int]], pad_id: int, device):
-    """Prompts as one batch: ids (N, P) and mask (N, P), or None as the mask where all are equally long.
-
-    Padding goes on the left, so that question and completion stay contiguous. [[7], [8, 9]] -> [[pad, 7], [8, 9]].
-    """
-    width = max(map(len, prompts))
-    ids = torch.tensor([[pad_id] * (width - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return ids, None if mask.all() else mask
-
-
-def right_pad(rows: list[list[int]], pad_id: int, device):
-    """Completions as one batch: ids (B, T) and mask (B, T), True = real token. [[7], [8, 9]] -> [[7, pad], [8, 9]]."""
-    width = max(map(len, rows))
-    ids = torch.tensor([r + [pad_id] * (width - len(r)) for r in rows], device=device)
-    return ids, torch.tensor([[True] * len(r) + [False] * (width - len(r)) for r in rows], device=device)
-
-
-def counts_slots(model) -> bool:
-    """Whether distance in its attention includes padding (sliding windows, ALiBi of MPT): none may stand inside a prompt."""
-    return any(DynamicCache(config=model.config).is_sliding) or model.config.model_type in ("gpt_neo", "mpt")
-
-
-def prefill(model, prompts: list[list[int]], pad_id: int):
-    """Run N prompts, each once: last hidden state (N, H), KV cache (N rows) and its mask (N, P), None without padding.
-
-    What all of them begin with (a chat model's system prompt) is run once for all, and its cache repeated.
-    """
-    common = 0
-    for tokens in zip(*(p[:-1] for p in prompts), strict=False):  # position by position; the last of each stays
-        if len(set(tokens)) > 1:
+    for step in range(num_iterations):
+        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        if not torch.isfinite(norm):
+            print("non-finite gradient: this step is skipped", flush=True)
             break
-        common += 1
-    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or counts_slots(model):
-        common = 0
-    ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
-    cache = None
-    if common:
-        _, cache = forward_hidden(model, torch.tensor([prompts[0][:common]], device=model.device))
-        cache.batch_repeat_interleave(len(prompts))
-        mask = None if mask is None else F.pad(mask, (common, 0), value=1)
-    hidden, cache = forward_hidden(model, ids, mask, cache)
-    return hidden[:, -1], cache, mask
+        with explained_oom("the optimizer's step"):  # never tried again: half of the weights may have moved
+            optimizer.step()
+        stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
+        stats["clip_fraction"] += clipped / (stats["trained_tokens"] * num_iterations)
+    optimizer.zero_grad(set_to_none=True)
+    return {**stats, "max_rows": max_rows}
 
 
-# -------- Generation ------------------------------------------------------------------------------------------
+# -------- Log-probabilities, with gradient ----------------------------------------------------------------
+
+
+def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0):
+    """Log-probabilities (B, T) and mask (B, T) of all completions of `pairs` = [(prompt, completions), …].
+
+    A group shares its prompt: it is run once, its KV cache is repeated for each completion *with gradient*,
+    and only the completions go through the model again. Exact, with G times less work on prompts.
+    """
+    device = model.device
+    sizes = torch.tensor([len(completions) for _, completions in pairs], device=device)  # (N,)
+    rows = [c for _, completions in pairs for c in completions]
+    targets, mask = right_pad(rows, pad_id, device)  # (B, T)
+    prompt_hidden, cache, attention_mask = prefill(
+        model, [prompt for prompt, _ in pairs], pad_id
+    )  # of N rows
+    hidden = prompt_hidden.repeat_interleave(sizes, 0).unsqueeze(
+        1
+    )  # (B, 1, H): scores each one's first token
+    if (more := targets.shape[1] - 1) > 0:
+        cache.batch_repeat_interleave(sizes)
+        if attention_mask is not None:  # padding on the right of completions is hidden by causality alone
+            attention_mask = F.pad(attention_mask.repeat_interleave(sizes, 0), (0, more), value=1)
+        rest, _ = forward_hidden(model, targets[:, :-1], attention_mask, cache)  # (B, T-1, H)
+        hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
+    logp = torch.zeros(mask.shape, device=device)
+    return logp.masked_scatter(mask, token_logps(model, hidden[mask], targets[mask], temperature)), mask
+
+
+def token_logps(model, hidden, targets, temperature: float):
+    """log p(target) under softmax(logits / temperature), in float32. hidden: (S, H), targets: (S,) -> (S,).
+
+    The temperature must be the one that sampled. More than LOGIT_ELEMENTS logits are made in chunks, and made
+    again in the backward pass rather than kept.
+    """
+
+    def logps(h, y):
+        return -F.cross_entropy(head_logits(model, h) / temperature, y, reduction="none")
+
+    chunk = max(1, LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
+    if len(targets) <= chunk:
+        return logps(hidden, targets)
+    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    return torch.cat([recompute(logps, h, y, use_reentrant=False) for h, y in pieces])
+
+
+# -------- Sampling ----------------------------------------------------------------------------------------
 
 
 def sample_tokens(logits, noise, temperature: float):
-    """One token per row by inverting the cumulative distribution: the first id whose cumulative probability > noise.
+    """One token per row by inverting the cumulative distribution: the first id where it exceeds the noise.
 
-    logits: (B, V) float32; noise: (B,) uniform in [0, 1). The full softmax at `temperature`, no top-k or top-p: the
-    loss scores the same distribution. Taking the noise from outside makes a draw independent of the batch around it.
+    logits: (B, V) float32; noise: (B,) uniform in [0, 1). The full softmax at `temperature`, no top-k or
+    top-p: the loss scores the same distribution. Noise from outside: a draw does not depend on its batch.
     """
     cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
     target = noise.unsqueeze(1) * cumulative[:, -1:]  # the last entry is 1 up to rounding
@@ -217,16 +239,14 @@ def sample_tokens(logits, noise, temperature: float):
 
 @torch.no_grad()
 def generate(
-    model, prompts, num_generations, max_new_tokens, temperature, eos_ids, rng,
-    pad_id=0, max_rows=None, dtype=torch.float32, answered=None,
-):  # fmt: skip
-    """Sample G completions for each of N prompts. Each prompt is prefilled once, then its KV cache is repeated G times.
+    model, prompts: list[list[int]], num_generations: int, max_new_tokens: int, temperature: float, eos_ids,
+    rng, pad_id=0, max_rows=None, dtype=torch.float32, answered=None,
+) -> list[list[list[int]]]:  # fmt: skip
+    """Sample G completions of each of N prompts: N lists of G lists of ids, with the EOS that was sampled.
 
-    prompts: N lists of ids. eos_ids: set of ids that end a completion, as does answered(its ids so far) where that is
-    given and true. rng: a CPU torch.Generator.
-    Returns N lists of G completions (lists of ids, the EOS included where one was sampled).
-    max_rows: completions decoded together (None: all), never a part of a group. The tokens do not depend on it but for
-    rounding, because each row has its own column of noise.
+    A completion ends with any of eos_ids, or where answered(its ids so far) is true, if that is given.
+    rng: a CPU torch.Generator. max_rows: completions decoded together (None: all), never a part of a group;
+    the tokens do not depend on it but for rounding, because each row has its own column of noise.
     """
     rows = len(prompts) * num_generations
     noise = torch.rand(max_new_tokens, rows, generator=rng)  # on the CPU, so that every device draws the same
@@ -237,12 +257,14 @@ def generate(
         batch = prompts[first : first + at_once]
         columns = noise[:, first * num_generations : (first + len(batch)) * num_generations]
         with autocast(model, dtype):
-            completions += decode(model, batch, num_generations, temperature, eos_ids, columns, pad_id, answered)
+            completions += decode(
+                model, batch, num_generations, temperature, eos_ids, columns, pad_id, answered
+            )
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
 
 def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id, answered) -> list[list[int]]:
-    """The decoding loop of `generate`: N prompts -> N x G completions. noise: (max_new_tokens, N x G)."""
+    """The loop of `generate`: each prompt is run once, its KV cache repeated. noise: (steps, N x G)."""
     device = model.device
     hidden, cache, mask = prefill(model, prompts, pad_id)  # of N rows
     cache.batch_repeat_interleave(num_generations)
@@ -254,7 +276,9 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id,
     eos = torch.tensor(sorted(eos_ids), device=device)
     out = torch.full((rows, steps), -1, device=device)  # -1: nothing sampled
     alive = torch.arange(rows, device=device)  # which completion each row of the batch is
-    running = torch.ones(rows, dtype=torch.bool, device=device)  # is it unfinished? Finished rows leave in bulk
+    running = torch.ones(
+        rows, dtype=torch.bool, device=device
+    )  # is it unfinished? Finished rows leave in bulk
     for step in range(steps):
         token = sample_tokens(logits, noise[step, alive], temperature)  # (rows alive,)
         out[alive, step] = torch.where(running, token, -1)
@@ -265,7 +289,7 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id,
         left = int(running.sum())
         if left == 0 or step == steps - 1:
             break
-        if left <= 0.75 * len(alive):  # copying the cache costs about a step: worth it for a quarter of the rows
+        if left <= 0.75 * len(alive):  # copying the cache costs about a step: worth it for a quarter of them
             cache.batch_select_indices(running.nonzero().squeeze(1))
             alive, token = alive[running], token[running]
             mask = None if mask is None else mask[running]
@@ -277,168 +301,674 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id,
     return [[t for t in row if t >= 0] for row in out.tolist()]
 
 
-# -------- Log-probabilities, with gradient --------------------------------------------------------------------
+# -------- Running the model: one way for all of the above -------------------------------------------------
+
+MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not worth a forward pass of its own
+LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update made at once: 128 MiB a copy in float32
 
 
-def token_logps(model, hidden, targets, temperature: float):
-    """log p(target) under softmax(logits / temperature), in float32. hidden: (S, H), targets: (S,) -> (S,).
+def autocast(model, dtype: torch.dtype):
+    """Compute in bf16 if asked; weights and optimizer stay float32 (a bf16 weight loses a step of 1e-6)."""
+    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
 
-    The temperature must be the one that sampled. More than LOGIT_ELEMENTS logits are made in chunks, and made again in
-    the backward pass rather than kept.
+
+class ComputeCache(transformers.DynamicCache):
+    """Keys and values in the compute type: under autocast rotary embeddings leave the keys in float32."""
+
+    def update(self, keys, values, *args, **kwargs):
+        if torch.is_autocast_enabled(keys.device.type):
+            dtype = torch.get_autocast_dtype(keys.device.type)  # what attention casts them to in any case
+            keys, values = keys.to(dtype), values.to(dtype)
+        return super().update(keys, values, *args, **kwargs)
+
+
+def forward_hidden(model, ids, mask=None, cache=None):
+    """Last hidden states (rows, length, H) of `ids` (rows, length), and the KV cache that now contains them.
+
+    mask: (rows, cached + length), 1 = real token, 0 = padding; None where no row has padding before its last
+    real token (causality hides what comes after): fast causal kernels. Positions count real tokens only.
     """
+    past = cache.get_seq_length() if cache is not None else 0
+    if mask is None:
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
+    else:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+    out = model.base_model(
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+        past_key_values=cache if cache is not None else ComputeCache(config=model.config),
+    )  # fmt: skip
+    return out.last_hidden_state, out.past_key_values
 
-    def score(h, y):
-        return -F.cross_entropy(head_logits(model, h) / temperature, y, reduction="none")
 
-    chunk = max(1, LOGIT_ELEMENTS // model.config.vocab_size)
-    if len(targets) <= chunk:
-        return score(hidden, targets)
-    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    return torch.cat([checkpoint(score, h, y, use_reentrant=False) for h, y in pieces])
+def head_logits(model, hidden):
+    """Logits (..., V) in float32 from hidden states (..., H).
 
-
-def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0):
-    """Log-probabilities (B, T) and mask (B, T) of all completions of `pairs` = [(prompt, completions), …].
-
-    A group shares its prompt: it is run once, its KV cache is repeated for each completion *with gradient*, and only the
-    completions go through the model again. Exact, and about G times less prompt work than whole sequences.
+    The cast comes before any softmax: log-softmax in bfloat16 is off by 0.025 on average, else by 0.004.
     """
-    device = model.device
-    sizes = torch.tensor([len(completions) for _, completions in pairs], device=device)  # (N,)
-    rows = [c for _, completions in pairs for c in completions]
-    targets, mask = right_pad(rows, pad_id, device)  # (B, T)
-    prompt_hidden, cache, attention_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id)  # of N rows
-    hidden = prompt_hidden.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): scores each completion's first token
-    if (more := targets.shape[1] - 1) > 0:
-        cache.batch_repeat_interleave(sizes)
-        if attention_mask is not None:  # completions are padded on the right: causality alone hides that padding
-            attention_mask = F.pad(attention_mask.repeat_interleave(sizes, 0), (0, more), value=1)
-        rest, _ = forward_hidden(model, targets[:, :-1], attention_mask, cache)  # (B, T-1, H)
-        hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
-    logp = torch.zeros(mask.shape, device=device)
-    return logp.masked_scatter(mask, token_logps(model, hidden[mask], targets[mask], temperature)), mask
+    return model.get_output_embeddings()(hidden).float()
+
+
+def prefill(model, prompts: list[list[int]], pad_id: int):
+    """Run N prompts once each: last hidden state (N, H), KV cache, its mask (N, P) or None if nothing is padded.
+
+    What all of them begin with (a chat model's system prompt) is run once for all, and its cache repeated.
+    """
+    same = [len(set(column)) == 1 for column in zip(*(p[:-1] for p in prompts), strict=False)]
+    common = [*same, False].index(False)  # at most all but the last token, whose hidden state is asked for
+    # Sliding windows and MPT's ALiBi measure distance over padding too: none may stand inside a prompt.
+    slots = any(ComputeCache(config=model.config).is_sliding) or model.config.model_type in ("gpt_neo", "mpt")
+    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or slots:
+        common = 0
+    ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
+    cache = None
+    if common:
+        _, cache = forward_hidden(model, torch.tensor([prompts[0][:common]], device=model.device))
+        cache.batch_repeat_interleave(len(prompts))
+        mask = None if mask is None else F.pad(mask, (common, 0), value=1)
+    hidden, cache = forward_hidden(model, ids, mask, cache)
+    return hidden[:, -1], cache, mask
+
+
+def right_pad(rows: list[list[int]], pad_id: int, device):
+    """Rows as one batch: ids (B, T) and mask (B, T), True = real token. [[7], [8, 9]] -> [[7, pad], [8, 9]]."""
+    width = max(map(len, rows))
+    ids = torch.tensor([r + [pad_id] * (width - len(r)) for r in rows], device=device)
+    return ids, torch.tensor([[True] * len(r) + [False] * (width - len(r)) for r in rows], device=device)
+
+
+def left_pad(prompts: list[list[int]], pad_id: int, device):
+    """The same with padding on the left, so that question and completion are contiguous; mask None if all ones."""
+    ids, mask = right_pad([p[::-1] for p in prompts], pad_id, device)
+    return ids.flip(1), None if mask.all() else mask.flip(1).long()
 
 
 def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
-    """The plain path: each prompt + completion as one right-padded row. Log-probabilities (B, T) and mask (B, T).
-
-    Used where every prompt has one completion (the supervised warm start), and as the reference for the path above.
-    """
-    ids, _ = right_pad([p + c for p, c in zip(prompts, completions, strict=True)], pad_id, model.device)  # (B, P+T)
+    """The plain path: each prompt + completion is one right-padded row. Log-probabilities and mask, both (B, T)."""
+    pairs = list(zip(prompts, completions, strict=True))
+    ids, _ = right_pad([p + c for p, c in pairs], pad_id, model.device)  # (B, P+T)
+    targets, _ = right_pad(
+        [[-1] * (len(p) - 1) + c + [-1] for p, c in pairs], -1, model.device
+    )  # of the next token
     _, mask = right_pad(completions, pad_id, model.device)  # (B, T)
     hidden, _ = forward_hidden(model, ids)
-    first = torch.tensor([[len(p) - 1] for p in prompts], device=model.device)
-    position = torch.arange(ids.shape[1] - 1, device=model.device)
-    scored = (position >= first) & (position < first + mask.sum(1, keepdim=True))  # position t predicts token t + 1
-    logp = token_logps(model, hidden[:, :-1][scored], ids[:, 1:][scored], temperature)
+    logp = token_logps(model, hidden[targets >= 0], targets[targets >= 0], temperature)
     return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, logp), mask
 
 
-# -------- The update ------------------------------------------------------------------------------------------
+# -------- Memory ------------------------------------------------------------------------------------------
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
 
 
 def micro_batches(groups: list[Group], max_rows: int):
-    """Yield micro-batches of at most `max_rows` completions, similar lengths together; a larger group is cut in pieces.
+    """Yield batches of at most `max_rows` completions, similar lengths together; a larger group is cut.
 
     Each as [(prompt, completions), …] and the index of its rows among all B.
     """
-    pieces, first = [], 0
+    pieces, rows = [], itertools.count()
     for group in groups:
-        index = range(first, first + len(group.completions))
-        first = index.stop
-        for start in range(0, len(index), max_rows):
-            piece = slice(start, start + max_rows)
-            pieces.append((group.prompt, group.completions[piece], index[piece]))
+        for start in range(0, len(group.completions), max_rows):
+            cut = group.completions[start : start + max_rows]
+            pieces.append((group.prompt, cut, list(itertools.islice(rows, len(cut)))))
     pieces.sort(key=lambda piece: len(piece[0]) + max(map(len, piece[1])))
-    pairs, rows = [], []
-    for prompt, completions, index in pieces:
-        if len(rows) + len(index) > max_rows:
-            yield pairs, torch.tensor(rows)
-            pairs, rows = [], []
-        pairs.append((prompt, completions))
-        rows += index
-    yield pairs, torch.tensor(rows)
+    while pieces:
+        batch, index = [], []
+        while pieces and len(index) + len(pieces[0][2]) <= max_rows:
+            prompt, completions, its_rows = pieces.pop(0)
+            batch.append((prompt, completions))
+            index += its_rows
+        yield batch, torch.tensor(index)
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """CUDA has an exception of its own for it; MPS and the CPU's allocator only say so."""
     said = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
 
 
+@contextlib.contextmanager
+def explained_oom(where: str):
+    """Where memory runs out in this block, a ConfigError says what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
+        raise ConfigError(f"out of memory in {where}: {advice}") from error
+
+
 def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int = 1):
     """attempt(max_rows); when memory runs out, again with half as many. Returns (its result, what fitted).
 
-    rows: how many there are, from where the halving starts if max_rows is above. Raises what it caught where even
-    `smallest` do not fit.
+    rows: how many there are, from where the halving starts if max_rows is above. ConfigError where not even
+    `smallest` fit.
     """
-    while True:
+    while min(max_rows, rows) > smallest:
         try:
             return attempt(max_rows), max_rows
         except RuntimeError as error:
-            if not is_out_of_memory(error) or min(max_rows, rows) <= smallest:
+            if not is_out_of_memory(error):
                 raise
-        max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: the failed attempt is freed
+        max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: what failed is freed
         print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
+    with explained_oom(where):
+        return attempt(max_rows), max_rows
 
 
-def update(
-    model, optimizer, groups, *, max_new_tokens, temperature=1.0, loss_type="dapo", clip_low=0.2, clip_high=0.28,
-    num_iterations=1, max_rows=None, pad_id=0, dtype=torch.float32, before_step=lambda: None,
-):  # fmt: skip
-    """One GRPO update on local and external groups alike; `num_iterations` optimizer steps on the same completions.
+def rows_that_fit(model, config) -> tuple[int, float, float]:
+    """(completions per forward pass of the update, GB one of them needs, GB available), from a rough estimate.
 
-    Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward pass; the
-    gradient does not depend on it. before_step: called right before the weights change. Returns loss (of the first
-    step), clip_fraction (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted).
+    About 150 bytes of activations per token, layer and hidden unit; a quarter of the memory is used, because
+    several workers may share it. A CPU gains little from more than a group at once, or 1.5 GB; what is free
+    at the moment has no say there, or no run would repeat bit for bit. Where too much, `update` halves it.
     """
-    lengths = torch.tensor([len(c) for g in groups for c in g.completions])
-    weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
-    keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
-    groups = [g for g in groups if g.is_informative]
-    weights, lengths = weights[keep], lengths[keep]  # from here on the B rows are those of informative groups
-    max_rows = max_rows or max(1, len(lengths))
-    stats = {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": 0.0, "trained_tokens": int(lengths.sum()), "max_rows": max_rows}
-    if not groups:
-        return stats  # no step at all: Adam's momentum alone would move the weights
-    advantages = torch.tensor([a for g in groups for a in g.advantages])  # (B,)
-    old_logp = None  # on policy, ratio 1
-    model.eval()  # dropout off: log-probs of one policy must not depend on chance
+    shape = model.config.get_text_config()
+    row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 150 / 1e9
+    available = available_memory(config.DEVICE) / 1e9
+    if config.MICRO_BATCH_SIZE != "auto":
+        return config.MICRO_BATCH_SIZE, row, available
+    rows = max(config.NUM_GENERATIONS, int(1.5 / row)) if config.DEVICE == "cpu" else int(available / 4 / row)
+    return max(1, min(1024, rows)), row, available
 
-    @torch.no_grad()
-    def logps_at_start(rows_at_once):
-        """The policy before the first step, (B, longest T): needed where a second step will have moved away from it."""
-        old = torch.zeros(len(lengths), int(lengths.max()), device=model.device)
-        for pairs, rows in micro_batches(groups, rows_at_once):
-            with autocast(model, dtype):
-                logp, _ = shared_prompt_logps(model, pairs, temperature, pad_id)
-            old[rows, : logp.shape[1]] = logp
-        return old
 
-    def accumulate(rows_at_once):
-        """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
+def available_memory(device: str) -> int:
+    """Bytes to be had now, of the GPU or of main memory; Linux counts what its caches would give back."""
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
+        if found := re.search(r"MemAvailable:\s+(\d+) kB", file.read()):
+            return int(found[1]) * 1024
+    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # that on macOS
+    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def keep_freed_memory() -> None:
+    """Make glibc keep freed blocks. By default large ones go back to the system and are fetched again page by
+    page, which is up to two fifths of an update on a CPU. Does nothing where there is no mallopt."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows, macOS, musl
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+
+
+# -------- Tasks and rewards -------------------------------------------------------------------------------
+
+SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+SMALL_SUMS = {"operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}
+
+# fmt: off
+# name -> (reasoning-gym dataset, its settings). Read its score_answer before you add one: a peer's text reaches it.
+TASK_TABLE = {
+    # the paper's nine, at reasoning-gym's default difficulty
+    "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
+    "basic_arithmetic": ("basic_arithmetic", {}),
+    "arc_1d": ("arc_1d", {}),
+    "bf": ("bf", {}),
+    "propositional_logic": ("propositional_logic", {}),
+    "fraction_simplification": ("fraction_simplification", {}),
+    "decimal_arithmetic": ("decimal_arithmetic", {}),
+    "calendar_arithmetic": ("calendar_arithmetic", {}),
+    "binary_matrix": ("binary_matrix", {}),
+    # eight small ones, within reach of the embedded model
+    "small_arithmetic": ("basic_arithmetic", {**SMALL_RANGE, **SMALL_SUMS}),
+    "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "min_value": 1, "max_value": 31}),
+    "small_fractions": ("fraction_simplification", {"max_value": 9, "max_factor": 5, "styles": ("plain",)}),
+    "small_chain_sum": ("chain_sum", {"min_terms": 3, "max_terms": 3, "max_digits": 1}),
+    "small_gcd": ("gcd", {"max_value": 30}),
+    "small_lcm": ("lcm", {"max_value": 12}),
+    "small_count_bits": ("count_bits", {"max_n": 63}),
+    "small_products": ("products", SMALL_RANGE),
+    # others whose verifier was read
+    "chain_sum": ("chain_sum", {}), "count_bits": ("count_bits", {}), "gcd": ("gcd", {}), "lcm": ("lcm", {}),
+    "products": ("products", {}),
+}
+EVAL_ON_ANSWER = (
+    "spiral_matrix", "string_insertion", "n_queens", "countdown", "puzzle24", "simple_integration",
+    "intermediate_integration", "polynomial_multiplication",
+)
+UNSTABLE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
+# fmt: on
+PAPER_TASKS = tuple(TASK_TABLE)[:9]
+SMALL_TASKS = tuple(TASK_TABLE)[9:17]
+HELD_OUT_SEEDS = range(
+    2**52, 2**53
+)  # training seeds lie below; above, JSON's floats would no longer be exact
+REASONING_GYM_VERSION = version("reasoning-gym")  # its own __version__ names an older one
+MAX_SCORED_CHARS = 4096  # of the end of a completion
+MAX_FORMULA = (
+    200,
+    48,
+)  # characters; operators and opening parentheses. All premises joined by "and" take 90 and 30
+
+
+def why_refused(task: str) -> str:
+    """Why a task is not in TASK_TABLE, as a sentence."""
+    if task in EVAL_ON_ANSWER:
+        return (
+            f"{task!r} is refused: its verifier runs eval on the answer, so a peer's text could run code here"
+        )
+    if task in UNSTABLE:
+        return f"{task!r} is refused: its questions differ between processes, so peers could not verify them"
+    near = difflib.get_close_matches(task, TASK_TABLE, n=1)
+    hint = (f"did you mean {near[0]}? " if near else "") + "allowed: " + ", ".join(TASK_TABLE)
+    return (
+        f"{task!r} is refused: unknown, or its verifier has not been checked against hostile answers; {hint}"
+    )
+
+
+class BadQuestion(ValueError):
+    """A (task, seed) of which reasoning-gym makes no question: it raises, or would search for minutes."""
+
+
+def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisors) -> list[int]:
+    """reasoning-gym tries every number up to the root of the gcd: 5 million seconds at worst, 0.1 with this bound."""
+    if math.gcd(a, b) > 10**12:
+        raise BadQuestion("it would look too long for a divisor")
+    return search(a, b)
+
+
+basic_arithmetic.find_common_divisors = (
+    bounded_divisors  # a bound on work, not on time: the same on all machines
+)
+
+
+@dataclass(frozen=True)
+class Question:
+    """(task, seed) regenerates everything else on any machine."""
+
+    task: str
+    seed: int
+    text: str
+    answer: str
+    dataset: object = field(repr=False, compare=False)
+    entry: dict = field(repr=False, compare=False)
+
+
+@functools.lru_cache(maxsize=8192)
+def make_question(task: str, seed: int) -> Question:
+    """Item 0 of a fresh dataset: inside reasoning-gym item i uses Random(seed + i), so neighbouring seeds overlap.
+
+    Raises BadQuestion at the few seeds that have none.
+    """
+    name, settings = TASK_TABLE[task]
+    try:
+        dataset = reasoning_gym.create_dataset(name, seed=seed, size=1, **settings)
+        with decimal.localcontext(), contextlib.redirect_stdout(io.StringIO()):
+            entry = dataset[0]  # decimal_arithmetic would leave its precision behind, bf prints dots
+    except Exception as error:
+        raise BadQuestion(f"{task} has no question at seed {seed}: {error!r}") from error
+    answer = entry["answer"] if entry["answer"] is not None else entry["metadata"]["example_answer"]
+    return Question(task, seed, entry["question"], answer, dataset, entry)
+
+
+def lucky_question(task: str, seed: int) -> Question:
+    """The question of the first of seed, seed + 1, … that has one: by this rule whoever needs one makes his own."""
+    for candidate in itertools.count(seed):
+        with contextlib.suppress(BadQuestion):
+            return make_question(task, candidate)
+
+
+def score_all(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
+    """Rewards of a group's completions; a text that occurs more than once is scored once."""
+    scores = {text: score(question, text, kind) for text in set(texts)}
+    return [scores[text] for text in texts]
+
+
+def score(question: Question, text: str, kind: str = "exact") -> float:
+    """Reward in [0, 1] of a completion's text, by reasoning-gym's verifier. Never raises, never evaluates the text.
+
+    The answer is what stands in the last <answer>…</answer> (with nested tags, all from the first opening one).
+    exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which the
+    normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
+    """
+    answer, source = find_answer(text), question.entry["metadata"]["source_dataset"]
+    if answer is None:
+        return 0.0
+    try:
+        if source == "binary_matrix":
+            raw = float(answer == question.answer)  # its verifier calls eval(answer)
+        elif source == "propositional_logic" and not is_small_formula(question, answer):
+            raw = 0.0
+        else:
+            with decimal.localcontext():
+                raw = float(question.dataset.score_answer(answer, question.entry))
+    except Exception:  # whatever a verifier trips over is a wrong answer
+        raw = 0.0
+    raw = min(1.0, max(0.0, raw)) if math.isfinite(raw) else 0.0
+    return float(raw >= 0.99) if kind == "exact" else raw
+
+
+def is_small_formula(question: Question, answer: str) -> bool:
+    """Short, not deep, and only the question's own variables: the verifier's work doubles with every distinct one.
+
+    69 characters took 9 s. Its own parser must say what a variable is: to it "P ¬P", "P()" and "PP" are three.
+    """
+    if len(answer) > MAX_FORMULA[0] or sum(c in "∧∨¬→↔(" for c in answer) > MAX_FORMULA[1]:
+        return False
+    used = question.dataset._collect_variables([Expression.from_string(answer)])
+    return used <= set(question.entry["metadata"]["variables"])
+
+
+def find_answer(text: str) -> str | None:
+    """What stands in the last answer tag. Text is capped, and cut after it: there extract_answer is quadratic."""
+    text = text[-MAX_SCORED_CHARS:]
+    return extract_answer(text[: text.rfind("</answer>") + len("</answer>")])
+
+
+def task_hash() -> str:
+    """Of the table of tasks: learners with different ones cannot verify each other."""
+    return hashlib.sha256(json.dumps(TASK_TABLE, sort_keys=True).encode()).hexdigest()[:16]
+
+
+# -------- Models ------------------------------------------------------------------------------------------
+
+# How the embedded model learns to answer; only the first style is rewarded. See the README, "The tiny model".
+ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}")
+
+
+@dataclass
+class Codec:
+    """A tokenizer with a learner's conventions: how a prompt looks, which ids end a completion, how much fits."""
+
+    tokenizer: object
+    eos_ids: set[int]
+    eos_id: int  # the one that ends this model's own turn: appended to a peer's finished completion
+    num_shots: int
+    max_prompt: int
+    max_completion: int
+
+    def prompt(self, question: Question) -> list[int]:
+        """Chat template where the model has one; else plain text with `num_shots` solved examples of the task."""
+        if self.tokenizer.chat_template:
+            system, user = SYSTEM_PROMPTS["default"], question.text
+            chat = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+            try:
+                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            except Exception:  # templates without a system role raise
+                chat = [{"role": "user", "content": system + "\n" + user}]
+                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        else:
+            seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
+            shots = [lucky_question(question.task, seed) for seed in seeds]
+            text = "".join(f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots) + f"{question.text}\n"
+            ids = self.encode(text)
+        return ids[-self.max_prompt :]
+
+    def encode(self, text: str) -> list[int]:
+        """Plain text -> ids, on its own and without special tokens: "<|im_end|>" in a peer's text stays text."""
+        return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
+
+    def completion(self, text: str, finished: bool) -> list[int]:
+        """A peer's completion as this model would have sampled it: with its EOS iff the writer's model ended it, and
+        none where `answered` ends it.
+        """
+        ends = finished and not (self.few_shot and "</answer>" in text)
+        return self.encode(text) + [self.eos_id] * ends
+
+    def decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def answered(self, ids: list[int]) -> bool:
+        """Whether a completion ends here without an EOS: after solved examples a base model makes up the next one."""
+        return self.few_shot and "</answer>" in self.decode(
+            ids[-len("</answer>") :]
+        )  # a token is at least a byte
+
+    @property
+    def few_shot(self) -> bool:
+        return self.num_shots > 0 and not self.tokenizer.chat_template
+
+
+def tiny_phrases(tasks) -> list[str]:
+    """Fixed pieces of the tasks' questions, a token each of the embedded model: recurring, no digit, 5+ characters."""
+    counts = Counter()
+    for task in tasks:
+        for i in range(100):
+            pieces = set(re.split(r"[0-9]+", lucky_question(task, 1000 * i).text + "\n"))
+            counts.update(p for p in pieces if len(p) >= 5)
+    recurring = [p for p, n in sorted(counts.items()) if n >= 10]
+    return (
+        ["<answer>", "</answer>"] + recurring + [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
+    )
+
+
+def build_tiny(tasks):
+    """The embedded model, 0.14 M parameters, and its tokenizer of characters and phrases; the same everywhere."""
+    characters = sorted(set(map(chr, range(32, 127))) | set("\n∧∨¬→↔"))
+    vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in tiny_phrases(tasks)])
+    special = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<unk>"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        initializer_range=0.1,  # about 1 / sqrt(n_embd): GPT-2's 0.02 is meant for 768 and learns half as much here
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(config), tokenizer
+
+
+def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
+    """Model (float32, eval mode, on its device) and its Codec. ConfigError if it cannot be had or does not work here."""
+    name, new = config.MODEL_NAME, config.MAX_NEW_TOKENS
+    try:
+        if name == "tiny":
+            model, tokenizer = build_tiny(tasks)
+        else:
+            token = config.HUGGINGFACE_ACCESS_TOKEN or None
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, token=token)
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, token=token)
+        model = model.to(config.DEVICE).eval()
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        expected = "expected tiny, a Hugging Face id or a local folder"
+        raise ConfigError(f"MODEL_NAME={name!r} cannot be loaded ({reason}): {expected}") from error
+    eos = model.generation_config.eos_token_id if model.generation_config else None
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if not eos_ids:
+        raise ConfigError(f"MODEL_NAME={name!r}: its tokenizer names no end-of-sequence token")
+    positions = exact_positions(model)
+    if positions < 2 * new:
+        raise ConfigError(
+            f"MAX_NEW_TOKENS={new}: {name} has {positions} positions; expected at most half of that"
+        )
+    longest = min(
+        2 * new, positions // 2
+    )  # of a peer's completion: its tokenizer may need more tokens, or fewer
+    codec = Codec(
+        tokenizer, eos_ids, end_of_turn(tokenizer, eos_ids), config.NUM_SHOTS, positions - longest, longest
+    )
+    check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
+    return model, codec
+
+
+def exact_positions(model) -> int:
+    """How many positions the model has. Where longer text changes the rotary embedding of all of it (dynamic NTK,
+    LongRoPE), a KV cache made before would be wrong: there only as many as it was first trained on.
+    """
+    shape = model.config.get_text_config()
+    positions, rope = (
+        getattr(shape, "max_position_embeddings", 4096),
+        getattr(shape, "rope_parameters", None) or {},
+    )
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        positions = min(positions, rope.get("original_max_position_embeddings") or positions)
+    return positions
+
+
+def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
+    """Which of `eos_ids` the chat template puts after an answer (Gemma's <end_of_turn>); else the tokenizer's EOS."""
+    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+    with contextlib.suppress(Exception):  # there is no template, or none of them follows
+        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("four")[2]
+        return next(i for i in tokenizer(tail, add_special_tokens=False).input_ids if i in eos_ids)
+    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
+
+
+@torch.no_grad()
+def check_model(model, ids: list[int]) -> None:
+    """ConfigError unless shared prompts give the log-probabilities of the model's own plain forward pass.
+
+    They do not where a cache cannot be repeated (state-space models), positions are ignored (BART) or logits are more
+    than `head_logits` (soft cap, scaling): the loss would be silently wrong. ids: 30 tokens of any text.
+    """
+    answers = [ids[20:24], ids[3:4], ids[24:30]]
+    start = MIN_COMMON_TOKENS + 1
+    try:
+        for prompts in (
+            [ids[: start + 1], ids[: start + 6]],
+            [ids[2:7], ids[4:20]],
+        ):  # with and without a common start
+            ours, mask = shared_prompt_logps(model, [(prompt, answers) for prompt in prompts], 1.0, ids[0])
+            theirs = []
+            for prompt, answer in itertools.product(prompts, answers):
+                row = torch.tensor([prompt + answer], device=model.device)
+                logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0].float()
+                theirs.append(
+                    -F.cross_entropy(logits[len(prompt) - 1 : -1], row[0, len(prompt) :], reduction="none")
+                )
+            off = (ours[mask] - torch.cat(theirs)).abs().max().item()
+            if not off < 2e-3:
+                raise ValueError(f"log-probabilities differ by {off:.3g} from a plain forward pass")
+    except Exception as error:
+        kind, reason = model.config.model_type, f"{error!r}".splitlines()[0][:200]
+        raise ConfigError(
+            f"MODEL_NAME: the architecture {kind!r} does not work with shared-prompt caches ({reason}); expected a "
+            "decoder with an ordinary KV cache, such as Qwen2.5, Llama, SmolLM2, GPT-2"
+        ) from error
+
+
+def new_optimizer(model, config) -> torch.optim.AdamW:
+    """AdamW whose moments are allocated here, as the first step would: a step then needs no memory that may lack.
+
+    Fused but for tiny: one pass over memory, none of its own. It rounds differently, and tiny's published figures
+    repeat bit for bit.
+    """
+    fused, params = config.MODEL_NAME != "tiny", list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        params, config.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
+    )
+    with explained_oom("the optimizer's state"):
+        for p in params:
+            step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
+            optimizer.state[p] = {
+                "step": step,
+                "exp_avg": torch.zeros_like(p),
+                "exp_avg_sq": torch.zeros_like(p),
+            }
+    return optimizer
+
+
+# -------- Warm start, and weights as bytes ----------------------------------------------------------------
+
+WARM_START_RECIPE = (
+    2  # raise this when anything below or in build_tiny changes: it is part of the cache's name
+)
+
+
+def warm_start_name(model, config, tasks) -> str:
+    """Name of a warm start's weights: a hash of all that they depend on."""
+    recipe = [
+        WARM_START_RECIPE,
+        config.MODEL_NAME,
+        model.config.vocab_size,
+        config.WARM_START_STEPS,
+        config.SEED,
+    ]
+    recipe += [task_hash(), sorted(tasks), config.NUM_SHOTS, config.MAX_NEW_TOKENS, REASONING_GYM_VERSION]
+    recipe += [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else []
+    return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
+
+
+def warm_start_loss(model, codec: Codec, prompts, answers):
+    """Mean negative log-likelihood of the answers' tokens: ordinary supervised fine-tuning."""
+    if (
+        codec.tokenizer.chat_template
+    ):  # the system prompt, most of a short question's tokens, is run once for all
+        pairs = [(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)]
+        logp, mask = shared_prompt_logps(model, pairs, 1.0, codec.eos_id)
+    else:
+        logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
+    return -(logp * mask).sum() / mask.sum()
+
+
+def warm_start_batches(codec: Codec, config, tasks, rng, share: float, batch_size: int) -> list:
+    """16 length-bucketed batches of (prompt, answer): a few batches' worth sorted by length, then in random order."""
+    samples = []
+    for _ in range(16 * batch_size):
+        question = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
+        rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
+        style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
+        samples.append((codec.prompt(question), codec.completion(style.format(question.answer), True)))
+    samples = [s for s in samples if len(s[1]) <= codec.max_completion]
+    samples.sort(key=lambda s: len(s[0]) + len(s[1]))
+    batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
+    rng.shuffle(batches)
+    return batches
+
+
+def warm_start(model, codec: Codec, config, tasks, say) -> None:
+    """Supervised steps on the tasks' own questions, counted in steps, not seconds, so that the result is repeatable.
+
+    tiny: answers in all styles, half of them the rewarded one, then a last phase in which that style is made rare
+    (ANSWER_TAG_SHARE): the model can do the arithmetic but hardly ever says it in the form that is rewarded. This is
+    done on purpose: finding that form is what is left to learn. Other models: the rewarded style only.
+    """
+    tiny, steps = config.MODEL_NAME == "tiny", config.WARM_START_STEPS
+    batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)
+    last_phase = min(150, steps // 4) if tiny else 0
+    main = steps - last_phase
+    rng = random.Random(f"warm start {config.SEED}")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.0, fused=not tiny
+    )
+    batches = []
+    for step in range(steps):
+        if step < main:  # warm-up and cosine
+            share, lr = 0.5, peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
+        else:
+            share, lr = config.ANSWER_TAG_SHARE, peak / 2 * (steps - step) / last_phase
+            batches = batches if step > main else []
+        batches = batches or warm_start_batches(codec, config, tasks, rng, share, batch_size)
+        prompts, answers = zip(*batches.pop(), strict=True)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = warm_start_loss(model, codec, prompts, answers)
         optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros(2, dtype=torch.float64)
-        for pairs, rows in micro_batches(groups, rows_at_once):
-            with autocast(model, dtype):
-                logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
-            old = None if old_logp is None else old_logp[rows, : logp.shape[1]]
-            loss, clipped = grpo_loss(logp, old, advantages[rows].to(logp), mask, weights[rows].to(logp), clip_low, clip_high)
-            loss.backward()
-            total += torch.stack([loss, clipped]).detach().cpu()
-        return total.tolist()
-
-    if num_iterations > 1:
-        old_logp, max_rows = halving_on_oom(logps_at_start, max_rows, len(lengths), "the update")
-    for step in range(num_iterations):
-        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        if not torch.isfinite(norm):
-            print("non-finite gradient: this step is skipped", flush=True)
-            break
-        before_step()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
-        stats["clip_fraction"] += clipped / (stats["trained_tokens"] * num_iterations)
-    optimizer.zero_grad(set_to_none=True)
-    return {**stats, "max_rows": max_rows}
+        if (step + 1) % max(1, steps // 10) == 0:
+            say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}")
+    make_question.cache_clear()
+
+
+def pack_weights(model) -> bytes:
+    """The weights as a safetensors file; tied ones stand in it once."""
+    return safetensors.torch.save({k: p.detach().cpu().contiguous() for k, p in model.named_parameters()})
+
+
+def unpack_weights(data: bytes) -> dict | None:
+    """Tensors of a safetensors file; None if it is damaged, not fully synced, or not all finite floats."""
+    try:
+        weights = safetensors.torch.load(data)
+    except (safetensors.SafetensorError, KeyError):  # KeyError: a type that torch does not have
+        return None
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    return weights if all(w.dtype in floats and torch.isfinite(w).all() for w in weights.values()) else None
+
+
+def load_weights(model, weights: dict) -> bool:
+    """Put unpacked weights into the model; False, and the model as it was, where names or shapes do not fit."""
+    if {k: w.shape for k, w in weights.items()} != {k: p.shape for k, p in model.named_parameters()}:
+        return False
+    model.load_state_dict(weights, strict=False)  # tied ones are the same tensor and follow
+    return True

@@ -1,6 +1,6 @@
 """The quick suite: every test states the property it holds. Heavier proofs are in .ci/.
 
-    python -m pytest -q test_sapo.py
+python -m pytest -q test_sapo.py
 """
 
 import ast
@@ -41,14 +41,57 @@ from transformers import MistralConfig, MistralForCausalLM, MptConfig, MptForCau
 import drive_store
 import grpo
 import sapo
-from coordinator import Liveness, _boot_id, _pid_start, coordinate, experiment_status, is_known_dead, is_round_over
+from coordinator import (
+    Liveness,
+    _boot_id,
+    _pid_start,
+    coordinate,
+    experiment_status,
+    is_known_dead,
+    is_round_over,
+)
 from coordinator import dashboard, process_identity, resume_clock, reward_rows, summarize, validate_experiment
-from drive_store import BadFile, COORDINATOR, Courier, DriveStore, MAX_JSON_BYTES, StoreError, bucket, bucket_round
-from drive_store import check_name, check_rollouts, is_number, list_experiments, parse_json, read_json, retrying
-from grpo import Group, check_head, generate, group_advantages, grpo_loss, halving_on_oom, row_weights, sample_tokens, sequence_logps
+from drive_store import (
+    BadFile,
+    COORDINATOR,
+    Courier,
+    DriveStore,
+    MAX_JSON_BYTES,
+    StoreError,
+    bucket,
+    bucket_round,
+)
+from drive_store import (
+    check_name,
+    check_rollouts,
+    is_number,
+    list_experiments,
+    parse_json,
+    read_json,
+    retrying,
+)
+from grpo import (
+    Group,
+    check_head,
+    generate,
+    group_advantages,
+    grpo_loss,
+    halving_on_oom,
+    row_weights,
+    sample_tokens,
+    sequence_logps,
+)
 from grpo import shared_prompt_logps, token_logps, update
 from sapo import Config, ConfigError, EVAL_ON_ANSWER, HELD_OUT_SEEDS, Log, PAPER_TASKS, Codec, SMALL_TASKS
-from sapo import SYSTEM_PROMPTS, TASK_TABLE, UNSTABLE, build_tiny, config_table, held_out_accuracy, join_experiment
+from sapo import (
+    SYSTEM_PROMPTS,
+    TASK_TABLE,
+    UNSTABLE,
+    build_tiny,
+    config_table,
+    held_out_accuracy,
+    join_experiment,
+)
 from sapo import make_question, push_to_hub, read_config, resume_line, rounds_to_keep, sample_batch, score
 from sapo import stream_seed, verify_uncached
 
@@ -57,7 +100,9 @@ from sapo import stream_seed, verify_uncached
 # -------- grpo.py: the plain_ helpers do the same slowly: one sequence, one token at a time, no cache, no padding ------
 
 LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
-HEADS = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+HEADS = dict(
+    hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
 both_architectures = pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 
 
@@ -68,7 +113,9 @@ def tiny_lm(architecture="gpt2", dropout=0.0):
     if architecture == "llama":
         return LlamaForCausalLM(LlamaConfig(vocab_size=29, initializer_range=0.3, **HEADS)).eval()
     sizes = dict(vocab_size=23, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3)
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
+    ).eval()
 
 
 def ragged_groups(sizes=(2, 3, 5, 4), flat=(), common=0):
@@ -79,7 +126,9 @@ def ragged_groups(sizes=(2, 3, 5, 4), flat=(), common=0):
     rng, groups = random.Random(0), []
     for i, size in enumerate(sizes):
         completions = [[rng.randrange(21) for _ in range(rng.randint(1, 6))] for _ in range(size)]
-        rewards = [1.0] * size if i in flat else [0.0, 1.0] + [rng.choice([0.0, 0.5, 1.0]) for _ in range(size - 2)]
+        rewards = (
+            [1.0] * size if i in flat else [0.0, 1.0] + [rng.choice([0.0, 0.5, 1.0]) for _ in range(size - 2)]
+        )
         groups.append(Group([rng.randrange(21) for _ in range(1 + i * 5 % 7)], completions, rewards))
     return [Group([*range(1, common + 1), *g.prompt], g.completions, g.rewards) for g in groups]
 
@@ -98,7 +147,9 @@ def near(ours, expected, atol=2e-5, rtol=1e-4):
 
 def with_gradient(model, logp):
     """logp (B, T) and the gradient of its sum, each entry weighted differently, in one vector."""
-    gradients = torch.autograd.grad(logp.flatten() @ torch.linspace(0.5, 1.5, logp.numel()), list(model.parameters()))
+    gradients = torch.autograd.grad(
+        logp.flatten() @ torch.linspace(0.5, 1.5, logp.numel()), list(model.parameters())
+    )
     return torch.cat([logp.detach().flatten(), *(g.flatten() for g in gradients)])
 
 
@@ -112,11 +163,16 @@ def plain_loss(logps, olds, advantages, loss_type, max_new_tokens):
     """The definition, token by token. Returns (loss, clipped tokens)."""
     loss, clipped, tokens = 0.0, 0, sum(map(len, logps))
     for row, old_row, a in zip(logps, olds, advantages, strict=True):
-        scale = {"dapo": tokens, "grpo": len(logps) * len(row), "dr_grpo": len(logps) * max_new_tokens}[loss_type]
+        scale = {"dapo": tokens, "grpo": len(logps) * len(row), "dr_grpo": len(logps) * max_new_tokens}[
+            loss_type
+        ]
         for logp, old in zip(row, old_row, strict=True):
             ratio = (logp - old).exp()
             limited = min(max(ratio, 0.8), 1.28)
-            loss, clipped = loss - min(ratio * a, limited * a) / scale, clipped + bool(limited * a < ratio * a)
+            loss, clipped = (
+                loss - min(ratio * a, limited * a) / scale,
+                clipped + bool(limited * a < ratio * a),
+            )
     return loss, clipped
 
 
@@ -124,7 +180,9 @@ def plain_update(model, groups, loss_type="dapo", iterations=1):
     """Gradient descent on plain_loss, flat groups and all. Returns (new weights, first loss, clipped tokens)."""
     optimizer, olds, losses = torch.optim.SGD(model.parameters(), lr=0.5), None, []
     mean_std = [(statistics.mean(g.rewards), statistics.stdev(g.rewards)) for g in groups]
-    advantages = [(r - mean) / (std + 1e-4) for g, (mean, std) in zip(groups, mean_std, strict=True) for r in g.rewards]
+    advantages = [
+        (r - mean) / (std + 1e-4) for g, (mean, std) in zip(groups, mean_std, strict=True) for r in g.rewards
+    ]
     for _ in range(iterations):
         logps = [plain_logps(model, g.prompt, c, 0.7) for g in groups for c in g.completions]
         olds = olds or [row.detach() for row in logps]
@@ -136,7 +194,9 @@ def plain_update(model, groups, loss_type="dapo", iterations=1):
 
 
 def our_update(model, groups, lr=0.5, **kwargs):
-    stats = update(model, torch.optim.SGD(model.parameters(), lr=lr), groups, max_new_tokens=9, temperature=0.7, **kwargs)
+    stats = update(
+        model, torch.optim.SGD(model.parameters(), lr=lr), groups, max_new_tokens=9, temperature=0.7, **kwargs
+    )
     return weights_of(model), stats
 
 
@@ -146,13 +206,20 @@ def no_norm_clip(monkeypatch):
 
 
 def test_advantages_equal_the_reference_values():
-    assert group_advantages([1, 0, 0, 1]) == pytest.approx([0.86587543, -0.86587543, -0.86587543, 0.86587543], abs=1e-8)
-    assert group_advantages([1, 0, 0, 0, 0, 0, 0, 0]) == pytest.approx([2.4741739] + [-0.3534534] * 7, abs=1e-7)
+    assert group_advantages([1, 0, 0, 1]) == pytest.approx(
+        [0.86587543, -0.86587543, -0.86587543, 0.86587543], abs=1e-8
+    )
+    assert group_advantages([1, 0, 0, 0, 0, 0, 0, 0]) == pytest.approx(
+        [2.4741739] + [-0.3534534] * 7, abs=1e-7
+    )
 
 
 @pytest.mark.parametrize("rewards", [[0.0], [0.0] * 4, [1.0] * 3, [0.1 + 0.2, 0.3, 0.3]])
 def test_a_flat_group_has_zero_advantages_and_is_not_informative(rewards):
-    assert group_advantages(rewards) == [0.0] * len(rewards) and not Group([1], [[1]] * len(rewards), rewards).is_informative
+    assert (
+        group_advantages(rewards) == [0.0] * len(rewards)
+        and not Group([1], [[1]] * len(rewards), rewards).is_informative
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +238,9 @@ def test_loss_and_gradient_equal_the_reference_values(loss_type, loss, gradient,
     near(torch.autograd.grad(ours, logp)[0].abs().sum().item(), gradient, 1e-9, 0)
     ours, clipped = grpo_loss(logp, None, a, mask, weights)
     near(ours.item(), loss_on_policy, 1e-9, 0)
-    near(torch.autograd.grad(ours, logp)[0], -(a * weights).unsqueeze(1) * mask, 1e-9, 0)  # ratio 1: gradient -A
+    near(
+        torch.autograd.grad(ours, logp)[0], -(a * weights).unsqueeze(1) * mask, 1e-9, 0
+    )  # ratio 1: gradient -A
     assert clipped == 0
 
 
@@ -180,8 +249,13 @@ def test_loss_gradient_and_clip_count_equal_a_double_loop(loss_type):
     rng = torch.Generator().manual_seed(2)
     logp = -torch.rand(12, 7, generator=rng, dtype=torch.float64).requires_grad_()
     old = logp.detach() + 0.4 * torch.randn(12, 7, generator=rng, dtype=torch.float64)
-    lengths, a = torch.randint(1, 8, (12,), generator=rng), torch.randn(12, generator=rng, dtype=torch.float64)
-    loss, clipped = grpo_loss(logp, old, a, torch.arange(7) < lengths.unsqueeze(1), row_weights(lengths, loss_type, 9))
+    lengths, a = (
+        torch.randint(1, 8, (12,), generator=rng),
+        torch.randn(12, generator=rng, dtype=torch.float64),
+    )
+    loss, clipped = grpo_loss(
+        logp, old, a, torch.arange(7) < lengths.unsqueeze(1), row_weights(lengths, loss_type, 9)
+    )
     rows, old_rows = ([x[i, :n] for i, n in enumerate(lengths)] for x in (logp, old))
     expected, expected_clipped = plain_loss(rows, old_rows, a, loss_type, 9)
     near(loss, expected, 1e-9, 0)
@@ -203,18 +277,31 @@ def test_generate_equals_a_token_by_token_loop_with_the_same_noise(architecture,
         completion = []
         while len(completion) < steps and not eos_ids & set(completion):
             with torch.no_grad():
-                p = torch.softmax(model(torch.tensor([prompts[row // 4] + completion])).logits[0, -1] / 0.7, -1)
+                p = torch.softmax(
+                    model(torch.tensor([prompts[row // 4] + completion])).logits[0, -1] / 0.7, -1
+                )
             completion.append(int((p.cumsum(0) <= noise[len(completion)]).sum()))
         expected.append(completion)
-    ours = generate(model, prompts, 4, steps, 0.7, eos_ids, torch.Generator().manual_seed(5), max_rows=max_rows)
+    ours = generate(
+        model, prompts, 4, steps, 0.7, eos_ids, torch.Generator().manual_seed(5), max_rows=max_rows
+    )
     assert ours == [expected[i : i + 4] for i in range(0, 20, 4)]
-    ends = {c[-1] for c in expected}  # the case is a hard one: some end at once, some early, some never, by several EOS
-    assert len({len(c) for c in expected}) > 4 and min(map(len, expected)) == 1 and len(ends & eos_ids) > 1 and ends - eos_ids
+    ends = {
+        c[-1] for c in expected
+    }  # the case is a hard one: some end at once, some early, some never, by several EOS
+    assert (
+        len({len(c) for c in expected}) > 4
+        and min(map(len, expected)) == 1
+        and len(ends & eos_ids) > 1
+        and ends - eos_ids
+    )
 
 
 def test_sample_tokens_follows_the_softmax_at_the_temperature():
     p, draws = torch.tensor([0.0, 0.4, 0.3, 0.0, 0.2, 0.1]), 10_000
-    noise = (torch.arange(draws) + 0.5) / draws  # evenly spread: the frequencies are exact to one draw a boundary
+    noise = (
+        torch.arange(draws) + 0.5
+    ) / draws  # evenly spread: the frequencies are exact to one draw a boundary
     drawn = sample_tokens((0.5 * p.log()).expand(draws, 6), noise, 0.5).bincount(minlength=6)
     near(drawn / draws, p, 2e-4, 0)
 
@@ -233,10 +320,16 @@ def test_sample_tokens_never_draws_a_token_of_probability_zero(noise, vocabulary
 def test_both_logp_paths_equal_the_models_own_logits_in_value_and_gradient(architecture, temperature, common):
     model, groups = tiny_lm(architecture), ragged_groups(common=common)
     rows = [(g.prompt, c) for g in groups for c in g.completions]
-    plain = with_gradient(model, pad_sequence([plain_logps(model, *row, temperature) for row in rows], batch_first=True))
+    plain = with_gradient(
+        model, pad_sequence([plain_logps(model, *row, temperature) for row in rows], batch_first=True)
+    )
     shared, mask = shared_prompt_logps(model, pairs_of(groups), temperature)
     sequence, sequence_mask = sequence_logps(model, *zip(*rows, strict=True), temperature)
-    assert mask.tolist() == sequence_mask.tolist() == [[t < len(c) for t in range(mask.shape[1])] for _, c in rows]
+    assert (
+        mask.tolist()
+        == sequence_mask.tolist()
+        == [[t < len(c) for t in range(mask.shape[1])] for _, c in rows]
+    )
     near(with_gradient(model, shared), plain)
     near(with_gradient(model, sequence), plain)
 
@@ -246,7 +339,9 @@ def test_the_first_token_is_scored_from_the_last_prompt_position_not_from_paddin
     model, prompts = tiny_lm(architecture), [[3], [4, 5, 6, 7, 8, 9], [10, 11, 12]]
     for completions in ([[5]], [[6, 1, 2], [7]]):  # alone, and beside a longer one
         logp, _ = shared_prompt_logps(model, [(p, completions) for p in prompts], 1.0)
-        first = [model(torch.tensor([p])).logits[0, -1].log_softmax(-1)[c[0]] for p in prompts for c in completions]
+        first = [
+            model(torch.tensor([p])).logits[0, -1].log_softmax(-1)[c[0]] for p in prompts for c in completions
+        ]
         near(logp[:, 0], torch.stack(first))
 
 
@@ -254,12 +349,16 @@ def test_the_first_token_is_scored_from_the_last_prompt_position_not_from_paddin
 def test_what_all_prompts_begin_with_is_run_once(lengths):
     """Also where one prompt is the beginning of another, and where all are the same."""
     model, seen = tiny_lm(), []
-    model.base_model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True)
+    model.base_model.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
+    )
     prompts = [[i % 19 + 1 for i in range(n)] for n in lengths]
     hidden, cache, mask = grpo.prefill(model, prompts, 0)
     common, width = min(lengths) - 1, max(lengths)
     assert seen == [(1, common), (len(lengths), width - common)] and cache.get_seq_length() == width
-    assert (None if mask is None else mask.sum(1).tolist()) == (None if len(set(lengths)) == 1 else list(lengths))
+    assert (None if mask is None else mask.sum(1).tolist()) == (
+        None if len(set(lengths)) == 1 else list(lengths)
+    )
     for row, prompt in zip(hidden, prompts, strict=True):
         near(row, grpo.prefill(model, [prompt], 0)[0][0])
     seen.clear()
@@ -271,23 +370,38 @@ def test_what_all_prompts_begin_with_is_run_once(lengths):
 def test_a_model_that_counts_slots_gets_no_padding_inside_a_prompt(architecture):
     """Its windows and distances count slots: padding between the common start and the rest would shift real tokens."""
     torch.manual_seed(1)
-    neo = dict(hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=8)
+    neo = dict(
+        hidden_size=16, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]], window_size=8
+    )
     model = {
-        "mistral": lambda: MistralForCausalLM(MistralConfig(vocab_size=29, sliding_window=8, initializer_range=0.3, **HEADS)),
-        "gpt_neo": lambda: GPTNeoForCausalLM(GPTNeoConfig(vocab_size=29, max_position_embeddings=64, initializer_range=0.3, **neo)),
-        "mpt": lambda: MptForCausalLM(MptConfig(vocab_size=29, d_model=16, n_heads=2, n_layers=2, max_seq_len=64, initializer_range=0.3)),
+        "mistral": lambda: MistralForCausalLM(
+            MistralConfig(vocab_size=29, sliding_window=8, initializer_range=0.3, **HEADS)
+        ),
+        "gpt_neo": lambda: GPTNeoForCausalLM(
+            GPTNeoConfig(vocab_size=29, max_position_embeddings=64, initializer_range=0.3, **neo)
+        ),
+        "mpt": lambda: MptForCausalLM(
+            MptConfig(vocab_size=29, d_model=16, n_heads=2, n_layers=2, max_seq_len=64, initializer_range=0.3)
+        ),
     }[architecture]().eval()
     pairs = [([*range(1, 20), *rest], [[7, 8, 9], [10]]) for rest in ([3], [4, 5, 6, 11, 12, 13])]
-    alone = [shared_prompt_logps(model, [(p, [c])], 1.0)[0][0] for p, completions in pairs for c in completions]
+    alone = [
+        shared_prompt_logps(model, [(p, [c])], 1.0)[0][0] for p, completions in pairs for c in completions
+    ]
     near(shared_prompt_logps(model, pairs, 1.0)[0], pad_sequence(alone, batch_first=True))
-    near(sequence_logps(model, *zip(*((p, c) for p, cs in pairs for c in cs), strict=True))[0], pad_sequence(alone, batch_first=True))
+    near(
+        sequence_logps(model, *zip(*((p, c) for p, cs in pairs for c in cs), strict=True))[0],
+        pad_sequence(alone, batch_first=True),
+    )
 
 
 @both_architectures
 @pytest.mark.parametrize("pad_id", [0, 20])
 def test_padding_never_changes_a_logp(architecture, pad_id):
     model, pairs = tiny_lm(architecture), pairs_of(ragged_groups())
-    alone = [shared_prompt_logps(model, [(p, [c])], 1.0)[0][0] for p, completions in pairs for c in completions]
+    alone = [
+        shared_prompt_logps(model, [(p, [c])], 1.0)[0][0] for p, completions in pairs for c in completions
+    ]
     near(shared_prompt_logps(model, pairs, 1.0, pad_id)[0], pad_sequence(alone, batch_first=True))
 
 
@@ -305,7 +419,9 @@ def test_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(architec
     model, pairs, seen = tiny_lm(architecture), pairs_of(ragged_groups()), []
     whole = with_gradient(model, shared_prompt_logps(model, pairs, 0.7)[0])
     monkeypatch.setattr(grpo, "LOGIT_ELEMENTS", 5 * model.config.vocab_size)
-    model.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: seen.append(len(logits)))
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, logits: seen.append(len(logits))
+    )
     near(with_gradient(model, shared_prompt_logps(model, pairs, 0.7)[0]), whole, 1e-5)
     assert max(seen) == 5 and len(seen) > 10  # never more at once; again in the backward pass
 
@@ -323,7 +439,9 @@ def test_log_softmax_of_bfloat16_logits_is_taken_in_float32():
 def test_check_head_accepts_plain_heads_and_refuses_soft_caps_and_scaling():
     for architecture in ("gpt2", "llama"):
         check_head(tiny_lm(architecture))
-    capped = Gemma2Config(vocab_size=29, head_dim=4, final_logit_softcapping=0.1, initializer_range=0.3, **HEADS)
+    capped = Gemma2Config(
+        vocab_size=29, head_dim=4, final_logit_softcapping=0.1, initializer_range=0.3, **HEADS
+    )
     scaled = GraniteConfig(vocab_size=29, logits_scaling=4.0, initializer_range=0.3, **HEADS)
     for model in (Gemma2ForCausalLM(capped), GraniteForCausalLM(scaled)):
         with pytest.raises(ValueError, match=type(model).__name__):
@@ -338,7 +456,9 @@ def test_update_equals_plain_gradient_descent_whatever_the_micro_batch(loss_type
     weights, stats = our_update(tiny_lm(), groups, loss_type=loss_type, max_rows=max_rows)
     near(weights, expected)
     near(stats["loss"], loss)
-    assert stats["clip_fraction"] == 0 and stats["trained_tokens"] == sum(len(c) for g in groups if g.is_informative for c in g.completions)
+    assert stats["clip_fraction"] == 0 and stats["trained_tokens"] == sum(
+        len(c) for g in groups if g.is_informative for c in g.completions
+    )
 
 
 @pytest.mark.parametrize("max_rows", [3, None])
@@ -348,7 +468,10 @@ def test_more_iterations_clip_against_the_policy_of_the_start(max_rows, no_norm_
     weights, stats = our_update(tiny_lm("llama"), groups, num_iterations=3, max_rows=max_rows)
     near(weights, expected, 1e-4, 1e-3)
     near(stats["loss"], loss)  # of the first iteration
-    assert stats["clip_fraction"] == pytest.approx(clipped / (3 * stats["trained_tokens"])) and stats["clip_fraction"] > 0.05
+    assert (
+        stats["clip_fraction"] == pytest.approx(clipped / (3 * stats["trained_tokens"]))
+        and stats["clip_fraction"] > 0.05
+    )
 
 
 def test_a_flat_group_costs_no_forward_but_counts_in_the_dapo_denominator(no_norm_clip):
@@ -356,7 +479,10 @@ def test_a_flat_group_costs_no_forward_but_counts_in_the_dapo_denominator(no_nor
     model, start, seen = tiny_lm(), weights_of(tiny_lm()), set()
     see = lambda module, args, kwargs: seen.update(kwargs["input_ids"].flatten().tolist())  # noqa: E731
     model.base_model.register_forward_pre_hook(see, with_kwargs=True)
-    step, step_without = our_update(model, [group, flat])[0] - start, our_update(tiny_lm(), [group])[0] - start
+    step, step_without = (
+        our_update(model, [group, flat])[0] - start,
+        our_update(tiny_lm(), [group])[0] - start,
+    )
     near(step, step_without * 3 / 12)  # the tokens: 3 of 12
     assert seen == {3, 4, 6}  # the informative group's tokens only
 
@@ -366,14 +492,21 @@ def test_a_batch_of_flat_groups_changes_no_weight_not_even_by_momentum():
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     update(model, optimizer, ragged_groups(), max_new_tokens=9)
     before = weights_of(model)
-    stats = update(model, optimizer, ragged_groups(flat=range(4)), max_new_tokens=9, before_step=lambda: calls.append(1))
-    assert torch.equal(weights_of(model), before) and stats["trained_tokens"] == stats["loss"] == 0 and not calls
+    stats = update(
+        model, optimizer, ragged_groups(flat=range(4)), max_new_tokens=9, before_step=lambda: calls.append(1)
+    )
+    assert (
+        torch.equal(weights_of(model), before) and stats["trained_tokens"] == stats["loss"] == 0 and not calls
+    )
 
 
 def test_an_external_groups_gradient_adds_to_the_local_one(no_norm_clip):
     local, external = ragged_groups((4, 3)), [Group([9, 9, 8], [[7, 6, 5, 4], [1]], [0.0, 1.0])]
     batches = (local, external, local + external)
-    sums = [(our_update(tiny_lm(), b)[0] - weights_of(tiny_lm())) * sum(len(c) for g in b for c in g.completions) for b in batches]
+    sums = [
+        (our_update(tiny_lm(), b)[0] - weights_of(tiny_lm())) * sum(len(c) for g in b for c in g.completions)
+        for b in batches
+    ]
     near(sums[2], sums[0] + sums[1], 5e-4, 1e-3)  # dapo: the mean over tokens, times the tokens, is additive
     assert sums[1].norm() > 0.1 * sums[0].norm()
 
@@ -390,7 +523,9 @@ def test_the_step_is_cut_to_the_maximal_gradient_norm():
 
 
 def test_a_non_finite_gradient_changes_no_weight(monkeypatch):
-    monkeypatch.setattr(grpo, "shared_prompt_logps", lambda *args: (shared_prompt_logps(*args)[0] * inf, torch.ones(1)))
+    monkeypatch.setattr(
+        grpo, "shared_prompt_logps", lambda *args: (shared_prompt_logps(*args)[0] * inf, torch.ones(1))
+    )
     assert torch.equal(our_update(tiny_lm(), ragged_groups())[0], weights_of(tiny_lm()))
 
 
@@ -403,20 +538,29 @@ def out_of_memory_on_a_cpu():
 def test_a_cpu_is_given_no_more_than_a_group_or_a_gigabyte_and_a_half_at_once(monkeypatch):
     monkeypatch.setattr(os, "sysconf", lambda name: 4096 if name == "SC_PAGE_SIZE" else 24 * 10**9 // 4096)
     smollm2 = SimpleNamespace(config=SimpleNamespace(num_hidden_layers=30, hidden_size=576))
-    rows = lambda **settings: sapo.rows_that_fit(smollm2, config_of(DEVICE="cpu", MODEL_NAME="x", **{k: str(v) for k, v in settings.items()}))[0]  # noqa: E731
+    rows = lambda **settings: sapo.rows_that_fit(
+        smollm2, config_of(DEVICE="cpu", MODEL_NAME="x", **{k: str(v) for k, v in settings.items()})
+    )[0]  # noqa: E731
     assert rows(MAX_NEW_TOKENS=64) == 9 and rows(MAX_NEW_TOKENS=256) == 8 and rows(MAX_NEW_TOKENS=1024) == 2
     assert rows(MAX_NEW_TOKENS=64, MICRO_BATCH_SIZE=100) == 100 and rows(MAX_NEW_TOKENS=30_000) == 1
     assert sapo.rows_that_fit(tiny_lm(), config_of(DEVICE="cpu"))[0] == 1024
 
 
 @pytest.mark.parametrize("iterations", [1, 2])  # it runs out in the gradient; in the log-probs of the start
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("MPS backend out of memory (…)"), out_of_memory_on_a_cpu()])
-def test_out_of_memory_in_the_update_halves_the_micro_batch_and_gives_the_same_step(iterations, error, monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError(), RuntimeError("MPS backend out of memory (…)"), out_of_memory_on_a_cpu()],
+)
+def test_out_of_memory_in_the_update_halves_the_micro_batch_and_gives_the_same_step(
+    iterations, error, monkeypatch
+):
     (expected, _), rows = our_update(tiny_lm(), ragged_groups(), num_iterations=iterations), []
 
     def scarce(model, pairs, *rest):
         rows.append(sum(len(completions) for _, completions in pairs))
-        if rows[-1] > 2 and len(rows) % 2 == 0:  # every second call: the first micro-batch has left its gradient behind
+        if (
+            rows[-1] > 2 and len(rows) % 2 == 0
+        ):  # every second call: the first micro-batch has left its gradient behind
             raise error
         return shared_prompt_logps(model, pairs, *rest)
 
@@ -443,7 +587,10 @@ def test_rows_that_have_answered_stop_like_rows_that_sampled_an_eos(monkeypatch)
     generator = lambda: torch.Generator().manual_seed(0)  # noqa: E731
     whole = generate(model, prompts, *settings, generator())
     cut = [[c[: next((i + 1 for i, t in enumerate(c) if t > 14), len(c))] for c in group] for group in whole]
-    assert cut != whole and generate(model, prompts, *settings, generator(), answered=lambda ids: ids[-1] > 14) == cut
+    assert (
+        cut != whole
+        and generate(model, prompts, *settings, generator(), answered=lambda ids: ids[-1] > 14) == cut
+    )
 
 
 def test_out_of_memory_in_generation_halves_the_batch_and_gives_the_same_tokens(monkeypatch):
@@ -460,7 +607,12 @@ def test_out_of_memory_in_generation_halves_the_batch_and_gives_the_same_tokens(
 
     expected = draw(15)
     monkeypatch.setattr(grpo, "decode", scarce)
-    assert halving_on_oom(draw, 2**30, 15, "generation", smallest=3) == (expected, 8) and sizes == [5, 2, 2, 1]
+    assert halving_on_oom(draw, 2**30, 15, "generation", smallest=3) == (expected, 8) and sizes == [
+        5,
+        2,
+        2,
+        1,
+    ]
     room = 0
     with pytest.raises(torch.OutOfMemoryError):  # one question at a time is the least
         halving_on_oom(draw, 8, 15, "generation", smallest=3)
@@ -515,7 +667,9 @@ def count_calls(monkeypatch, *names) -> list:
     calls = []
     for name in names:
         real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, real=real, name=name, **k: (calls.append(name), real(*a, **k))[1])
+        monkeypatch.setattr(
+            os, name, lambda *a, real=real, name=name, **k: (calls.append(name), real(*a, **k))[1]
+        )
     return calls
 
 
@@ -552,7 +706,9 @@ def links(request, monkeypatch) -> bool:
     (False, None, False), (False, b"{}", False), (True, None, False), (True, b"{}", True),
     (True, b"", False), (True, b'{"torn": ', False), (True, b"\0" * 9, False), (True, b"[1]", False),
 ])  # fmt: skip
-def test_a_crash_before_any_call_of_a_write_leaves_the_old_file_or_the_whole_new_one(tmp_path, links, once, old, stays):
+def test_a_crash_before_any_call_of_a_write_leaves_the_old_file_or_the_whole_new_one(
+    tmp_path, links, once, old, stays
+):
     store, finished = new_store(tmp_path), False
     for nth in itertools.count(1):
         path = put(store, "a.json", old or b"")
@@ -612,7 +768,9 @@ def test_temp_files_are_swept_by_their_owner_only_and_in_recent_rounds_only(tmp_
     with monkeypatch.context() as cut_off:
         cut_off.setattr(os, "link", lambda *_: crash())
         cut_off.setattr(os, "unlink", lambda *_: crash())
-        for owner, place in itertools.product(("a.b", "bb", "a-b", "b"), [*folders, "rewards/round_000006/stage_0/"]):
+        for owner, place in itertools.product(
+            ("a.b", "bb", "a-b", "b"), [*folders, "rewards/round_000006/stage_0/"]
+        ):
             with pytest.raises(MemoryError):
                 new_store(tmp_path, owner).write_once(f"{place}{owner}.json", {})
     store = new_store(tmp_path, "b")
@@ -662,32 +820,50 @@ HOSTILE = {  # the reason that is counted -> contents
 @pytest.mark.parametrize("name", ["p.json", "p/0000.json"])
 def test_a_file_that_is_no_json_object_costs_one_counted_rejection_and_no_time(tmp_path, name):
     began = time.monotonic()
-    for i, (reason, content) in enumerate((reason, content) for reason, contents in HOSTILE.items() for content in contents):
+    for i, (reason, content) in enumerate(
+        (reason, content) for reason, contents in HOSTILE.items() for content in contents
+    ):
         store = new_store(tmp_path / str(i))
         path = put(store, PEER + name, content)
-        assert [store.fetch(1, 0, "p")[::2] for _ in range(2)] == [([], Counter({reason: 1}))] * 2, content[:20]
+        assert [store.fetch(1, 0, "p")[::2] for _ in range(2)] == [([], Counter({reason: 1}))] * 2, content[
+            :20
+        ]
         assert store.skipped == {reason: 1}
         with pytest.raises(BadFile, match=reason):
             read_json(path)
     assert time.monotonic() - began < 5
-    unusual = r'{"a": "\ud83d\ude00 \\ud800", "b": [1e308, ' + "9" * 4000 + '], "c": ' + "[" * 100 + "]" * 100 + "}"
+    unusual = (
+        r'{"a": "\ud83d\ude00 \\ud800", "b": [1e308, ' + "9" * 4000 + '], "c": ' + "[" * 100 + "]" * 100 + "}"
+    )
     assert parse_json(unusual.encode())["a"] == "\U0001f600 \\ud800"  # odd, but sound
 
 
 @pytest.mark.parametrize("name", ["p.json", "p/0000.json", "p"])
-@pytest.mark.parametrize("kind", ["link", "dangling", "loop", "fifo", "folder", "forbidden", "file above", "loop above"])
-def test_what_is_no_regular_file_is_rejected_without_waiting_leaking_or_raising(tmp_path, monkeypatch, kind, name):
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling", "loop", "fifo", "folder", "forbidden", "file above", "loop above"]
+)
+def test_what_is_no_regular_file_is_rejected_without_waiting_leaking_or_raising(
+    tmp_path, monkeypatch, kind, name
+):
     store, real, began = new_store(tmp_path), os.open, time.monotonic()
     path = put(store, PEER + name, wire_file())
-    targets = {"link": put(store, "elsewhere.json", wire_file()), "dangling": tmp_path / "nothing", "loop": path}
+    targets = {
+        "link": put(store, "elsewhere.json", wire_file()),
+        "dangling": tmp_path / "nothing",
+        "loop": path,
+    }
     if kind.endswith("above"):
         shutil.rmtree(path := store.base / "rollouts/round_000001")
         path.symlink_to(path) if kind == "loop above" else path.write_bytes(b"")
     elif kind == "forbidden":
-        monkeypatch.setattr(os, "open", lambda p, *a: fail_with(errno.EACCES) if Path(p) == path else real(p, *a))
+        monkeypatch.setattr(
+            os, "open", lambda p, *a: fail_with(errno.EACCES) if Path(p) == path else real(p, *a)
+        )
     else:
         path.unlink()
-        os.mkfifo(path) if kind == "fifo" else path.mkdir() if kind == "folder" else path.symlink_to(targets[kind])
+        os.mkfifo(path) if kind == "fifo" else path.mkdir() if kind == "folder" else path.symlink_to(
+            targets[kind]
+        )
     lowest = os.dup(0)
     groups, _, rejected = store.fetch(1, 0, "p")
     os.close(lowest), os.close(again := os.dup(0))
@@ -723,11 +899,20 @@ def test_a_wrong_value_in_any_field_rejects_the_file_with_a_reason(tmp_path):
             check_rollouts({**wire_file(), "rollouts": {index: wire_group()}}, 1, 0, "p")
     with pytest.raises(BadFile, match="too many groups"):
         check_rollouts(wire_file(groups=4097), 1, 0, "p")
-    assert [is_number(value) for value in (0, -1.5, True, "1", float("inf"), float("nan"))] == [True] * 2 + [False] * 4
-    for size in (2, 64):  # groups as large as that are fine, and so are unknown keys; an answer is not passed on
-        [group] = check_rollouts({**wire_file(), "new": 1, "rollouts": {"5": {**wire_group(7, size), "new": 1}}}, 1, 0, "p")
+    assert [is_number(value) for value in (0, -1.5, True, "1", float("inf"), float("nan"))] == [True] * 2 + [
+        False
+    ] * 4
+    for size in (
+        2,
+        64,
+    ):  # groups as large as that are fine, and so are unknown keys; an answer is not passed on
+        [group] = check_rollouts(
+            {**wire_file(), "new": 1, "rollouts": {"5": {**wire_group(7, size), "new": 1}}}, 1, 0, "p"
+        )
         assert group["key"] == (1, 0, "p", 5) and len(group["completions"]) == size
-        assert set(group) == {"key", "task", "seed", "prompt", "completions"} and set(group["completions"][0]) == {"response", "finished", "claimed"}
+        assert set(group) == {"key", "task", "seed", "prompt", "completions"} and set(
+            group["completions"][0]
+        ) == {"response", "finished", "claimed"}
 
 
 # -------- drive_store: many files -----------------------------------------------------------------------------
@@ -740,7 +925,13 @@ def test_copies_temp_files_and_foreign_names_are_in_no_listing(tmp_path):
     store.submit_reward(2, 0, "n1", {"reward": 0.5})
     store.publish(2, 0, "n1", {}, {"0": wire_group()})
     store.publish(2, 0, "n2", {}, {"0": wire_group()}, part=0, parts=1)
-    places = ["rewards/round_000002/stage_0", "rollouts/round_000002/stage_0", "rollouts/round_000002/stage_0/n2", "peers", "state/rounds"]
+    places = [
+        "rewards/round_000002/stage_0",
+        "rollouts/round_000002/stage_0",
+        "rollouts/round_000002/stage_0/n2",
+        "peers",
+        "state/rounds",
+    ]
     strays = ["n1 (1).json", "n 9.json", ".n3.json.n3.1-0123abcd.tmp", ".n3.json", "desktop.ini", "Icon\r", "n4.json.tmp", "nod\u0435.json",
               "0000 (1).json", "0001.json.tmp", "round_000007 (1).json", "round_7.json", f"n1.{session} (1).json"]  # fmt: skip
     for place, name in itertools.product(places, strays):
@@ -799,7 +990,9 @@ def test_passing_faults_are_retried_and_definite_ones_are_not(tmp_path, monkeypa
 def test_a_fault_that_does_not_pass_is_an_error_and_never_taken_for_nothing_there(tmp_path, monkeypatch):
     store = new_store(tmp_path, patience=0.02)
     store.open_round(3, "n1")
-    reads = {"listdir": store.current_round} | dict.fromkeys(("lstat", "open"), lambda: store.read("state/rounds/round_000003.json"))
+    reads = {"listdir": store.current_round} | dict.fromkeys(
+        ("lstat", "open"), lambda: store.read("state/rounds/round_000003.json")
+    )
     for name, read in reads.items():
         with monkeypatch.context() as broken, pytest.raises(OSError, match=os.strerror(errno.EIO)):
             broken.setattr(os, name, lambda *_, **__: fail_with(errno.EIO))
@@ -809,7 +1002,11 @@ def test_a_fault_that_does_not_pass_is_an_error_and_never_taken_for_nothing_ther
 
 def test_logs_grow_on_a_mount_that_cannot_append(tmp_path, monkeypatch):
     def no_append(path, mode, **kwargs):
-        return open(path, mode, **kwargs) if mode != "a+b" or not os.path.exists(path) else fail_with(errno.EPERM)
+        return (
+            open(path, mode, **kwargs)
+            if mode != "a+b" or not os.path.exists(path)
+            else fail_with(errno.EPERM)
+        )
 
     store = new_store(tmp_path)
     monkeypatch.setattr(drive_store, "open", no_append, raising=False)
@@ -821,7 +1018,9 @@ def test_logs_grow_on_a_mount_that_cannot_append(tmp_path, monkeypatch):
 def test_a_heartbeat_that_a_mount_cannot_read_holds_nobody_up(tmp_path, monkeypatch):
     store = new_store(tmp_path, patience=60)
     store.heartbeat("n1", {"round": 3})
-    monkeypatch.setattr(os, "open", lambda *_, **__: fail_with(errno.EIO))  # as rclone does where the size it knows is not the size there
+    monkeypatch.setattr(
+        os, "open", lambda *_, **__: fail_with(errno.EIO)
+    )  # as rclone does where the size it knows is not the size there
     began = time.monotonic()
     assert store.read_heartbeat("n1") is None and time.monotonic() - began < 1
 
@@ -840,12 +1039,16 @@ def test_a_copy_that_is_repeated_after_a_fault_is_whole(tmp_path, monkeypatch):
 def test_a_write_in_which_the_drive_goes_away_is_kept_until_it_is_back(tmp_path, monkeypatch):
     store, away = new_store(tmp_path, patience=0.01), tmp_path / "away"
     (courier, events), real, moments = new_courier(), os.fsync, [1]
-    monkeypatch.setattr(os, "fsync", lambda fd: moments and (moments.pop(), store.base.rename(away)) or real(fd))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: moments and (moments.pop(), store.base.rename(away)) or real(fd)
+    )
     courier.post(store.submit_reward, 1, 0, "n1", {"reward": 0.5})
     until(lambda: events)
     assert courier.pending == 1 and not store.base.exists()
     away.rename(store.base)
-    assert courier.flush(5) and store.reward(1, 0, "n1")["reward"] == 0.5 and events == ["outage", "outage over"]
+    assert (
+        courier.flush(5) and store.reward(1, 0, "n1")["reward"] == 0.5 and events == ["outage", "outage over"]
+    )
 
 
 def test_a_vanished_folder_is_an_os_error_and_is_never_made_anew(tmp_path):
@@ -872,14 +1075,21 @@ def test_retention_takes_own_old_rollouts_and_leaves_recent_and_foreign_ones(tmp
     assert store.clean_rollouts(2, ["n1"], archive) == 4
     assert files_below(rollouts) == own[2] | own[3] | {f"{bucket(1)}/stage_0/other.json"}
     assert files_below(tmp_path / "archives/x/rollouts") == (own[0] | own[1] if archive else set())
-    assert store.names("rollouts") == [bucket(t) for t in (1, 2, 3)] and store.names(f"rollouts/{bucket(1)}") == ["stage_0"]
+    assert store.names("rollouts") == [bucket(t) for t in (1, 2, 3)] and store.names(
+        f"rollouts/{bucket(1)}"
+    ) == ["stage_0"]
     store.publish(0, 1, "n1", {"again": 1}, {}, part=0, parts=1)  # a late write
     assert store.clean_rollouts(2, ["n1"], archive) == 1
     assert files_below(tmp_path / "archives/x/rollouts") == (own[0] | own[1] if archive else set())
-    assert store.clean_rollouts(9, None, archive) == 5 and store.names("rollouts") == []  # the coordinator: everybody's
+    assert (
+        store.clean_rollouts(9, None, archive) == 5 and store.names("rollouts") == []
+    )  # the coordinator: everybody's
 
 
-@pytest.mark.parametrize("link, target", [("round_000000", "."), ("round_000000/stage_0", "stage_0"), ("round_000000/stage_0/n1", ".")])
+@pytest.mark.parametrize(
+    "link, target",
+    [("round_000000", "."), ("round_000000/stage_0", "stage_0"), ("round_000000/stage_0/n1", ".")],
+)
 def test_retention_never_deletes_what_a_strangers_link_points_to(tmp_path, link, target):
     store, home = new_store(tmp_path / "drive"), tmp_path / "home"
     for path in ("thesis.json", "stage_0/n1.json", "stage_0/notes/a.txt"):
@@ -898,7 +1108,9 @@ def test_publish_frequencies_read_back_the_same_and_a_missing_part_is_reported(t
         store.publish(1, 0, "b", {}, {i: groups[i]}, part=int(i), parts=3)
     (whole, *rest), (parts, *others) = store.fetch(1, 0, "a"), store.fetch(1, 0, "b")
     assert rest == others == [True, Counter()] and len(whole) == 3
-    assert [{**group, "key": group["key"][3]} for group in whole] == [{**group, "key": group["key"][3]} for group in parts]
+    assert [{**group, "key": group["key"][3]} for group in whole] == [
+        {**group, "key": group["key"][3]} for group in parts
+    ]
     for i in range(2):  # a writer that repeats an index: one key must not stand for two groups
         store.publish(1, 0, "c", {}, {"0": wire_group(i)}, part=i, parts=2)
     assert len(store.fetch(1, 0, "c")[0]) == 1 and store.fetch(1, 0, "c")[2].total() == 1
@@ -917,7 +1129,11 @@ def test_the_clock_is_the_highest_readable_round_and_the_first_to_open_it_stands
     for round_, by in ((0, "a"), (1, "a"), (7, "a"), (1, "b"), (7, "b")):
         store.open_round(round_, by)
     assert store.current_round() == 7 and store.read("state/rounds/round_000007.json")["opened_by"] == "a"
-    for name, content in (("round_000008", b""), ("round_000009", {"round": 90}), ("round_000012 (1)", {"round": 12})):
+    for name, content in (
+        ("round_000008", b""),
+        ("round_000009", {"round": 90}),
+        ("round_000012 (1)", {"round": 12}),
+    ):
         put(store, f"state/rounds/{name}.json", content)
     assert store.current_round() == 7
     put(store, "state/rounds/round_000008.json", {"round": 8})  # it arrives in full
@@ -954,7 +1170,11 @@ def test_the_newest_session_wins_even_if_its_clock_is_ten_minutes_behind(tmp_pat
     first = store.register("n1", "worker", {})
     monkeypatch.setattr(time, "time", lambda: now() - 600)
     second = new_store(tmp_path, "elsewhere").register("n1", "worker", {"host": "b"})
-    assert second > first and store.sessions() == {"n1": second} and store.registration("n1", second)["host"] == "b"
+    assert (
+        second > first
+        and store.sessions() == {"n1": second}
+        and store.registration("n1", second)["host"] == "b"
+    )
     put(store, f"peers/n2.{first}.json", {"node_id": "n1"})
     assert store.registration("n2", first) is None  # identity comes from inside the file
 
@@ -965,18 +1185,25 @@ def test_checkpoints_newest_first_keep_n_first_complete_stands_and_a_damaged_one
         with zipfile.ZipFile(tmp_path / str(i), "w") as file:
             file.writestr("weights", str(i) * 100)
     assert all(store.write_checkpoint(round_, "n1", tmp_path / "0") for round_ in (2, 10, 9))
-    assert store.write_checkpoint(9, "n2", tmp_path / "0") and not store.write_checkpoint(10, "n1", tmp_path / "1")
+    assert store.write_checkpoint(9, "n2", tmp_path / "0") and not store.write_checkpoint(
+        10, "n1", tmp_path / "1"
+    )
     assert [round_ for round_, _ in store.checkpoints("n1")] == [10, 9, 2]
     path = store.checkpoints("n1")[0][1]
     path.write_bytes(path.read_bytes()[:-10])  # torn
-    assert store.write_checkpoint(10, "n1", tmp_path / "2") and path.read_bytes() == (tmp_path / "2").read_bytes()
+    assert (
+        store.write_checkpoint(10, "n1", tmp_path / "2")
+        and path.read_bytes() == (tmp_path / "2").read_bytes()
+    )
     os.mkfifo(put(store, "checkpoints/round_000011/x").with_name("n1.pt"))  # would block whoever opens it
     writer = threading.Thread(target=store.write_checkpoint, args=(11, "n1", tmp_path / "0"), daemon=True)
     writer.start()
     until(lambda: not writer.is_alive())
     store.set_aside(store.checkpoints("n1")[0][1])
     store.set_aside(path)
-    assert [round_ for round_, _ in store.checkpoints("n1")] == [9, 2] and path.with_name("n1.pt.damaged").exists()
+    assert [round_ for round_, _ in store.checkpoints("n1")] == [9, 2] and path.with_name(
+        "n1.pt.damaged"
+    ).exists()
     store.clean_checkpoints("n1", keep=1)
     assert [round_ for round_, _ in store.checkpoints("n1")] == [9] and len(store.checkpoints("n2")) == 1
     assert bucket(2) not in store.names("checkpoints")
@@ -1011,7 +1238,13 @@ def test_writes_survive_an_outage_in_order_and_it_is_reported_once():
 
 
 def test_an_answer_has_a_deadline_while_a_write_hangs_and_a_late_question_is_not_asked():
-    (courier, _), begun, hang, asked, began = new_courier(), threading.Event(), threading.Event(), [], time.monotonic()
+    (courier, _), begun, hang, asked, began = (
+        new_courier(),
+        threading.Event(),
+        threading.Event(),
+        [],
+        time.monotonic(),
+    )
     courier.post(lambda: begun.set() or hang.wait())
     assert begun.wait(10)
     with pytest.raises(TimeoutError):
@@ -1038,20 +1271,34 @@ def test_no_job_heartbeat_or_obstacle_stops_the_courier(tmp_path):
     store, written = new_store(tmp_path, patience=0.02), []
     courier, events = new_courier(beat=lambda: 1 / 0, beat_seconds=0.01)
     time.sleep(0.05)
-    put(store, "rewards/round_000001/stage_0/n1.json/x"), put(store, "rewards/round_000002")  # a folder for a file, and the reverse
+    (
+        put(store, "rewards/round_000001/stage_0/n1.json/x"),
+        put(store, "rewards/round_000002"),
+    )  # a folder for a file, and the reverse
     courier.post(lambda: 1 / 0)
     for round_ in (1, 2):
         courier.post(store.submit_reward, round_, 0, "n1", {"reward": 0.5})
     courier.post(written.append, 1)
-    assert courier.flush(2) and written == [1] and events == ["error"] * 3 and courier.ask(int, "5", timeout=2) == 5
+    assert (
+        courier.flush(2)
+        and written == [1]
+        and events == ["error"] * 3
+        and courier.ask(int, "5", timeout=2) == 5
+    )
 
 
 def test_who_only_waits_learns_from_the_heartbeat_that_nothing_can_be_written():
     full, beats = threading.Event(), []
     full.set()
-    courier, events = new_courier(beat=lambda: fail_with(errno.ENOSPC) if full.is_set() else beats.append(1), beat_seconds=0.01)
+    courier, events = new_courier(
+        beat=lambda: fail_with(errno.ENOSPC) if full.is_set() else beats.append(1), beat_seconds=0.01
+    )
     until(lambda: events)
-    assert [courier.ask(int, "2", timeout=2) for _ in range(9)] == [2] * 9 and events == ["outage"] and courier.outage_since
+    assert (
+        [courier.ask(int, "2", timeout=2) for _ in range(9)] == [2] * 9
+        and events == ["outage"]
+        and courier.outage_since
+    )
     full.clear()
     until(lambda: beats)
     until(lambda: events == ["outage", "outage over"])
@@ -1098,19 +1345,32 @@ def test_life_is_judged_by_the_readers_clock(tmp_path, monkeypatch):
     beat("fresh", 0, state="running")
     assert live_after(0) == ["fresh"]
     beat("fresh", -1, session=sessions["fresh"], state="done")
-    assert live_after(5) == ["fresh"]  # a new heartbeat was just seen: the file is left in peace, to be carried to the others
+    assert live_after(5) == [
+        "fresh"
+    ]  # a new heartbeat was just seen: the file is left in peace, to be carried to the others
     assert live_after(5) == [] and live.has_left("fresh") and live_after(301) == []
-    store.register("fresh", "worker", {"registered_at": wall - 3600})  # started again, where the clock is behind
+    store.register(
+        "fresh", "worker", {"registered_at": wall - 3600}
+    )  # started again, where the clock is behind
     assert live_after(0) == ["fresh"]
 
 
 def test_a_strangers_nonsense_timestamps_stop_no_reader(tmp_path):
     store = new_store(tmp_path)
     for i, nonsense in enumerate((10**400, -(10**400), 1e308, True, "now", None, [1], {})):
-        session = store.register(f"n{i}", "worker", {"registered_at": nonsense, "pid": nonsense, "host": nonsense})
-        put(store, f"heartbeats/n{i}.json", {"node_id": f"n{i}", "time": nonsense, "state": nonsense, "session": session})
+        session = store.register(
+            f"n{i}", "worker", {"registered_at": nonsense, "pid": nonsense, "host": nonsense}
+        )
+        put(
+            store,
+            f"heartbeats/n{i}.json",
+            {"node_id": f"n{i}", "time": nonsense, "state": nonsense, "session": session},
+        )
         store.submit_reward(1, 0, f"n{i}", {"reward": 0.5, "timestamp": nonsense})
-    session, padding = store.register("large", "worker", {"model": "x" * 70_000}), {"reward": 0.5, "model": "x" * 2**20}
+    session, padding = (
+        store.register("large", "worker", {"model": "x" * 70_000}),
+        {"reward": 0.5, "model": "x" * 2**20},
+    )
     put(store, "heartbeats/large.json", {"node_id": "large", "time": 1.0, "state": "x" * 70_000})
     assert store.registration("large", session) is None and store.read_heartbeat("large") is None
     assert store.submit_reward(1, 0, "large", padding) and store.reward(1, 0, "large") is None
@@ -1119,7 +1379,10 @@ def test_a_strangers_nonsense_timestamps_stop_no_reader(tmp_path):
 
 @pytest.mark.skipif(_boot_id() is None, reason="only Linux tells")
 def test_a_dead_process_of_this_host_is_not_live_at_once(tmp_path):
-    store, child = new_store(tmp_path), subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    store, child = (
+        new_store(tmp_path),
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE),
+    )
     about = {**process_identity(), "pid": child.pid, "pid_start": _pid_start(child.pid)}
     store.register("child", "worker", about)
     store.register("me", "worker", process_identity())
@@ -1144,7 +1407,10 @@ def test_a_round_is_over_by_time_by_completion_or_by_either():
         (9, "ab", "ab", 0, 1, 1), (9, "a", "ab", 0, 1, 1), (9, "", "a", 0, 1, 1), (10, "ab", "abc", 1, 1, 1),
     ]  # fmt: skip
     for elapsed, live, submitted, *expected in cases:
-        answers = [is_round_over(s, elapsed, 10, list(live), list(submitted)) for s in ("time", "completion", "hybrid")]
+        answers = [
+            is_round_over(s, elapsed, 10, list(live), list(submitted))
+            for s in ("time", "completion", "hybrid")
+        ]
         assert answers == [bool(e) for e in expected], (elapsed, live, submitted)
 
 
@@ -1272,31 +1538,77 @@ def test_a_node_of_another_host_that_fell_silent_a_day_ago_is_dead_at_the_first_
 
 
 def test_runs_that_differ_in_any_setting_are_never_averaged(tmp_path):
-    for name, changes in (("a", {}), ("b", {"SEED": 2}), ("c", {"LOSS_TYPE": "grpo"}), ("d", {"REWARD": "verifier"})):
+    for name, changes in (
+        ("a", {}),
+        ("b", {"SEED": 2}),
+        ("c", {"LOSS_TYPE": "grpo"}),
+        ("d", {"REWARD": "verifier"}),
+    ):
         store = DriveStore(tmp_path, name)
         store.create()
-        store.open_config({"SEED": 1, "NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 0, "LOCAL_OVERSAMPLE": 1, "LOSS_TYPE": "dapo", "REWARD": "exact"} | changes)
+        store.open_config(
+            {
+                "SEED": 1,
+                "NUM_TRAIN_SAMPLES": 4,
+                "NUM_TRANSPLANT_TREES": 0,
+                "LOCAL_OVERSAMPLE": 1,
+                "LOSS_TYPE": "dapo",
+                "REWARD": "exact",
+            }
+            | changes
+        )
         store.submit_reward(0, 0, "n1", {"reward": 0.5, "timestamp": 1.0})
     found = {row["label"]: row["runs"] for row in sapo.compare_experiments(tmp_path)}
-    assert found == {"4/0 loss=dapo reward=exact": 2, "4/0 loss=grpo reward=exact": 1, "4/0 loss=dapo reward=verifier": 1}
+    assert found == {
+        "4/0 loss=dapo reward=exact": 2,
+        "4/0 loss=grpo reward=exact": 1,
+        "4/0 loss=dapo reward=verifier": 1,
+    }
 
 
 def test_a_coordinator_that_comes_first_does_not_decide_what_the_workers_train_on(tmp_path):
     settings = {"GDRIVE_PATH": str(tmp_path), "MODEL_NAME": "tiny"}
-    assert join_experiment(config_of(NODE_ROLE="coordinator", **settings), DriveStore(tmp_path, "default"), print)
+    assert join_experiment(
+        config_of(NODE_ROLE="coordinator", **settings), DriveStore(tmp_path, "default"), print
+    )
     worker = config_of(TASKS="gcd,lcm", SEED="7", **settings)
     assert join_experiment(worker, DriveStore(tmp_path, "default"), print) == ["gcd", "lcm"]
 
 
 def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
     store = finished_run(tmp_path)
-    junk = [{"completions": "x"}, {"held_out": "x"}, {"held_out": None}, {"flat_groups": None}, {"reward": 2}, {"reward": -0.1}, {"reward": True}, {"reward": None}, {"round": 7}, {"stage": 1}, {"node_id": "n1"}]
+    junk = [
+        {"completions": "x"},
+        {"held_out": "x"},
+        {"held_out": None},
+        {"flat_groups": None},
+        {"reward": 2},
+        {"reward": -0.1},
+        {"reward": True},
+        {"reward": None},
+        {"round": 7},
+        {"stage": 1},
+        {"node_id": "n1"},
+    ]
     for i, change in enumerate(junk):
         name = f"rewards/round_000001/stage_0/n{i + 3}.json"
-        put(store, name, {"node_id": f"n{i + 3}", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 5.0} | change)
-    for alias in ("000001/stage_0", "round_1/stage_0", "round_000001/0", "round_000001 (1)/stage_0", "round_00000\u0661/stage_0"):
+        put(
+            store,
+            name,
+            {"node_id": f"n{i + 3}", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 5.0} | change,
+        )
+    for alias in (
+        "000001/stage_0",
+        "round_1/stage_0",
+        "round_000001/0",
+        "round_000001 (1)/stage_0",
+        "round_00000\u0661/stage_0",
+    ):
         put(store, f"rewards/{alias}/n1.json")  # no second place for the same reward
-    rows = [(row["round"], row["stage"], row["node_id"], row["my_reward"], row["experiment"]) for row in reward_rows(store)]
+    rows = [
+        (row["round"], row["stage"], row["node_id"], row["my_reward"], row["experiment"])
+        for row in reward_rows(store)
+    ]
     assert rows == [(t, 0, node, 0.25, "x") for t in range(2) for node in ("n1", "n2")]
     assert experiment_status(store) == {
         "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 2, "peer_ids": ["n1", "n2"],
@@ -1309,20 +1621,39 @@ def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
 
 def test_a_strangers_odd_values_stop_no_reader_of_a_finished_run_and_reach_no_terminal(tmp_path):
     store = finished_run(tmp_path)
-    put(store, "config.json", {"NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "LOCAL_OVERSAMPLE": 1, "MAX_STAGES": 1})
+    put(
+        store,
+        "config.json",
+        {"NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "LOCAL_OVERSAMPLE": 1, "MAX_STAGES": 1},
+    )
     store = DriveStore(tmp_path, "x")  # the other remembers the first config.json
     whole = {"node_id": "n3", "round": 1.0, "stage": False, "reward": 0.5, "timestamp": 5.0}
     put(store, "rewards/round_000001/stage_0/n3.json", whole)
-    assert reward_rows(store)[-1] | {"round": 1, "stage": 0} == reward_rows(store)[-1] and summarize(store)["cumulative"] == 1.5
+    assert (
+        reward_rows(store)[-1] | {"round": 1, "stage": 0} == reward_rows(store)[-1]
+        and summarize(store)["cumulative"] == 1.5
+    )
     session = store.register("n3", "\x1b[2J", {"model": "\x07" * 99})
     put(store, "heartbeats/n3.json", {"node_id": "n3", "session": session, "round": "\x1b[2J" + "9" * 10**6})
     put(store, "winners/round_000001/n3.json", {"winner": "\x1b[2J" * 10**5})
-    put(store, "rollouts/round_000001/stage_0/n3.json", {**wire_file("n3"), "rollouts": {"0": {**wire_group(), "task": "\x1b[2J"}}})
+    put(
+        store,
+        "rollouts/round_000001/stage_0/n3.json",
+        {**wire_file("n3"), "rollouts": {"0": {**wire_group(), "task": "\x1b[2J"}}},
+    )
     text = dashboard(store, Liveness(store, 300), [])
-    assert len(text) < 3000 and all(c.isprintable() for line in text.splitlines() for c in line) and "?[2J" in text
+    assert (
+        len(text) < 3000
+        and all(c.isprintable() for line in text.splitlines() for c in line)
+        and "?[2J" in text
+    )
     for name, value in (("NUM_TRAIN_SAMPLES", "2"), ("NUM_TRANSPLANT_TREES", None), ("MODEL_NAME", [[]])):
         other = finished_run(tmp_path / name)
-        put(other, "config.json", {"NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "LOCAL_OVERSAMPLE": 1, name: value})
+        put(
+            other,
+            "config.json",
+            {"NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "LOCAL_OVERSAMPLE": 1, name: value},
+        )
         with pytest.raises(ValueError, match=f"{name} is "):
             summarize(DriveStore(tmp_path / name, "x"))
         assert sapo.compare_experiments(tmp_path / name) == []
@@ -1333,7 +1664,9 @@ def test_a_strangers_odd_values_stop_no_reader_of_a_finished_run_and_reach_no_te
 def test_a_closed_folder_of_one_peer_is_a_rejection_and_no_outage(tmp_path, monkeypatch):
     store, real = new_store(tmp_path), os.listdir
     put(store, PEER + "p/0000.json")
-    monkeypatch.setattr(os, "listdir", lambda path: fail_with(errno.EACCES) if Path(path).name == "p" else real(path))
+    monkeypatch.setattr(
+        os, "listdir", lambda path: fail_with(errno.EACCES) if Path(path).name == "p" else real(path)
+    )
     assert store.fetch(1, 0, "p") == ([], True, Counter({"not a folder that this user may read": 1}))
 
 
@@ -1353,9 +1686,17 @@ def test_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path):
         [found] = validate_experiment(store, 2, 2)
         assert problem in found
     store = DriveStore(tmp_path / "whole", "x")
-    for problem in ("the clock stands at round 1, expected 2", "2 nodes submitted rewards, expected 3", "round 2: no rewards"):
+    for problem in (
+        "the clock stands at round 1, expected 2",
+        "2 nodes submitted rewards, expected 3",
+        "round 2: no rewards",
+    ):
         assert problem in validate_experiment(store, 3, 3)
-    put(store, "rewards/round_000001/stage_0/n2.json", {"node_id": "n2", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 1})
+    put(
+        store,
+        "rewards/round_000001/stage_0/n2.json",
+        {"node_id": "n2", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 1},
+    )
     found = validate_experiment(DriveStore(tmp_path / "whole", "x"), 2, 2)
     assert found == [f"n2 round 1: reward without {part}" for part in ("completions", "local_groups")]
     put(store, "config.json", b"")
@@ -1383,7 +1724,13 @@ def variable_table() -> str:
     """The README's table of variables, made from Config."""
     rows = ["| variable | default | meaning |", "|---|---|---|"]
     for spec in fields(Config):
-        default = "unset" if spec.default == "" else f"{spec.default:g}" if spec.type is float and spec.default != "auto" else spec.default
+        default = (
+            "unset"
+            if spec.default == ""
+            else f"{spec.default:g}"
+            if spec.type is float and spec.default != "auto"
+            else spec.default
+        )
         rows.append(f"| {spec.name} | {default} | {spec.metadata['help']} |")
     return "\n".join(rows)
 
@@ -1409,7 +1756,12 @@ DEFAULTS = dict(
     NUM_WORKERS=4, CONFIGS="", SEEDS="",
 )  # fmt: skip
 # Strings that are not words of a fixed list: (a good value, what a bad one's message must say; None where anything goes)
-CHECKED = {"TASKS": ("gcd,bf", "small_gcd"), "EXPERIMENT_NAME": ("e-1", "letters"), "NODE_ID": ("n.1", "letters"), "DEVICE": ("cpu", "cuda")}
+CHECKED = {
+    "TASKS": ("gcd,bf", "small_gcd"),
+    "EXPERIMENT_NAME": ("e-1", "letters"),
+    "NODE_ID": ("n.1", "letters"),
+    "DEVICE": ("cpu", "cuda"),
+}
 
 
 def test_every_variable_of_the_specification_exists_with_its_default():
@@ -1420,14 +1772,22 @@ def test_every_variable_of_the_specification_exists_with_its_default():
 def test_a_variable_parses_and_refuses_a_bad_value_by_name_value_and_what_is_allowed(spec):
     name, low, high, allowed = spec.name, *(spec.metadata[key] for key in ("low", "high", "allowed"))
     if spec.type is bool:
-        good, bad, hints = {"False": False, "0": False, " yes ": True, "on": True, "TRUE": True}, ("maybe", "2"), ["True or False"]
+        good, bad, hints = (
+            {"False": False, "0": False, " yes ": True, "on": True, "TRUE": True},
+            ("maybe", "2"),
+            ["True or False"],
+        )
     elif spec.type in (int, float):
         good = {text: spec.type(text) for text in (str(high), str(max(low, 1)))}
         bad, hints = ("many", "nan", "-inf", str(low - 1), str(high + 1)), [f"from {low} to {high}"]
     else:
         text, hint = CHECKED.get(name, ("some-name", None))
         words = [word for word in allowed or () if word != "auto" and name != "DEVICE"] or [text]
-        good, bad, hints = {word: word for word in words}, ("no such/thing",) if allowed or hint else (), allowed or [hint]
+        good, bad, hints = (
+            {word: word for word in words},
+            ("no such/thing",) if allowed or hint else (),
+            allowed or [hint],
+        )
     for text, value in good.items():
         found = getattr(config_of(**{name: text}), name)
         assert found == value and type(found) is spec.type
@@ -1437,8 +1797,17 @@ def test_a_variable_parses_and_refuses_a_bad_value_by_name_value_and_what_is_all
 
 
 def test_all_mistakes_are_reported_together():
-    message = config_error(SEED="x", TEST_MODE="maybe", LOSS_TYPE="ppo", NODE_ID="../x", EXPERIMENT_NAME="a/b", TASKS="gdc")
-    for part in ("SEED='x'", "TEST_MODE='maybe'", "LOSS_TYPE='ppo'", "NODE_ID='../x'", "EXPERIMENT_NAME='a/b'", "did you mean gcd?"):
+    message = config_error(
+        SEED="x", TEST_MODE="maybe", LOSS_TYPE="ppo", NODE_ID="../x", EXPERIMENT_NAME="a/b", TASKS="gdc"
+    )
+    for part in (
+        "SEED='x'",
+        "TEST_MODE='maybe'",
+        "LOSS_TYPE='ppo'",
+        "NODE_ID='../x'",
+        "EXPERIMENT_NAME='a/b'",
+        "did you mean gcd?",
+    ):
         assert part in message
 
 
@@ -1451,12 +1820,25 @@ def test_near_misses_are_warned_about_with_the_correction_and_other_programs_var
     slips = {name[:-1]: name for name in DEFAULTS if len(name) > 4 and name[:-1] not in DEFAULTS}
     warnings = read_config(dict.fromkeys(slips, "4"))[1]
     assert slips["NUM_GENERATION"] == "NUM_GENERATIONS" and len(warnings) == len(slips)
-    assert set(warnings) == {f"{slip} is not a variable of this program: did you mean {name}?" for slip, name in slips.items()}
-    others = ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "HF_HOME", "NODE_OPTIONS", "PYTHONHASHSEED", "LANG")
+    assert set(warnings) == {
+        f"{slip} is not a variable of this program: did you mean {name}?" for slip, name in slips.items()
+    }
+    others = (
+        "PATH",
+        "HOME",
+        "CUDA_VISIBLE_DEVICES",
+        "HF_TOKEN",
+        "HF_HOME",
+        "NODE_OPTIONS",
+        "PYTHONHASHSEED",
+        "LANG",
+    )
     assert read_config(dict.fromkeys(others, "x"))[1] == []
 
 
-@pytest.mark.parametrize("gpu, bf16", [(False, False), (True, False), (True, True)], ids=["cpu", "T4", "A100"])
+@pytest.mark.parametrize(
+    "gpu, bf16", [(False, False), (True, False), (True, True)], ids=["cpu", "T4", "A100"]
+)
 def test_auto_follows_the_hardware_and_the_model(monkeypatch, gpu, bf16):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
@@ -1466,31 +1848,61 @@ def test_auto_follows_the_hardware_and_the_model(monkeypatch, gpu, bf16):
     assert config.MODEL_NAME == ("Gensyn/Qwen2.5-0.5B-Instruct" if gpu else "tiny")
     for model, values in {"tiny": (0, 1750, 3e-4, 10), "gpt2": (2, 0, 1e-6, 256)}.items():
         config = config_of(MODEL_NAME=model)
-        assert (config.NUM_SHOTS, config.WARM_START_STEPS, config.LEARNING_RATE, config.MAX_NEW_TOKENS) == values
+        assert (
+            config.NUM_SHOTS,
+            config.WARM_START_STEPS,
+            config.LEARNING_RATE,
+            config.MAX_NEW_TOKENS,
+        ) == values
 
 
 def test_auto_names_and_places(monkeypatch):
     first, second = (read_config({})[0] for _ in range(2))
     assert first.NODE_ID != second.NODE_ID and first.NODE_ID.startswith("node_") and len(first.NODE_ID) == 13
-    assert read_config({"LOCAL_NODES": "3"})[0].NODE_ID == "node" and config_of(NODE_ROLE="coordinator").NODE_ID == COORDINATOR
+    assert (
+        read_config({"LOCAL_NODES": "3"})[0].NODE_ID == "node"
+        and config_of(NODE_ROLE="coordinator").NODE_ID == COORDINATOR
+    )
     assert "coordinator" in config_error(NODE_ID="Coordinator") and first.GDRIVE_PATH == "rl-swarm"
     monkeypatch.setattr(Path, "is_dir", lambda self: str(self) == "/content/drive/MyDrive")
-    assert config_of().GDRIVE_PATH == "/content/drive/MyDrive/rl-swarm" and config_of(GDRIVE_PATH="/x").GDRIVE_PATH == "/x"
+    assert (
+        config_of().GDRIVE_PATH == "/content/drive/MyDrive/rl-swarm"
+        and config_of(GDRIVE_PATH="/x").GDRIVE_PATH == "/x"
+    )
 
 
 def test_test_mode_changes_defaults_and_each_can_be_overridden():
-    quick = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny", "WARM_START_STEPS": 60}
+    quick = {
+        "MAX_ROUNDS": 3,
+        "NUM_TRAIN_SAMPLES": 4,
+        "NUM_GENERATIONS": 4,
+        "MODEL_NAME": "tiny",
+        "WARM_START_STEPS": 60,
+    }
     for name, value in quick.items():
         text = "gpt2" if name == "MODEL_NAME" else "5"
-        assert getattr(config_of(TEST_MODE="True"), name) == value != getattr(config_of(TEST_MODE="False", MODEL_NAME="gpt2"), name)
+        assert (
+            getattr(config_of(TEST_MODE="True"), name)
+            == value
+            != getattr(config_of(TEST_MODE="False", MODEL_NAME="gpt2"), name)
+        )
         assert str(getattr(config_of(TEST_MODE="True", **{name: text}), name)) == text
 
 
 def test_retention_covers_resume_and_the_oldest_externals():
-    message = config_error(ROLLOUT_CLEANUP_ENABLED="1", ROLLOUT_KEEP_LAST_N_ROUNDS="23", CHECKPOINT_INTERVAL="20")
+    message = config_error(
+        ROLLOUT_CLEANUP_ENABLED="1", ROLLOUT_KEEP_LAST_N_ROUNDS="23", CHECKPOINT_INTERVAL="20"
+    )
     assert "ROLLOUT_KEEP_LAST_N_ROUNDS=23" in message and "24" in message
-    for environ, kept in [({"ROLLOUT_KEEP_LAST_N_ROUNDS": "24"}, 24), ({}, 24), ({"ROLLOUT_KEEP_LAST_N_ROUNDS": "30"}, 30)]:
-        assert rounds_to_keep(config_of(ROLLOUT_CLEANUP_ENABLED="1", CHECKPOINT_INTERVAL="20", **environ)) == kept
+    for environ, kept in [
+        ({"ROLLOUT_KEEP_LAST_N_ROUNDS": "24"}, 24),
+        ({}, 24),
+        ({"ROLLOUT_KEEP_LAST_N_ROUNDS": "30"}, 30),
+    ]:
+        assert (
+            rounds_to_keep(config_of(ROLLOUT_CLEANUP_ENABLED="1", CHECKPOINT_INTERVAL="20", **environ))
+            == kept
+        )
 
 
 def test_tasks_may_be_written_with_spaces(tmp_path):
@@ -1502,13 +1914,17 @@ def test_tasks_may_be_written_with_spaces(tmp_path):
 def test_the_access_token_appears_nowhere(tmp_path, capsys, monkeypatch):
     secret, lines = "hf_0123456789abcdefSECRET", []
     config, log = config_of(HUGGINGFACE_ACCESS_TOKEN=secret, GDRIVE_PATH=str(tmp_path)), Log("node_1", secret)
-    assert "HUGGINGFACE_ACCESS_TOKEN     set" in config_table(config) and "HUGGINGFACE_ACCESS_TOKEN     unset" in config_table(config_of())
+    assert "HUGGINGFACE_ACCESS_TOKEN     set" in config_table(
+        config
+    ) and "HUGGINGFACE_ACCESS_TOKEN     unset" in config_table(config_of())
     join_experiment(config, DriveStore(tmp_path, "default", "node_1"), log.say)
     log.event("hub", f"401 for {secret}", detail=f"Bearer {secret}")
     run = SimpleNamespace(config=config, log=log, done=3)
 
     def failing_hub(token):
-        raise OSError("x" * 450 + token)  # a message that is cut off at 500 characters is cut inside the token
+        raise OSError(
+            "x" * 450 + token
+        )  # a message that is cut off at 500 characters is cut inside the token
 
     monkeypatch.setattr("huggingface_hub.HfApi", failing_hub)
     monkeypatch.setattr(sapo, "save_locally", lambda run, node, folder: tmp_path / folder)
@@ -1516,8 +1932,18 @@ def test_the_access_token_appears_nowhere(tmp_path, capsys, monkeypatch):
     deadline = time.monotonic() + 5
     while "push failed" not in "".join(lines) and time.monotonic() < deadline:
         log.flush(lambda path, text: lines.append(text), every=0.0)
-    seen = [repr(config), config_table(config), variable_table(), resume_line(config, {"SEED": "7", "HUGGINGFACE_ACCESS_TOKEN": secret}), capsys.readouterr().out, *lines]
-    seen += [config_error(HUGGINGFACE_ACCESS_TOKEN=secret, SEED="x"), *(p.read_text() for p in tmp_path.rglob("*.json"))]
+    seen = [
+        repr(config),
+        config_table(config),
+        variable_table(),
+        resume_line(config, {"SEED": "7", "HUGGINGFACE_ACCESS_TOKEN": secret}),
+        capsys.readouterr().out,
+        *lines,
+    ]
+    seen += [
+        config_error(HUGGINGFACE_ACCESS_TOKEN=secret, SEED="x"),
+        *(p.read_text() for p in tmp_path.rglob("*.json")),
+    ]
     assert "401 for ***" in str(seen) and "push failed" in str(seen) and list(tmp_path.rglob("config.json"))
     assert not any(secret[:8] in text for text in seen)
 
@@ -1538,19 +1964,33 @@ def imports_in(*nodes) -> list[tuple[str, str, str]]:
         if isinstance(node, ast.Import):
             found += [(a.name.split(".")[0], (a.asname or a.name).split(".")[0], a.name) for a in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [(node.module.split(".")[0], a.asname or a.name, f"{node.module}.{a.name}") for a in node.names]
+            found += [
+                (node.module.split(".")[0], a.asname or a.name, f"{node.module}.{a.name}") for a in node.names
+            ]
     return found
 
 
 def test_project_imports_are_plain_names_in_one_guarded_block_of_sapo_and_leaves_import_what_their_job_allows():
     for name, tree in TREES.items():
-        block = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "'DriveStore' not in globals()"]
+        block = [
+            node
+            for node in tree.body
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "'DriveStore' not in globals()"
+        ]
         statements = [statement for node in block for statement in node.body]
-        assert len(block) == (name == "sapo") and all(isinstance(s, ast.ImportFrom) and s.module in MODULES for s in statements)
+        assert len(block) == (name == "sapo") and all(
+            isinstance(s, ast.ImportFrom) and s.module in MODULES for s in statements
+        )
         assert all(alias.asname is None and alias.name != "*" for s in statements for alias in s.names)
         everywhere = [module for module, *_ in imports_in(tree) if module in MODULES]
-        assert everywhere == [module for module, *_ in imports_in(*statements)], f"{name}.py imports the project outside the block"
-        allowed = {"drive_store": set(), "coordinator": {"matplotlib"}, "grpo": {"torch", "transformers"}}.get(name)
+        assert everywhere == [module for module, *_ in imports_in(*statements)], (
+            f"{name}.py imports the project outside the block"
+        )
+        allowed = {
+            "drive_store": set(),
+            "coordinator": {"matplotlib"},
+            "grpo": {"torch", "transformers"},
+        }.get(name)
         assert allowed is None or {m for m, *_ in imports_in(tree)} - sys.stdlib_module_names <= allowed, name
         top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         assert "matplotlib" not in {m for m, *_ in imports_in(*top)}, "matplotlib is optional"
@@ -1561,24 +2001,48 @@ def test_no_top_level_name_means_two_things_and_the_concatenation_compiles():
     for name, tree in TREES.items():
         for node in tree.body:
             is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
-            names = {node.name} if is_definition else {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            names = (
+                {node.name}
+                if is_definition
+                else {
+                    n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+                }
+            )
             for defined in names:
-                assert owner.setdefault(defined, name) == name, f"{defined} in {owner[defined]}.py and {name}.py"
+                assert owner.setdefault(defined, name) == name, (
+                    f"{defined} in {owner[defined]}.py and {name}.py"
+                )
         for module, alias, thing in imports_in(tree):
-            assert module in MODULES or bound.setdefault(alias, thing) == thing, f"{alias}: {bound[alias]} and {thing}"
+            assert module in MODULES or bound.setdefault(alias, thing) == thing, (
+                f"{alias}: {bound[alias]} and {thing}"
+            )
     assert not owner.keys() & bound.keys()
     compile("\n".join((PROJECT / f"{name}.py").read_text() for name in MODULES), "one_cell", "exec")
 
 
 def test_one_main_guard_last_and_nothing_that_fails_in_a_notebook_or_runs_a_strangers_text():
-    words = {"__file__", "argparse", "multiprocessing", "__future__", "argv", "pickle", "subprocess", "shell", "trust_remote_code", "popen", "system"}
+    words = {
+        "__file__",
+        "argparse",
+        "multiprocessing",
+        "__future__",
+        "argv",
+        "pickle",
+        "subprocess",
+        "shell",
+        "trust_remote_code",
+        "popen",
+        "system",
+    }
     for name, tree in TREES.items():
         guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
         assert guards == (tree.body[-1:] if name == "sapo" else [])
         main = {n for node in tree.body if getattr(node, "name", "") == "main" for n in ast.walk(node)}
         for node in ast.walk(tree):
             place = f"{name}.py:{getattr(node, 'lineno', '')}"
-            assert not {getattr(node, key, None) for key in ("id", "attr", "arg", "module", "name")} & words, place
+            assert (
+                not {getattr(node, key, None) for key in ("id", "attr", "arg", "module", "name")} & words
+            ), place
             assert getattr(node, "attr", "") not in ("environ", "getenv") or node in main, place
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             assert called not in ("eval", "exec", "compile", "__import__"), place
@@ -1586,8 +2050,17 @@ def test_one_main_guard_last_and_nothing_that_fails_in_a_notebook_or_runs_a_stra
 
 
 def test_no_function_is_longer_than_a_screen():
-    functions = [(name, node) for name, tree in TREES.items() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    assert [f"{name}.{f.name}: {f.end_lineno - f.lineno + 1}" for name, f in functions if f.end_lineno - f.lineno >= 60] == []
+    functions = [
+        (name, node)
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert [
+        f"{name}.{f.name}: {f.end_lineno - f.lineno + 1}"
+        for name, f in functions
+        if f.end_lineno - f.lineno >= 60
+    ] == []
 
 
 # -------- Tasks -------------------------------------------------------------------------------------------------------
@@ -1622,7 +2095,14 @@ def other_process(tmp_path_factory):
     """Another process with another PYTHONHASHSEED: its questions, its tiny model, what auditing saw while it scored payloads."""
     folder = tmp_path_factory.mktemp("payload")
     environ = {**os.environ, "PYTHONHASHSEED": "4711", "PYTHONPATH": str(PROJECT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", OTHER_PROCESS], cwd=folder, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESS],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return SimpleNamespace(**json.loads(done.stdout), pwned=(folder / "PWNED").exists())
 
@@ -1635,15 +2115,25 @@ def test_questions_are_the_same_in_every_process(other_process):
 
 def test_scoring_evaluates_opens_and_runs_nothing_where_the_verifier_alone_does(other_process):
     assert other_process.guarded == [] and other_process.best < 1
-    assert {"compile", "exec", "open", "os.system"} <= set(other_process.unguarded) and other_process.pwned  # so the spy sees
+    assert {"compile", "exec", "open", "os.system"} <= set(
+        other_process.unguarded
+    ) and other_process.pwned  # so the spy sees
 
 
 @pytest.mark.parametrize("task", TASK_TABLE)
 def test_seeds_give_different_questions_and_the_oracle_answer_scores_one(task):
     questions = [make_question(task, 7919 * i) for i in range(60)]
-    scores = [score(q, f"I think <answer>{q.answer}</answer>", kind) for q in questions for kind in ("exact", "verifier")]
-    if task == "propositional_logic":  # answer None; on about 1% its generator finds no conclusion and its example is wrong
-        assert all(q.entry["answer"] is None and q.answer == q.entry["metadata"]["example_answer"] for q in questions)
+    scores = [
+        score(q, f"I think <answer>{q.answer}</answer>", kind)
+        for q in questions
+        for kind in ("exact", "verifier")
+    ]
+    if (
+        task == "propositional_logic"
+    ):  # answer None; on about 1% its generator finds no conclusion and its example is wrong
+        assert all(
+            q.entry["answer"] is None and q.answer == q.entry["metadata"]["example_answer"] for q in questions
+        )
         scores = sorted(scores)[4:]
     assert len({q.text for q in questions}) > 25 and all(q.answer for q in questions) and set(scores) == {1.0}
 
@@ -1666,8 +2156,15 @@ def test_held_out_questions_are_out_of_reach_of_training_and_of_peers(monkeypatc
     monkeypatch.setattr(sapo, "generate_rollouts", lambda run, node, questions, *_: asked.append(questions))
     monkeypatch.setattr(sapo, "mean_reward", lambda rollouts: 0.5)
     run = SimpleNamespace(config=config_of(EVAL_INTERVAL="2", EVAL_SAMPLES="32"), tasks=SMALL_TASKS)
-    assert [held_out_accuracy(run, SimpleNamespace(id=n, generate_seconds=0.0), t, 0).get("held_out") for n, t in (("a", 1), ("b", 1), ("a", 3), ("a", 2))] == [0.5, 0.5, 0.5, None]
-    assert asked[0] == asked[1] == asked[2] and len(set(asked[0])) == 32 and all(q.seed in HELD_OUT_SEEDS for q in asked[0])
+    assert [
+        held_out_accuracy(run, SimpleNamespace(id=n, generate_seconds=0.0), t, 0).get("held_out")
+        for n, t in (("a", 1), ("b", 1), ("a", 3), ("a", 2))
+    ] == [0.5, 0.5, 0.5, None]
+    assert (
+        asked[0] == asked[1] == asked[2]
+        and len(set(asked[0])) == 32
+        and all(q.seed in HELD_OUT_SEEDS for q in asked[0])
+    )
     raw = {"task": asked[0][0].task, "seed": asked[0][0].seed, "prompt": asked[0][0].text}
     assert verify_uncached(run, raw) == "held-out question"
 
@@ -1685,7 +2182,9 @@ def test_tasks_that_cannot_be_trusted_are_refused_with_the_reason(task, reason):
 
 
 def test_exact_pays_for_right_answers_only_where_the_verifier_pays_a_little_for_nearly_anything():
-    total, fraction, logic = (make_question(task, 1) for task in ("chain_sum", "fraction_simplification", "propositional_logic"))
+    total, fraction, logic = (
+        make_question(task, 1) for task in ("chain_sum", "fraction_simplification", "propositional_logic")
+    )
     for question, text, exact, verifier in [
         (total, f"<answer>{total.answer}.00</answer>", 1, 1), (total, f"<answer>it is {total.answer}</answer>", 0, len(total.answer) / len("it is " + total.answer)),
         (total, total.answer, 0, 0), (total, f"<answer>{total.answer}</answer> or <answer>x</answer>", 0, 0),
@@ -1699,7 +2198,16 @@ def test_exact_pays_for_right_answers_only_where_the_verifier_pays_a_little_for_
 def test_neither_garbage_nor_an_oracle_hidden_in_padding_is_rewarded(task):
     for question in (make_question(task, 11 * i) for i in range(8)):
         oracle = question.answer
-        for text in (f"it is {oracle}", f"x{oracle}", f"1, {oracle}", "garbage", "", "0 1 2 3 4 5 6 7 8 9 -1", "[[0]]", "None"):
+        for text in (
+            f"it is {oracle}",
+            f"x{oracle}",
+            f"1, {oracle}",
+            "garbage",
+            "",
+            "0 1 2 3 4 5 6 7 8 9 -1",
+            "[[0]]",
+            "None",
+        ):
             assert score(question, f"<answer>{text}</answer>") == 0, text
         assert score(question, oracle) == score(question, f"<answer>{oracle}") == 0
 
@@ -1707,11 +2215,28 @@ def test_neither_garbage_nor_an_oracle_hidden_in_padding_is_rewarded(task):
 def test_hostile_answers_cost_less_than_a_second_together():
     questions = {name: make_question(task, 5) for task, (name, _) in TASK_TABLE.items()}.values()
     logic, letters = make_question("propositional_logic", 1), "∧".join("ABCDEFGHIJKLMNOPQRSTUVWXYZABCDEFGHI")
-    bodies = ["9" * 100_000, "9" * 4000, "9" * 2000 + "/" + "9" * 2000, "(" * 50_000 + ")" * 50_000, "(" * 90 + "Z" + ")" * 90, "1e999999999"]
+    bodies = [
+        "9" * 100_000,
+        "9" * 4000,
+        "9" * 2000 + "/" + "9" * 2000,
+        "(" * 50_000 + ")" * 50_000,
+        "(" * 90 + "Z" + ")" * 90,
+        "1e999999999",
+    ]
     bodies += ["-1E+999999999999999999", "sNaN", letters, "¬" * 199 + "Z", "\\frac{" + " " * 3900]
-    texts = [f"<answer>{body}</answer>" for body in bodies] + ["<answer>" * 16_000, "<answer>" * 200 + "</answer>" * 200]
-    atoms = ["".join(("P", *gap, "P")) for length in (1, 2, 3, 4) for gap in itertools.product("¬ ", repeat=length) if "¬" in gap]
-    disguised = "<answer>{}</answer>".format("∧".join(atoms[:18]))  # P¬P∧P¬¬P∧P¬ P∧P ¬P …: to the verifier's parser 18 variables
+    texts = [f"<answer>{body}</answer>" for body in bodies] + [
+        "<answer>" * 16_000,
+        "<answer>" * 200 + "</answer>" * 200,
+    ]
+    atoms = [
+        "".join(("P", *gap, "P"))
+        for length in (1, 2, 3, 4)
+        for gap in itertools.product("¬ ", repeat=length)
+        if "¬" in gap
+    ]
+    disguised = "<answer>{}</answer>".format(
+        "∧".join(atoms[:18])
+    )  # P¬P∧P¬¬P∧P¬ P∧P ¬P …: to the verifier's parser 18 variables
     assert len(letters) == 69 and len(disguised) < 200
     began = time.process_time()
     for question, text in [(logic, disguised), *itertools.product(questions, texts)]:
@@ -1721,15 +2246,42 @@ def test_hostile_answers_cost_less_than_a_second_together():
 
 def test_scoring_any_text_gives_a_number_from_zero_to_one():
     rng = random.Random(0)
-    pieces = ["<answer>", "</answer>", "\n", "1/0", "NaN", "inf", "-1", "0x1", "1e9", "∧", "¬", "P", "(", ")", "[[1]]", "\\frac{1}{0}", "\0", "\ud800", "²", "٣"]
+    pieces = [
+        "<answer>",
+        "</answer>",
+        "\n",
+        "1/0",
+        "NaN",
+        "inf",
+        "-1",
+        "0x1",
+        "1e9",
+        "∧",
+        "¬",
+        "P",
+        "(",
+        ")",
+        "[[1]]",
+        "\\frac{1}{0}",
+        "\0",
+        "\ud800",
+        "²",
+        "٣",
+    ]
     for case in range(300):
         question = make_question(rng.choice(tuple(TASK_TABLE)), rng.randrange(20))
-        body = "".join(rng.choice([*pieces, question.answer, chr(rng.randrange(0x3000))]) for _ in range(rng.randrange(12)))
+        body = "".join(
+            rng.choice([*pieces, question.answer, chr(rng.randrange(0x3000))])
+            for _ in range(rng.randrange(12))
+        )
         text = f"<answer>{body}</answer>" if case % 3 else body
         assert 0 <= score(question, text, "verifier") <= 1 and score(question, text) in (0, 1)
     for verdict, reward in ((float("nan"), 0), (float("inf"), 0), (7, 1), (-3, 0), ("x", 0), (None, 0)):
         verifier = SimpleNamespace(score_answer=lambda answer, entry, verdict=verdict: verdict)
-        assert score(replace(make_question("gcd", 1), dataset=verifier), "<answer>1</answer>", "verifier") == reward
+        assert (
+            score(replace(make_question("gcd", 1), dataset=verifier), "<answer>1</answer>", "verifier")
+            == reward
+        )
 
 
 def test_generators_leave_no_trace_on_the_terminal_or_in_the_decimal_context(capfd):
@@ -1755,16 +2307,28 @@ def test_a_model_without_chat_template_sees_solved_examples_of_the_same_task():
 @pytest.mark.parametrize("refuses_system", ["true", "false"])
 def test_a_chat_model_sees_the_default_system_prompt_and_the_question(refuses_system):
     template = (
-        "{% for m in messages %}{% if m.role == 'system' and " + refuses_system + " %}{{ raise_exception('no system role') }}{% endif %}"
+        "{% for m in messages %}{% if m.role == 'system' and "
+        + refuses_system
+        + " %}{{ raise_exception('no system role') }}{% endif %}"
         "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    codec, question = tiny_codec(2, template, controls=("<|im_start|>", "<|im_end|>")), make_question("gcd", 5)
-    assert len(codec.encode("<|im_end|>")) == 10  # and asking for that must not change how the next prompt is encoded
-    rules, between = SYSTEM_PROMPTS["default"], "\n" if refuses_system == "true" else "<|im_end|>\n<|im_start|>user\n"
+    codec, question = (
+        tiny_codec(2, template, controls=("<|im_start|>", "<|im_end|>")),
+        make_question("gcd", 5),
+    )
+    assert (
+        len(codec.encode("<|im_end|>")) == 10
+    )  # and asking for that must not change how the next prompt is encoded
+    rules, between = (
+        SYSTEM_PROMPTS["default"],
+        "\n" if refuses_system == "true" else "<|im_end|>\n<|im_start|>user\n",
+    )
     first = "user" if refuses_system == "true" else "system"
     text = f"<|im_start|>{first}\n{rules}{between}{question.text}<|im_end|>\n<|im_start|>assistant\n"
     assert codec.tokenizer.decode(codec.prompt(question)) == text
-    assert codec.prompt(question).count(codec.tokenizer.convert_tokens_to_ids("<|im_start|>")) == text.count("<|im_start|>")
+    assert codec.prompt(question).count(codec.tokenizer.convert_tokens_to_ids("<|im_start|>")) == text.count(
+        "<|im_start|>"
+    )
 
 
 def test_the_warm_start_of_a_chat_model_runs_the_system_prompt_once_and_gets_the_same_gradient():
@@ -1775,7 +2339,9 @@ def test_the_warm_start_of_a_chat_model_runs_the_system_prompt_once_and_gets_the
     prompts = [codec.encode("system: be short\nuser: ") + plain.prompt(q) for q in questions]
     answers = [codec.completion(f"<answer>{q.answer}</answer>", True) for q in questions]
     seen, found = [], []
-    model.base_model.register_forward_pre_hook(lambda m, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    model.base_model.register_forward_pre_hook(
+        lambda m, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
     for style in (plain, codec):
         model.zero_grad()
         loss = sapo.warm_start_loss(model, style, prompts, answers)
@@ -1804,40 +2370,85 @@ def test_what_lies_in_the_place_of_a_claim_or_a_warm_start_blocks_nobody(tmp_pat
         make(tmp_path / name)
         assert sapo.read_weights(tmp_path / name, 1000) is None
         assert not sapo.take_claim(tmp_path / name), "somebody's, for half an hour"
-    for weights, fits in (({"a": torch.ones(2)}, True), ({"a": torch.ones(2, dtype=torch.int32)}, False), ({"a": torch.tensor([inf])}, False)):
+    for weights, fits in (
+        ({"a": torch.ones(2)}, True),
+        ({"a": torch.ones(2, dtype=torch.int32)}, False),
+        ({"a": torch.tensor([inf])}, False),
+    ):
         (tmp_path / "weights").write_bytes(sapo.safetensors_save(weights))
         assert (sapo.read_weights(tmp_path / "weights", 1000) is not None) == fits
 
 
 def test_a_reward_file_forged_in_our_name_leads_to_no_path_and_no_crash(tmp_path):
     fetched, said = [], []
-    run = SimpleNamespace(ask=lambda function, *args: fetched.append(args), store=SimpleNamespace(fetch=None), fetched={})
+    run = SimpleNamespace(
+        ask=lambda function, *args: fetched.append(args), store=SimpleNamespace(fetch=None), fetched={}
+    )
     run.log = SimpleNamespace(event=lambda kind, text: said.append(kind))
-    keys = [1, None, [], [1, 0, "p"], [1, 0, "../p", 0], [1, 0, None, 0], ["1", 0, "p", 0], [1, [0], "p", 0], {"a": 1}, [1, 0, "p", 0]]
-    assert sapo.replayed_externals(run, keys) == [] and fetched == [(1, 0, "p")] and said == ["replay"] * len(keys)
+    keys = [
+        1,
+        None,
+        [],
+        [1, 0, "p"],
+        [1, 0, "../p", 0],
+        [1, 0, None, 0],
+        ["1", 0, "p", 0],
+        [1, [0], "p", 0],
+        {"a": 1},
+        [1, 0, "p", 0],
+    ]
+    assert (
+        sapo.replayed_externals(run, keys) == []
+        and fetched == [(1, 0, "p")]
+        and said == ["replay"] * len(keys)
+    )
     assert sapo.replayed_externals(run, 7) == []
 
 
 def test_a_strangers_completion_is_encoded_apart_from_the_prompt_and_rated_here():
     codec, question = tiny_codec(), make_question("small_gcd", 5)
     right = f"<answer>{question.answer}</answer>"
-    border = AddedToken(". Give only the GCD as your final answer.\n<answer>", normalized=False)  # would merge across the border
+    border = AddedToken(
+        ". Give only the GCD as your final answer.\n<answer>", normalized=False
+    )  # would merge across the border
     codec.tokenizer.add_tokens([border])
-    completions = [{"response": right, "finished": True, "reward": 0.1}, {"response": "7", "finished": False, "reward": 0.9}]
-    raw = {"task": question.task, "seed": 5, "prompt": question.text, "answer": "7", "key": (0, 0, "peer", 0), "completions": completions}
+    completions = [
+        {"response": right, "finished": True, "reward": 0.1},
+        {"response": "7", "finished": False, "reward": 0.9},
+    ]
+    raw = {
+        "task": question.task,
+        "seed": 5,
+        "prompt": question.text,
+        "answer": "7",
+        "key": (0, 0, "peer", 0),
+        "completions": completions,
+    }
     group = verify_uncached(SimpleNamespace(tasks=["small_gcd"], codec=codec, config=config_of()), raw).group
     assert group.prompt == codec.prompt(question) and group.rewards == [1.0, 0.0]
     assert group.completions == [[*codec.encode(right), codec.eos_id], codec.encode("7")]
-    assert len(codec.encode(question.text + "\n" + right)) < len(group.prompt) + len(codec.encode(right))  # together it differs
+    assert len(codec.encode(question.text + "\n" + right)) < len(group.prompt) + len(
+        codec.encode(right)
+    )  # together it differs
 
 
 def test_the_tiny_tokenizer_loses_nothing_and_keeps_small_prompts_short():
     codec, rng = tiny_codec(), random.Random(0)
     questions = {task: [make_question(task, 31 * i) for i in range(40)] for task in TASK_TABLE}
-    pieces = [*map(chr, range(32, 127)), *"\n∧∨¬→↔", "<answer>", "</answer>", "<eos>", "The answer is ", " number "]
+    pieces = [
+        *map(chr, range(32, 127)),
+        *"\n∧∨¬→↔",
+        "<answer>",
+        "</answer>",
+        "<eos>",
+        "The answer is ",
+        " number ",
+    ]
     texts = [text for batch in questions.values() for q in batch for text in (q.text, q.answer)]
     for text in texts + ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(200)]:
-        assert codec.decode(codec.encode(text)) == text and codec.tokenizer.unk_token_id not in codec.encode(text)
+        assert codec.decode(codec.encode(text)) == text and codec.tokenizer.unk_token_id not in codec.encode(
+            text
+        )
     lengths = [len(codec.prompt(q)) for task in SMALL_TASKS for q in questions[task]]
     assert 5 <= min(lengths) and max(lengths) <= 20 and (len(PAPER_TASKS), len(SMALL_TASKS)) == (9, 8)
 
@@ -1847,7 +2458,9 @@ def test_tiny_is_the_same_in_every_build_and_process_and_leaves_the_random_state
     before = torch.get_rng_state()
     for tasks in (SMALL_TASKS, SMALL_TASKS[::-1]):
         model, tokenizer = build_tiny(tasks)
-        weights = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
+        weights = hashlib.sha256(
+            b"".join(t.numpy().tobytes() for t in model.state_dict().values())
+        ).hexdigest()
         assert weights == other_process.weights and tokenizer.get_vocab() == other_process.vocabulary
     assert torch.equal(before, torch.get_rng_state())
     assert 100_000 < sum(p.numel() for p in model.parameters()) < 200_000 and len(tokenizer) < 150
@@ -1861,7 +2474,9 @@ SMALL = {
     "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "MAX_ROUNDS": 3, "CHECKPOINT_INTERVAL": 4,
     "FETCH_TIMEOUT_SECONDS": 0.1,
 }  # fmt: skip
-UNTRAINED = {"WARM_START_STEPS": 0}  # never right: own groups are flat, so whatever is learned comes from peers
+UNTRAINED = {
+    "WARM_START_STEPS": 0
+}  # never right: own groups are flat, so whatever is learned comes from peers
 
 
 class Killed(BaseException):
@@ -1901,13 +2516,18 @@ def rewards_of(drive, name) -> dict:
 
 
 def events_of(drive, name, node="node") -> list[dict]:
-    return [json.loads(line) for line in (drive / "experiments" / name / "logs" / node / "training_events.jsonl").open()]
+    return [
+        json.loads(line)
+        for line in (drive / "experiments" / name / "logs" / node / "training_events.jsonl").open()
+    ]
 
 
 def final_state(drive, name, node="node_0", round_=None) -> dict:
     """The newest checkpoint of a node, or that of a round."""
     folder = drive / "experiments" / name / "checkpoints"
-    paths = sorted(folder.glob(f"*/{node}.pt")) if round_ is None else [folder / f"round_{round_:06d}/{node}.pt"]
+    paths = (
+        sorted(folder.glob(f"*/{node}.pt")) if round_ is None else [folder / f"round_{round_:06d}/{node}.pt"]
+    )
     return torch.load(paths[-1], weights_only=True)
 
 
@@ -1916,14 +2536,23 @@ def same_weights(a: dict, b: dict) -> bool:
 
 
 def contents(folder) -> dict:
-    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
+    }
 
 
 def write_peer(drive, name, peer, groups, round_=0, **changes) -> None:
     """What any program or human can do: put a rollout file into the folder. groups: dicts as `group_by_hand` makes."""
     path = drive / "experiments" / name / f"rollouts/round_{round_:06d}/stage_0/{peer}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    data = {"format": 1, "peer_id": peer, "round": round_, "stage": 0, "timestamp": time.time(), "model": "by hand"}
+    data = {
+        "format": 1,
+        "peer_id": peer,
+        "round": round_,
+        "stage": 0,
+        "timestamp": time.time(),
+        "model": "by hand",
+    }
     path.write_text(json.dumps({**data, "rollouts": {str(i): g for i, g in enumerate(groups)}, **changes}))
 
 
@@ -1931,8 +2560,18 @@ def group_by_hand(seed, task=TASKS[0], right=1, reward=None, **changes) -> dict:
     """Four completions, the first `right` of them correct, whatever `reward` claims."""
     question = sapo.make_question(task, seed)
     texts = [f"<answer>{question.answer}</answer>"] * right + ["<answer>no</answer>"] * (4 - right)
-    completions = [{"response": t, "reward": float(i < right) if reward is None else reward[i], "finished": True} for i, t in enumerate(texts)]
-    return {"task": task, "seed": seed, "prompt": question.text, "answer": question.answer, "completions": completions, **changes}
+    completions = [
+        {"response": t, "reward": float(i < right) if reward is None else reward[i], "finished": True}
+        for i, t in enumerate(texts)
+    ]
+    return {
+        "task": task,
+        "seed": seed,
+        "prompt": question.text,
+        "answer": question.answer,
+        "completions": completions,
+        **changes,
+    }
 
 
 def at_call(monkeypatch, function, number, action, after=False) -> None:
@@ -1965,9 +2604,23 @@ def interrupt():
 def test_a_swarm_learns_far_beyond_noise(drive):
     """Mean reward of the last 10 rounds minus the first 10. A round's mean over 4 nodes x 4 questions scatters by about
     0.07, so the difference of two means of ten by 0.03; measured gain 0.3, asked for: 0.15, five standard errors."""
-    assert swarm(drive, "learns", LOCAL_NODES=4, NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, NUM_GENERATIONS=8, MAX_ROUNDS=45, CHECKPOINT_INTERVAL=100) == 0
+    assert (
+        swarm(
+            drive,
+            "learns",
+            LOCAL_NODES=4,
+            NUM_TRAIN_SAMPLES=4,
+            NUM_TRANSPLANT_TREES=4,
+            NUM_GENERATIONS=8,
+            MAX_ROUNDS=45,
+            CHECKPOINT_INTERVAL=100,
+        )
+        == 0
+    )
     rows = rows_of(drive, "learns")
-    first, last = ([r["reward"] for r in rows if r["round"] in rounds] for rounds in (range(10), range(35, 45)))
+    first, last = (
+        [r["reward"] for r in rows if r["round"] in rounds] for rounds in (range(10), range(35, 45))
+    )
     assert len(first) == len(last) == 40
     assert sum(last) / 40 - sum(first) / 40 > 0.15
 
@@ -2015,7 +2668,13 @@ def test_three_local_nodes_repeat_bit_for_bit_in_fresh_folders(drive, unbroken, 
 
 @pytest.mark.parametrize(
     ("point", "call"),
-    [("policy_gradient", 13), ("policy_gradient", 14), ("submit_reward", 13), ("report_round", 14), ("save_checkpoint", 2)],
+    [
+        ("policy_gradient", 13),
+        ("policy_gradient", 14),
+        ("submit_reward", 13),
+        ("report_round", 14),
+        ("save_checkpoint", 2),
+    ],
     ids=["published", "half_the_nodes_rewarded", "updated", "rewarded", "before_the_checkpoint"],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(drive, unbroken, monkeypatch, point, call):
@@ -2047,12 +2706,18 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(dr
     largest = max(zipfile.ZipFile(path).infolist(), key=lambda record: record.file_size)
     hole = largest.header_offset + 1000  # inside a tensor: nothing but the checksum tells
     holed = data[:hole] + bytes(byte ^ 64 for byte in data[hole : hole + 512]) + data[hole + 512 :]
-    path.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "wrong_bytes_in_a_tensor": holed}.get(damage, data))
+    path.write_bytes(
+        {"truncated": data[: len(data) // 2], "empty": b"", "wrong_bytes_in_a_tensor": holed}.get(
+            damage, data
+        )
+    )
     if damage == "something_else":
         torch.save({"next_round": 99}, path)
     assert swarm(drive, folder.name, MAX_ROUNDS=15) == 0
     texts = [e["text"] for e in events_of(drive, folder.name) if e["event"] == "resume"]
-    assert any("node_1.pt" in text and "unreadable" in text for text in texts) and "after round 11" in texts[-1]
+    assert (
+        any("node_1.pt" in text and "unreadable" in text for text in texts) and "after round 11" in texts[-1]
+    )
     assert rewards_of(drive, "unbroken").items() <= rewards_of(drive, folder.name).items()
     assert (14, 0, "node_1") in rewards_of(drive, folder.name), "MAX_ROUNDS may grow"
 
@@ -2089,8 +2754,12 @@ def test_a_kill_between_two_nodes_checkpoints_leaves_one_that_both_have(drive, u
     assert rewards_of(drive, "half_checkpoint") == rewards_of(drive, "unbroken")
 
 
-@pytest.mark.parametrize(("point", "done"), [("communicate", 5), ("submit_reward", 6)], ids=["abandons", "finishes"])
-def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_from_it(drive, unbroken, monkeypatch, capsys, point, done):
+@pytest.mark.parametrize(
+    ("point", "done"), [("communicate", 5), ("submit_reward", 6)], ids=["abandons", "finishes"]
+)
+def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_from_it(
+    drive, unbroken, monkeypatch, capsys, point, done
+):
     """Before the first weight of round 6 has changed the round is abandoned, after that it is finished."""
     name = f"stopped_in_{point}"
     with monkeypatch.context() as patch:
@@ -2105,12 +2774,17 @@ def test_ctrl_c_writes_a_checkpoint_and_the_run_goes_on_from_it(drive, unbroken,
 
 
 def test_a_stop_in_a_round_without_signal_counts_no_reward_twice(drive, monkeypatch):
-    monkeypatch.setattr(sapo, "score", lambda *args: 1.0)  # every group flat: no optimizer step, so nothing shields the round
+    monkeypatch.setattr(
+        sapo, "score", lambda *args: 1.0
+    )  # every group flat: no optimizer step, so nothing shields the round
     with monkeypatch.context() as patch:
         at_call(patch, "submit_reward", 3, interrupt, after=True)
         assert swarm(drive, "flat_stop", MAX_ROUNDS=4) == 130
     assert swarm(drive, "flat_stop", MAX_ROUNDS=4) == 0
-    assert [final_state(drive, "flat_stop", node)["total_reward"] for node in ("node_0", "node_1")] == [4.0, 4.0]
+    assert [final_state(drive, "flat_stop", node)["total_reward"] for node in ("node_0", "node_1")] == [
+        4.0,
+        4.0,
+    ]
 
 
 def test_an_interrupted_warm_start_does_not_block_the_next_try(drive, tmp_path, monkeypatch):
@@ -2127,7 +2801,12 @@ def test_an_interrupted_warm_start_does_not_block_the_next_try(drive, tmp_path, 
 def test_strangers_are_verified_and_lies_gain_nothing(drive):
     name, held_out = "strangers", sapo.HELD_OUT_SEEDS.start + 5
     write_peer(drive, name, "human", [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)])
-    write_peer(drive, name, "liar", [group_by_hand(seed, right=0, reward=[1.0, 0, 0, 0], answer="no") for seed in range(10, 14)])
+    write_peer(
+        drive,
+        name,
+        "liar",
+        [group_by_hand(seed, right=0, reward=[1.0, 0, 0, 0], answer="no") for seed in range(10, 14)],
+    )
     write_peer(drive, name, "rewriter", [group_by_hand(20, prompt="What is 1 + 1?")])
     write_peer(drive, name, "cheat", [group_by_hand(held_out)])
     write_peer(drive, name, "foreign", [group_by_hand(30, "small_gcd")])
@@ -2137,10 +2816,14 @@ def test_strangers_are_verified_and_lies_gain_nothing(drive):
     assert swarm(drive, name, NUM_TRANSPLANT_TREES=100, MAX_ROUNDS=6, ROLLOUT_MAX_AGE=3, **UNTRAINED) == 0
     for node in ("node_0", "node_1"):
         rows = rows_of(drive, name, node)
-        assert Counter(peer for _, _, peer, _ in rows[0]["externals"]) == {"human": 2, "flood": 2}, "a fair share is I = 2"
+        assert Counter(peer for _, _, peer, _ in rows[0]["externals"]) == {"human": 2, "flood": 2}, (
+            "a fair share is I = 2"
+        )
         assert rows[0]["rejected"] == 5 and rows[0]["reward"] == 0
         keys = [tuple(key) for row in rows for key in row["externals"]]
-        assert len(keys) == len(set(keys)) == 2 + 2 * 4, "no group twice; two more of the flood in each of the next three rounds"
+        assert len(keys) == len(set(keys)) == 2 + 2 * 4, (
+            "no group twice; two more of the flood in each of the next three rounds"
+        )
         assert rows[4]["externals"] == rows[5]["externals"] == [], "round 0 is too old for round 4"
     reasons = {e["peer"]: e["text"] for e in events_of(drive, name) if e["event"] == "reject"}
     assert set(reasons) == {"rewriter", "cheat", "foreign", "broken", "impostor"}
@@ -2164,9 +2847,13 @@ def test_a_peer_that_comes_in_the_middle_without_registering_is_read(drive):
 def test_the_filter_decides_whether_flat_externals_are_trained_on(drive, filtered):
     name = f"filter_{filtered}"
     write_peer(drive, name, "human", [group_by_hand(1, right=4), group_by_hand(2)])
-    assert swarm(drive, name, MAX_ROUNDS=1, EXTERNAL_FILTER=filtered, NUM_TRANSPLANT_TREES=9, **UNTRAINED) == 0
+    assert (
+        swarm(drive, name, MAX_ROUNDS=1, EXTERNAL_FILTER=filtered, NUM_TRANSPLANT_TREES=9, **UNTRAINED) == 0
+    )
     row = rows_of(drive, name, "node_0")[0]
-    assert (row["external_groups"], row["flat_groups"]) == ((1, 2) if filtered else (4, 5)), "2 of human, 2 of the other node"
+    assert (row["external_groups"], row["flat_groups"]) == ((1, 2) if filtered else (4, 5)), (
+        "2 of human, 2 of the other node"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -2174,10 +2861,17 @@ def base_models(tmp_path_factory):
     """Random models as people have them on disk, with a byte-level BPE and neither pad token nor chat template."""
     folder = tmp_path_factory.mktemp("models")
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), bpe_decoders.ByteLevel()
-    texts = [sapo.make_question(task, seed).text + " <answer>12</answer>" for task in TASKS for seed in range(50)]
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        bpe_decoders.ByteLevel(),
+    )
+    texts = [
+        sapo.make_question(task, seed).text + " <answer>12</answer>" for task in TASKS for seed in range(50)
+    ]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=340, special_tokens=["<end>"], initial_alphabet=alphabet))
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=340, special_tokens=["<end>"], initial_alphabet=alphabet)
+    )
     about = {"vocab_size": len(backend.get_vocab()), "bos_token_id": 0, "eos_token_id": 0}
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -2186,26 +2880,38 @@ def base_models(tmp_path_factory):
             max_position_embeddings=512, **about,
         )  # fmt: skip
         LlamaForCausalLM(llama).save_pretrained(folder / "llama")
-        GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=512, **about)).save_pretrained(folder / "gpt2")
+        GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=512, **about)).save_pretrained(
+            folder / "gpt2"
+        )
     for name in ("llama", "gpt2"):
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder / name)
     return folder
 
 
-def test_a_base_model_stops_after_its_answer_and_pays_nothing_for_what_it_would_have_said_next(base_models, monkeypatch):
+def test_a_base_model_stops_after_its_answer_and_pays_nothing_for_what_it_would_have_said_next(
+    base_models, monkeypatch
+):
     config = config_of(MODEL_NAME=str(base_models / "gpt2"), MAX_NEW_TOKENS="64", TASKS="small_gcd")
     model, codec = sapo.load_model(config, ["small_gcd"])
     assert codec.tokenizer.pad_token is None and not codec.tokenizer.chat_template and config.NUM_SHOTS == 2
     question = make_question("small_gcd", 5)
     right, late = f"<answer>{question.answer}</answer>", "\n\nNext?\n<answer>0</answer>"
     script, steps = torch.tensor(codec.encode(right + late)), iter(range(64))
-    monkeypatch.setattr(grpo, "sample_tokens", lambda logits, noise, t: script[next(steps)].expand(len(logits)))
+    monkeypatch.setattr(
+        grpo, "sample_tokens", lambda logits, noise, t: script[next(steps)].expand(len(logits))
+    )
     run, node = SimpleNamespace(config=config, codec=codec, max_decoded=100), sapo.Node("n", model, None)
     (rollout,) = sapo.generate_rollouts(run, node, [question], "generate", 0, 0, 3)
-    assert rollout.texts == [right] * 3 and rollout.finished == [True] * 3 and rollout.group.rewards == [1.0] * 3
+    assert (
+        rollout.texts == [right] * 3 and rollout.finished == [True] * 3 and rollout.group.rewards == [1.0] * 3
+    )
     assert rollout.group.completions == [codec.encode(right)] * 3, "its own ids, nothing added"
     chatting = replace(codec, num_shots=0)
-    assert codec.answered(codec.encode(right)) and not codec.answered(codec.encode(right)[:-1]) and not chatting.answered(codec.encode(right))
+    assert (
+        codec.answered(codec.encode(right))
+        and not codec.answered(codec.encode(right)[:-1])
+        and not chatting.answered(codec.encode(right))
+    )
 
 
 def test_three_different_models_learn_from_one_another(drive, base_models, monkeypatch):
@@ -2230,7 +2936,11 @@ def test_three_different_models_learn_from_one_another(drive, base_models, monke
         )  # fmt: skip
 
     others = [
-        threading.Thread(target=work, args=(name,), kwargs={"MODEL_NAME": base_models / name, "MAX_NEW_TOKENS": 8, **UNTRAINED})
+        threading.Thread(
+            target=work,
+            args=(name,),
+            kwargs={"MODEL_NAME": base_models / name, "MAX_NEW_TOKENS": 8, **UNTRAINED},
+        )
         for name in ("llama", "gpt2")
     ]
     for other in others:
@@ -2240,15 +2950,23 @@ def test_three_different_models_learn_from_one_another(drive, base_models, monke
         other.join(timeout=60)
     names = {"tiny", "llama", "gpt2"}
     assert statuses == dict.fromkeys(names, 0)
-    assert {(node, rollout.key[2]) for _, node, rollout in drawn} == {(a, b) for a in names for b in names - {a}}
+    assert {(node, rollout.key[2]) for _, node, rollout in drawn} == {
+        (a, b) for a in names for b in names - {a}
+    }
     for run, node, rollout in drawn:
         vocabulary = run.nodes[0].model.config.vocab_size
         assert rollout.group.prompt == run.codec.prompt(rollout.question)
-        for ids, text, finished in zip(rollout.group.completions, rollout.texts, rollout.finished, strict=True):
+        for ids, text, finished in zip(
+            rollout.group.completions, rollout.texts, rollout.finished, strict=True
+        ):
             assert max(ids) < vocabulary and (ids[-1] == run.codec.eos_id) == finished
             if node != "tiny":  # its byte-level vocabulary holds any text; that of tiny may not
                 assert run.codec.decode(ids) == text
-    assert all(row["grad_norm"] > 0 for row in rows_of(drive, "mixed", "llama") + rows_of(drive, "mixed", "gpt2") if row["flat_groups"] < 4)
+    assert all(
+        row["grad_norm"] > 0
+        for row in rows_of(drive, "mixed", "llama") + rows_of(drive, "mixed", "gpt2")
+        if row["flat_groups"] < 4
+    )
 
 
 # -- what is published and reported
@@ -2260,7 +2978,12 @@ def test_the_reward_is_the_mean_over_all_own_completions(drive, unbroken):
         rows = rows_of(drive, name)
         assert any(row["external_groups"] for row in rows)
         for row in rows:
-            path = drive / "experiments" / name / f"rollouts/round_{row['round']:06d}/stage_0/{row['node_id']}.json"
+            path = (
+                drive
+                / "experiments"
+                / name
+                / f"rollouts/round_{row['round']:06d}/stage_0/{row['node_id']}.json"
+            )
             groups = json.loads(path.read_text())["rollouts"]
             scores = [
                 sapo.score(sapo.make_question(g["task"], g["seed"]), c["response"]) for g in groups.values() for c in g["completions"]
@@ -2273,11 +2996,24 @@ def test_the_reward_is_the_mean_over_all_own_completions(drive, unbroken):
 @pytest.mark.parametrize("frequency", ["generation", "stage", "round"])
 def test_every_publish_frequency_shares_with_two_stages(drive, frequency):
     name = f"per_{frequency}"
-    assert swarm(drive, name, MAX_STAGES=2, ROLLOUT_PUBLISH_FREQUENCY=frequency, EXTERNAL_FILTER=False, MAX_ROUNDS=2) == 0
+    assert (
+        swarm(
+            drive,
+            name,
+            MAX_STAGES=2,
+            ROLLOUT_PUBLISH_FREQUENCY=frequency,
+            EXTERNAL_FILTER=False,
+            MAX_ROUNDS=2,
+        )
+        == 0
+    )
     drawn = [row["external_groups"] for row in rows_of(drive, name)]
     late = 0 if frequency == "round" else 2  # before the last stage of round 0 nothing is there yet
     assert drawn == [late, late, 2, 2, 2, 2, 2, 2]
-    files = [p.relative_to(drive / "experiments" / name / "rollouts") for p in (drive / "experiments" / name / "rollouts").rglob("*.json")]
+    files = [
+        p.relative_to(drive / "experiments" / name / "rollouts")
+        for p in (drive / "experiments" / name / "rollouts").rglob("*.json")
+    ]
     assert len(files) == {"generation": 16, "stage": 8, "round": 4}[frequency]
 
 
@@ -2287,7 +3023,9 @@ def test_the_log_has_a_row_per_round_with_the_figures_of_its_line(drive, unbroke
         assert [row["round"] for row in rows] == list(range(14))
         published = rows_of(drive, "unbroken", node)
         for row, reward in zip(rows, published, strict=True):
-            assert row["my_reward"] == reward["reward"] and row["experiment"] == "unbroken" and row["stage"] == 0
+            assert (
+                row["my_reward"] == reward["reward"] and row["experiment"] == "unbroken" and row["stage"] == 0
+            )
             figures = "answer_tag_rate truncated_rate mean_length loss clip_fraction grad_norm flat_groups rejected external_pool"
             assert all(row[key] == reward[key] for key in figures.split())
             assert 0 <= row["truncated_rate"] <= 1 and row["mean_length"] >= 1
@@ -2309,7 +3047,9 @@ def test_the_rows_of_a_killed_run_are_in_the_log_up_to_its_checkpoint(drive, unb
 def test_a_missing_signal_is_named(drive):
     assert swarm(drive, "silence", MAX_ROUNDS=11, **UNTRAINED) == 0
     found = [e for e in events_of(drive, "silence") if e["event"] == "no signal"]
-    assert [e["round"] for e in found] == [9, 9] and all("no informative group for 10 rounds" in e["text"] for e in found)
+    assert [e["round"] for e in found] == [9, 9] and all(
+        "no informative group for 10 rounds" in e["text"] for e in found
+    )
 
 
 def test_held_out_figures_and_the_functions_for_notebooks(drive, unbroken):
@@ -2317,11 +3057,15 @@ def test_held_out_figures_and_the_functions_for_notebooks(drive, unbroken):
     rows = rows_of(drive, "held_out", "node_0")
     assert ["held_out" in row for row in rows] == [False, True, False, True] and 0 <= rows[1]["held_out"] <= 1
     first = rewards_of(drive, "unbroken")
-    assert all(reward == first[key] for key, reward in rewards_of(drive, "held_out").items()), "an evaluation disturbs nothing"
+    assert all(reward == first[key] for key, reward in rewards_of(drive, "held_out").items()), (
+        "an evaluation disturbs nothing"
+    )
     status = sapo.get_experiment_status(drive, "unbroken")
     assert status["current_round"] == 13 and status["current_stage"] == 0 and status["num_active_peers"] == 0
     assert status["peer_ids"] == ["node_0", "node_1"] and status["latest_checkpoint"].endswith("round_000013")
-    assert status["cumulative_rewards"]["node_0"] == pytest.approx(sum(v for k, v in first.items() if k[2] == "node_0"))
+    assert status["cumulative_rewards"]["node_0"] == pytest.approx(
+        sum(v for k, v in first.items() if k[2] == "node_0")
+    )
     assert status["duration_seconds"] > 0 and status["last_updated"] <= time.time()
     assert {"round", "stage", "node_id", "my_reward"} <= rows[0].keys()
     assert {"unbroken", "held_out"} <= set(sapo.list_experiments(drive))
@@ -2331,10 +3075,17 @@ def test_held_out_figures_and_the_functions_for_notebooks(drive, unbroken):
 def test_retention_takes_old_own_rollouts_and_nothing_else(drive, archive):
     name = f"retention_{archive}"
     write_peer(drive, name, "human", [group_by_hand(1)])
-    settings = {"ROLLOUT_KEEP_LAST_N_ROUNDS": 4, "CHECKPOINT_INTERVAL": 2, "ROLLOUT_MAX_AGE": 2, "ROLLOUT_ARCHIVE_OLD": archive}
+    settings = {
+        "ROLLOUT_KEEP_LAST_N_ROUNDS": 4,
+        "CHECKPOINT_INTERVAL": 2,
+        "ROLLOUT_MAX_AGE": 2,
+        "ROLLOUT_ARCHIVE_OLD": archive,
+    }
     assert swarm(drive, name, MAX_ROUNDS=8, ROLLOUT_CLEANUP_ENABLED=True, **settings) == 0
     left = sorted((p.parts[-3], p.stem) for p in (drive / "experiments" / name / "rollouts").rglob("*.json"))
-    assert left == [("round_000000", "human")] + [(f"round_{r:06d}", f"node_{n}") for r in range(4, 8) for n in (0, 1)]
+    assert left == [("round_000000", "human")] + [
+        (f"round_{r:06d}", f"node_{n}") for r in range(4, 8) for n in (0, 1)
+    ]
     archived = list((drive / "archives" / name).rglob("*.json"))
     assert len(archived) == (8 if archive else 0) and len(rewards_of(drive, name)) == 16
 
@@ -2344,15 +3095,25 @@ def test_retention_takes_old_own_rollouts_and_nothing_else(drive, archive):
 
 def test_a_worker_follows_the_clock_and_says_which_rounds_it_missed(drive, unbroken, monkeypatch):
     at_call(monkeypatch, "policy_gradient", 3, lambda: time.sleep(1.5))
-    settings = {"LOCAL_NODES": 1, "MAX_ROUNDS": 10, "COORDINATOR_ROUND_INTERVAL": 0.4, "ROUND_ADVANCE": "time", "NUM_TRANSPLANT_TREES": 0}
+    settings = {
+        "LOCAL_NODES": 1,
+        "MAX_ROUNDS": 10,
+        "COORDINATOR_ROUND_INTERVAL": 0.4,
+        "ROUND_ADVANCE": "time",
+        "NUM_TRANSPLANT_TREES": 0,
+    }
     status = []
-    clock = threading.Thread(target=lambda: status.append(swarm(drive, "clock", NODE_ROLE="coordinator", **settings)))
+    clock = threading.Thread(
+        target=lambda: status.append(swarm(drive, "clock", NODE_ROLE="coordinator", **settings))
+    )
     clock.start()
     assert swarm(drive, "clock", NODE_ID="late", **settings) == 0
     clock.join(timeout=30)
     assert status == [0]
     rounds = [json.loads(p.read_text()) for p in sorted((drive / "experiments/clock/state/rounds").iterdir())]
-    assert [r["round"] for r in rounds] == list(range(10)) and {r["opened_by"] for r in rounds} == {"coordinator"}
+    assert [r["round"] for r in rounds] == list(range(10)) and {r["opened_by"] for r in rounds} == {
+        "coordinator"
+    }
     gaps = [b["opened_at"] - a["opened_at"] for a, b in zip(rounds[1:], rounds[2:], strict=False)]
     assert min(gaps) > 0.35
     skips = [e for e in events_of(drive, "clock", "late") if e["event"] == "skip"]
@@ -2374,14 +3135,25 @@ def test_workers_run_on_at_full_speed_when_a_distant_coordinator_has_died(drive,
     sapo.DriveStore(drive, "orphans").create()
     sapo.DriveStore(drive, "orphans").register("coordinator", "coordinator", {"host": "elsewhere", "pid": 1})
     assert swarm(drive, "orphans", MAX_ROUNDS=6, STALE_AFTER_SECONDS=1.5) == 0
-    opened = [json.loads(p.read_text())["opened_at"] for p in sorted((drive / "experiments/orphans/state/rounds").iterdir())]
+    opened = [
+        json.loads(p.read_text())["opened_at"]
+        for p in sorted((drive / "experiments/orphans/state/rounds").iterdir())
+    ]
     assert opened[5] - opened[1] < 3, "four rounds of 0.1 s; with a wait for each they take 6 s"
 
 
 def test_a_hanging_folder_is_waited_for_as_long_as_a_round_takes_and_hardly_once_it_is_known_to_fail():
     waited = []
-    run = SimpleNamespace(round_seconds=0.0, courier=SimpleNamespace(outage_since=None, ask=lambda function, timeout: waited.append(timeout)))
-    for run.round_seconds, run.courier.outage_since in ((0.1, None), (25.0, None), (300.0, None), (300.0, 1.0)):
+    run = SimpleNamespace(
+        round_seconds=0.0,
+        courier=SimpleNamespace(outage_since=None, ask=lambda function, timeout: waited.append(timeout)),
+    )
+    for run.round_seconds, run.courier.outage_since in (
+        (0.1, None),
+        (25.0, None),
+        (300.0, None),
+        (300.0, 1.0),
+    ):
         sapo.Run.ask(run, list)
     assert waited == [10, 25, 60, 2]
 
@@ -2395,23 +3167,36 @@ def test_old_rollouts_read_again_are_no_sign_of_life():
     assert not live.is_live("dead")
 
 
-def test_training_goes_on_without_the_folder_and_no_reward_is_missing_afterwards(drive, unbroken, monkeypatch):
+def test_training_goes_on_without_the_folder_and_no_reward_is_missing_afterwards(
+    drive, unbroken, monkeypatch
+):
     monkeypatch.setattr(sapo, "DriveStore", functools.partial(sapo.DriveStore, patience=0.1))
     folder = drive / "experiments" / "outage"
     away = folder.with_name("outage_away")
     at_call(monkeypatch, "policy_gradient", 4, lambda: folder.rename(away))
-    at_call(monkeypatch, "policy_gradient", 9, lambda: (not folder.exists() or pytest.fail("refilled on the local disk"), away.rename(folder)))
+    at_call(
+        monkeypatch,
+        "policy_gradient",
+        9,
+        lambda: (not folder.exists() or pytest.fail("refilled on the local disk"), away.rename(folder)),
+    )
     assert swarm(drive, "outage", MAX_ROUNDS=12, LOCAL_NODES=1, NODE_ID="lone") == 0
     assert sorted(row["round"] for row in rows_of(drive, "outage")) == list(range(12))
     assert len(list(folder.glob("rollouts/*/stage_0/lone.json"))) == 12
     times = [json.loads(line)["timestamp"] for line in (folder / "logs/lone/metrics.jsonl").open()]
-    assert times[7] - times[3] < 10, "rounds 4 to 7 had no folder to wait for; a flush of 5 s in each takes 20 s"
+    assert times[7] - times[3] < 10, (
+        "rounds 4 to 7 had no folder to wait for; a flush of 5 s in each takes 20 s"
+    )
     kinds = [e["event"] for e in events_of(drive, "outage", "lone")]
-    assert kinds.count("outage") == kinds.count("outage over") == 1 and kinds.index("outage") < kinds.index("outage over")
+    assert kinds.count("outage") == kinds.count("outage over") == 1 and kinds.index("outage") < kinds.index(
+        "outage over"
+    )
 
 
 @pytest.mark.parametrize("hub", ["works", "fails"])
-def test_a_push_to_the_hub_never_stops_training_and_the_token_is_nowhere(drive, unbroken, monkeypatch, capsys, hub):
+def test_a_push_to_the_hub_never_stops_training_and_the_token_is_nowhere(
+    drive, unbroken, monkeypatch, capsys, hub
+):
     name, secret, pushed = f"hub_{hub}", "hf_ThisIsTheSecretToken", []
 
     class Hub:
@@ -2432,19 +3217,27 @@ def test_a_push_to_the_hub_never_stops_training_and_the_token_is_nowhere(drive, 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert swarm(drive, name, HUGGINGFACE_ACCESS_TOKEN=secret, CHECKPOINT_INTERVAL=100) == 0
     printed = capsys.readouterr()
-    everything = [printed.out.encode(), printed.err.encode(), *contents(drive / "experiments" / name).values()]
+    everything = [
+        printed.out.encode(),
+        printed.err.encode(),
+        *contents(drive / "experiments" / name).values(),
+    ]
     assert not any(secret.encode() in text for text in everything)
     texts = [e["text"] for e in events_of(drive, name) if e["event"] == "hub"]
     if hub == "fails":
         assert not pushed and len(texts) == 2 and all("training goes on" in text for text in texts)
     else:
         assert {repo for repo, _, _ in pushed} == {f"me/{name}-node_0", f"me/{name}-node_1"}
-        assert all({"config.json", "model.safetensors", "tokenizer.json"} <= set(files) for _, files, _ in pushed)
+        assert all(
+            {"config.json", "model.safetensors", "tokenizer.json"} <= set(files) for _, files, _ in pushed
+        )
         assert pushed[0][2] == "after round 2" and len(texts) == 2
 
 
 @pytest.mark.parametrize("patience", [60.0, 0.2])
-def test_the_last_model_reaches_the_hub_or_is_kept_however_slow_the_pushes_are(drive, monkeypatch, capsys, patience):
+def test_the_last_model_reaches_the_hub_or_is_kept_however_slow_the_pushes_are(
+    drive, monkeypatch, capsys, patience
+):
     pushed, trained, save_models, end = [], threading.Event(), sapo.save_models, threading.Event()
     name = f"slow_hub_{patience}"
 
@@ -2453,7 +3246,9 @@ def test_the_last_model_reaches_the_hub_or_is_kept_however_slow_the_pushes_are(d
             pass
 
         def create_repo(self, repo, exist_ok):
-            assert trained.wait(60) and (patience > 1 or end.wait(60))  # none is through before training is, or at all
+            assert trained.wait(60) and (
+                patience > 1 or end.wait(60)
+            )  # none is through before training is, or at all
 
         def upload_folder(self, repo_id, folder_path, commit_message):
             pushed.append((repo_id, commit_message, sorted(os.listdir(folder_path))[:1]))
@@ -2461,7 +3256,17 @@ def test_the_last_model_reaches_the_hub_or_is_kept_however_slow_the_pushes_are(d
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     monkeypatch.setattr(sapo, "save_models", lambda run: (trained.set(), save_models(run)))
     monkeypatch.setattr(sapo, "HUB_PATIENCE", patience)
-    assert swarm(drive, name, LOCAL_NODES=1, HUGGINGFACE_ACCESS_TOKEN="hf_x", HF_REPO="me/ours", CHECKPOINT_INTERVAL=1) == 0
+    assert (
+        swarm(
+            drive,
+            name,
+            LOCAL_NODES=1,
+            HUGGINGFACE_ACCESS_TOKEN="hf_x",
+            HF_REPO="me/ours",
+            CHECKPOINT_INTERVAL=1,
+        )
+        == 0
+    )
     if patience > 1:
         assert pushed == [("me/ours", f"after round {t}", ["config.json"]) for t in (0, 2)]
         return
@@ -2479,7 +3284,12 @@ def test_the_last_model_reaches_the_hub_or_is_kept_however_slow_the_pushes_are(d
 
 def test_settings_that_disagree_with_the_experiment_are_refused_with_both_values(drive, unbroken, capsys):
     before = contents(unbroken)
-    wrong = {"SEED": (7, 42), "TASKS": ("small_gcd", "small_products,small_count_bits"), "REWARD": ("verifier", "exact"), "MAX_STAGES": (2, 1)}
+    wrong = {
+        "SEED": (7, 42),
+        "TASKS": ("small_gcd", "small_products,small_count_bits"),
+        "REWARD": ("verifier", "exact"),
+        "MAX_STAGES": (2, 1),
+    }
     for variable, (ours, theirs) in wrong.items():
         assert swarm(drive, "unbroken", **{variable: ours}) == 2
         printed = capsys.readouterr().out
@@ -2519,5 +3329,8 @@ def test_validate_passes_a_test_mode_run_and_misses_no_removed_file(drive, unbro
 def test_benchmark_prints_its_figures_and_leaves_nothing_behind(drive, tmp_path, capsys):
     assert swarm(tmp_path / "nothing", "none", NODE_ROLE="benchmark") == 0
     printed = capsys.readouterr().out
-    assert all(word in printed for word in ("generated", "tokens/s", "trained", "a round", "memory", "store", "ms to publish"))
+    assert all(
+        word in printed
+        for word in ("generated", "tokens/s", "trained", "a round", "memory", "store", "ms to publish")
+    )
     assert not (tmp_path / "nothing").exists()
