@@ -233,7 +233,7 @@ class Swarm:
         self.clock = max(self.clock, round_)
         self.post(self.store.open_round, round_, next(iter(self.nodes)))
         if round_ > 0:
-            self.post(self.store.write_winners, round_ - 1)
+            self.post(write_winners, self.store, round_ - 1)
 
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.
@@ -433,6 +433,20 @@ class Swarm:
 # -------- The role that opens rounds --------------------------------------------------------------------------
 
 
+def write_winners(store, round_: int, limit: int = 100) -> dict[str, float]:
+    """winners/round_000012.json: mean reward of every node (of the first `limit`), the best first."""
+    rewards = {}
+    for stage in store.stages("rewards", round_):
+        for node in store.nodes("rewards", round_, stage)[:limit]:
+            if data := store.reward(round_, stage, node):
+                rewards.setdefault(node, []).append(data["reward"])
+    best_first = sorted(((sum(each) / len(each), node) for node, each in rewards.items()), reverse=True)
+    means = {node: mean for mean, node in best_first}
+    if means:
+        store.write_once(f"winners/round_{round_:06d}.json", means)
+    return means
+
+
 def first_round(store, by: str) -> int:
     """The round to go on with: the highest open one; where none is, the last rewarded one; else round 0 is opened."""
     round_, _ = store.clock()
@@ -509,7 +523,7 @@ class Coordinator:
         elif self.round >= self.max_rounds - 1:
             if not set(live) - set(submitted):
                 self._beat("done")
-                self.store.write_winners(self.round)
+                write_winners(self.store, self.round)
                 self.say(f"coordinator: round {self.round} was the last; finished")
                 return "finished"
         elif is_round_over(self.strategy, now - self.opened, self.interval, live, submitted):
@@ -549,7 +563,7 @@ class Coordinator:
 
     def _tell(self, submitted: list[str], late: list[str]) -> None:
         """One line for the round that has just ended, and its winners' file."""
-        means = self.store.write_winners(self.round - 1)
+        means = write_winners(self.store, self.round - 1)
         reward = f"reward {sum(means.values()) / len(means):.2f}" if means else "no reward"
         per_round = (time.monotonic() - self.began) / max(1, self.round)
         behind = f" | late: {' '.join(late)[:40]}" if late else ""
@@ -571,13 +585,13 @@ def short_time(seconds: float) -> str:
     )
 
 
-# -------- The readers: what the folder of an experiment says. They change nothing in it -----------------------
+# -------- The readers: what an experiment's folder says. They change nothing in it --------------------------
 
 OPEN_ROUNDS = 8  # so many of the newest rounds may still get rewards: from a slow node, over a slow drive
 
 
 def reward_rows(store, known: dict | None = None) -> list[dict]:
-    """Every reward of a registered node: a row per round, stage and node, in this order, fit for pandas.DataFrame.
+    """Every reward of a registered node: a row per round, stage and node, in this order, as pandas likes it.
 
     known: {round: its rows}, kept by who asks again and again, so that an old round is listed only once.
     Neither a name that never registered nor a round beyond the clock counts: anybody could have put it there.
@@ -594,6 +608,12 @@ def reward_rows(store, known: dict | None = None) -> list[dict]:
                 if node in nodes and (data := store.reward(round_, stage, node))
             ]
     return [row for round_ in rounds for row in known[round_]]
+
+
+def list_experiments(root) -> list[str]:
+    """Names of the experiments below GDRIVE_PATH. One with a coordinator alone has no config.json yet."""
+    found = [*Path(root).glob("experiments/*/config.json"), *Path(root).glob("experiments/*/state/rounds")]
+    return sorted({path.relative_to(root).parts[1] for path in found})
 
 
 def rows_by(column: str, rows: list[dict]) -> dict:
@@ -616,7 +636,7 @@ def average(values) -> float | None:
 
 
 def smooth(values: list) -> list:
-    """Running mean over a tenth of the run, at most 100 values. Of 20 values: [0, 1, 1, …] -> [0, 0.5, 1, …]."""
+    """Running mean over a tenth of the run, at most 100 values. Of 20: [0, 1, 1, …] -> [0, 0.5, 1, …]."""
     window = max(1, min(100, len(values) // 10))
     return [average(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
@@ -666,50 +686,46 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         (not shares or any(row.get("external_groups") for row in rows), "no external group was drawn"),
     ]
     for node, mine in by_node.items():
-        files = [f"logs/{node}/{name}" for name in store.names(f"logs/{node}")]
-        files += [f"models/{node}/{name}" for name in store.names(f"models/{node}")]
-        needed = [f"logs/{node}/metrics.jsonl", f"models/{node}/config.json", f"models/{node}/tokenizer.json"]
+        files = {*store.names(f"logs/{node}"), *store.names(f"models/{node}")}
+        lacking = ", ".join(sorted({"metrics.jsonl", "config.json", "tokenizer.json"} - files))
         bare = [row["round"] for row in mine if not row.get("completions") or not row.get("local_groups")]
-        checks += [(name in files, f"{node}: no {name}") for name in needed]
         checks += [
-            (any(name.endswith(".safetensors") for name in files), f"{node}: no weights in models/{node}"),
             (mine[-1]["round"] == last, f"{node}: no reward for the last round {last}"),
             (not bare, f"{node} round {min(bare, default='')}: reward without completions or local_groups"),
+            (not lacking, f"{node}: logs/{node} and models/{node} lack {lacking}"),
+            (any(name.endswith(".safetensors") for name in files), f"{node}: no weights in models/{node}"),
         ]
     return [problem for there, problem in checks if not there]
 
 
-# -------- Comparing experiments -------------------------------------------------------------------------------
+# -------- Comparing experiments -----------------------------------------------------------------------------
 
 PAPER = (
     "The paper's own (table 1: 8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): "
     "8/0 561.79, 6/2 854.43 +52%, 4/4 1093.31 +94%, 2/6 945.87 +68%."
 )
+FEW_SEEDS = (
+    "An interval needs 3 seeds of both; 3 seeds allow no p below 0.05, 6 would do (4 if they do not pair)."
+)
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "LOCAL_OVERSAMPLE", "LOCAL_REPLAY", "EXTERNAL_FILTER")
 NO_SETTING = {  # may differ between repetitions; every other key of config.json, a new one too, is a setting
-    "SEED", "EXPERIMENT_NAME", "created_at", "layout", "reasoning_gym", "TEST_MODE", "CONFIGS", "SEEDS", "VERBOSE",
+    "SEED", "EXPERIMENT_NAME", "created_at", "layout", "reasoning_gym", "TEST_MODE", "CONFIGS", "SEEDS",
     "MAX_ROUNDS", "LOCAL_NODES", "NUM_WORKERS",  # the rounds and the nodes that were seen count instead
     "MICRO_BATCH_SIZE", "EVAL_INTERVAL", "EVAL_SAMPLES", "CHECKPOINT_INTERVAL", "CHECKPOINT_KEEP",
     "ROLLOUT_CLEANUP_ENABLED", "ROLLOUT_KEEP_LAST_N_ROUNDS", "ROLLOUT_ARCHIVE_OLD", "STALE_AFTER_SECONDS",
-    "COORDINATOR_ROUND_INTERVAL", "FETCH_TIMEOUT_SECONDS",
+    "COORDINATOR_ROUND_INTERVAL", "FETCH_TIMEOUT_SECONDS", "VERBOSE",
 }  # fmt: skip
 NEAR_ZERO = 1e-3  # a cumulative reward of which no ratio can be taken
 
 
 def settings_of(config: dict) -> dict:
-    """What two runs must agree in to be repetitions of one another. What changes nothing in this one is None."""
+    """What two runs must agree in to be repetitions of each other. What has no effect in this one is None."""
     settings = {"LOCAL_OVERSAMPLE": 1, "LOCAL_REPLAY": 0, "EXTERNAL_FILTER": True}
     settings |= {name: value for name, value in config.items() if name not in NO_SETTING}
     if settings["NUM_TRANSPLANT_TREES"] == 0:
         settings |= dict.fromkeys(("EXTERNAL_FILTER", "FETCH_MAX_PEERS", "ROLLOUT_PUBLISH_FREQUENCY"))
         settings |= {} if settings["LOCAL_REPLAY"] else {"ROLLOUT_MAX_AGE": None}
     return settings
-
-
-def baseline_of(settings: dict) -> dict:
-    """The same for a lone node that trains on as many groups: I + J of its own, no oversampling, no replay."""
-    groups = settings["NUM_TRAIN_SAMPLES"] + settings["NUM_TRANSPLANT_TREES"]
-    return settings_of({**settings, **dict(zip(ARM, (groups, 0, 1, 0, None), strict=True))})
 
 
 def arm_of(settings: dict) -> str:
@@ -720,10 +736,7 @@ def arm_of(settings: dict) -> str:
 
 
 def summarize(store) -> dict | None:
-    """One experiment as figures, from config.json and rewards/ alone; None without rewards.
-
-    ValueError if config.json cannot be used.
-    """
+    """One experiment as figures, None if it has no rewards. ValueError if config.json cannot be used."""
     config, rows = store.read("config.json") or {}, reward_rows(store)
     for name in ARM[:4]:
         value = config.get(name, None if name in ARM[:2] else 0)
@@ -739,7 +752,6 @@ def summarize(store) -> dict | None:
         "experiment": store.base.name,
         "seed": plain(config.get("SEED")),
         "settings": settings_of({**config, "nodes": nodes, "rounds": rounds}),
-        "cumulative": sum(row["reward"] for row in rows),
         "per_node": sum(row["reward"] for row in rows) / nodes,
         "final": smooth(curve)[-1],
         "held_out": average(row.get("held_out") for row in rows if row["round"] >= 0.9 * rounds),
@@ -759,63 +771,61 @@ def compare(summaries: list[dict]) -> list[dict]:
     values = {n: {json.dumps(s.get(n, "unset")) for s in every} - {"null"} for s in every for n in s}
     shown = sorted(n for n in values if len(values[n]) > 1 and n not in ARM)
     for settings, runs in zip(every, groups.values(), strict=True):
-        lone = groups.get(json.dumps(base := baseline_of(settings), sort_keys=True), [])
-        where = " ".join(f"{n}={plain(settings.get(n, 'unset'), 40)}" for n in shown)
+        own = settings["NUM_TRAIN_SAMPLES"] + settings["NUM_TRANSPLANT_TREES"]  # of a lone node's groups: all
+        base = settings_of(settings | dict(zip(ARM, (own, 0, 1, 0, None), strict=True)))
+        lone = groups.get(json.dumps(base, sort_keys=True), [])
+        others = {n: settings.get(n, "unset") for n in shown}
+        where = " ".join(plain(f"{n}={value}", 60) for n, value in others.items() if value is not None)
         row = {"label": f"{arm_of(settings)} {where}".rstrip(), "arm": arm_of(settings), "where": where}
-        for name in ("cumulative", "per_node", "final", "held_out", "informative", "completions"):
+        for name in ("per_node", "final", "held_out", "informative", "completions"):
             row[name] = average(run[name] for run in runs)
-        row["cost"] = (
-            row["completions"] / max(1, average(run["completions"] for run in lone)) if lone else None
-        )
-        row |= advantage(by_seed(runs), by_seed(lone)) | ({"note": "baseline"} if lone is runs else {})
+        row["cumulative"] = row["per_node"] * settings["nodes"]
+        row["cost"] = row["completions"] / max(1, average(r["completions"] for r in lone)) if lone else None
         row |= {"baseline": arm_of(base), "runs": len(runs), "settings": settings, "members": runs}
-        rows.append(row)
+        rows.append(row | advantage(runs, lone))
     return sorted(rows, key=lambda row: (row["where"], -row["per_node"]))
 
 
-def by_seed(runs: list[dict]) -> dict[str, float]:
-    """{seed: cumulative reward per node}. Two runs of one seed are averaged: they are no independent evidence."""
-    return {seed: average(run["per_node"] for run in mine) for seed, mine in rows_by("seed", runs).items()}
-
-
-def advantage(ours: dict[str, float], base: dict[str, float]) -> dict:
+def advantage(runs: list[dict], baseline: list[dict]) -> dict:
     """How much more reward than the baseline, with a 95% interval and a p-value where there are seeds enough.
 
-    Logarithms are compared, seed by seed where both have the same seeds.
-    ours = {"1": 2, "2": 3}, base = {"1": 1, "2": 1.5} -> improvement 1.0, note "too few seeds"
+    Logarithms are compared: seed by seed where both have the same seeds, else group with group (Welch).
+    Two runs of one seed are averaged, for they are no independent evidence.
     """
-    result = dict.fromkeys(("seeds", "spread", "improvement", "low", "high", "p_value", "method", "note"))
+    ours, base = (
+        {seed: average(run["per_node"] for run in mine) for seed, mine in rows_by("seed", group).items()}
+        for group in (runs, baseline)
+    )
+    result = dict.fromkeys(("improvement", "low", "high", "p_value", "method"))
     result |= {"seeds": " ".join(ours), "spread": statistics.stdev(ours.values()) if len(ours) > 1 else None}
-    for values, name in ((base, "baseline"), (ours, "reward")):
-        if min(values.values(), default=0.0) <= NEAR_ZERO:
-            return result | {"note": f"{name} near 0" if values else "no baseline"}
+    if baseline is runs or not base:
+        return result | {"note": "baseline" if base else "no baseline"}
+    if min(*base.values(), *ours.values()) <= NEAR_ZERO:
+        return result | {"note": "baseline near 0" if min(base.values()) <= NEAR_ZERO else "reward near 0"}
     paired = ours.keys() == base.keys()
     a, b = ([math.log(values[seed]) for seed in sorted(values)] for values in (ours, base))
-    samples, center = (
-        [[x - y for x, y in zip(a, b, strict=True)]] if paired else [a, b],
-        average(a) - average(b),
-    )
-    result |= {"improvement": math.expm1(center), "p_value": p_value(a, b, paired)}
-    result |= {"method": "paired by seed" if paired else "Welch"}
+    samples = [[x - y for x, y in zip(a, b, strict=True)]] if paired else [a, b]
+    center, method = average(a) - average(b), "paired by seed" if paired else "Welch"
+    result |= {"improvement": math.expm1(center), "p_value": p_value(a, b, paired), "method": method}
     parts = [statistics.variance(s) / len(s) for s in samples] if min(map(len, samples)) > 2 else []
     if not any(parts):
         return result | {"note": "no spread" if parts else "too few seeds"}
     freedom = sum(parts) ** 2 / sum(v * v / (len(s) - 1) for v, s in zip(parts, samples, strict=True))
     half = t_quantile(freedom) * math.sqrt(sum(parts))
-    return result | {"low": math.expm1(center - half), "high": math.expm1(center + half)}
+    return result | {"low": math.expm1(center - half), "high": math.expm1(center + half), "note": ""}
 
 
 def t_quantile(freedom: float, steps: int = 20000) -> float:
-    """97.5% quantile of Student's t: 2 -> 4.303. As t = sqrt(freedom) tan(u), u has density cos(u)^(freedom - 1)."""
+    """97.5% quantile of Student's t. Of 2: 4.303. For t = sqrt(f) tan u, u has density cos(u)^(f - 1)."""
     angles = [(i + 0.5) * math.pi / 2 / steps for i in range(steps)]
     below = list(itertools.accumulate(math.cos(u) ** (freedom - 1) for u in angles))
     return math.sqrt(freedom) * math.tan(angles[bisect.bisect(below, 0.95 * below[-1])])
 
 
 def p_value(a: list[float], b: list[float], paired: bool, limit: int = 20000) -> float | None:
-    """Two-sided p-value of mean(a) != mean(b): the share of relabelings at least as far apart. Exact up to `limit`.
+    """Two-sided p-value of mean(a) != mean(b): the share of relabelings that are at least as far apart.
 
-    paired: the two of a seed change places; else any do. None if not even the most extreme outcome is below 0.05.
+    paired: the two of a seed change places; else any do. Exact up to `limit`. None if none can be below 0.05.
     """
     rng, both, n = random.Random(0), [*a, *b], len(a)
     pairs, total = list(zip(a, b, strict=paired)), 2**n if paired else math.comb(len(both), n)
@@ -831,7 +841,7 @@ def p_value(a: list[float], b: list[float], paired: bool, limit: int = 20000) ->
 
 def conclusion(row: dict) -> str:
     """What a comparison says, as a sentence."""
-    gain, low, high, base, p = (row[n] for n in ("improvement", "low", "high", "baseline", "p_value"))
+    gain, low, high, base = (row[name] for name in ("improvement", "low", "high", "baseline"))
     if row["cost"] is None:
         return f"{row['label']}: no {base} with the same settings to compare it with."
     said = f"{row['label']}: {row['note']}" + (f", {gain:+.0%} against {base}" if gain is not None else "")
@@ -840,13 +850,12 @@ def conclusion(row: dict) -> str:
         by = f" by {abs(gain):.0%}" if low * high > 0 else ""
         said = f"{row['label']} {verb} {base}{by} (95% interval {low:.0%} to {high:.0%}, {row['method']})"
     cost = {1: "as many", 0.5: "half the"}.get(round(row["cost"], 2), f"{row['cost']:.2g} times the")
-    seeds, needed = len(row["seeds"].split()), 4 if row["method"] == "Welch" else 6
-    few = f"{seeds} seed{'s allow' if seeds > 1 else ' allows'} no p below 0.05, {needed} would do"
-    return f"{said} at {cost} completions; {few if p is None else f'p = {p:.3f}'}."
+    p = "" if row["p_value"] is None else f"; p = {row['p_value']:.3f}"
+    return f"{said} at {cost} completions{p}."
 
 
 def report_text(rows: list[dict]) -> str:
-    """The comparison as a table of at most 100 columns, then as sentences. A column without values is left out."""
+    """The comparison as a table of at most 100 columns, then in sentences. Empty columns are left out."""
 
     def show(value, form=".2f", before="", after=""):
         return "" if value is None else before + format(value, form) + after
@@ -864,20 +873,20 @@ def report_text(rows: list[dict]) -> str:
     # indented by four, it is a code block in Markdown
     lines = ["    " + "  ".join(line)[:96].rstrip() for line in zip(*padded, strict=True)]
     said = [conclusion(row) for row in rows if row["note"] != "baseline"]
-    return "\n".join([*lines, "", *(textwrap.fill(sentence, 100) + "\n" for sentence in [*said, PAPER])])
+    return "\n".join([*lines, *("\n" + textwrap.fill(text, 100) for text in [*said, FEW_SEEDS, PAPER]), ""])
 
 
 def write_report(rows: list[dict], write) -> list[str]:
-    """report.md, report.csv, report.json, curves.csv and, with matplotlib, report.png, each by write(name, data)."""
-    figures = [{k: v for k, v in row.items() if k not in ("members", "settings")} for row in rows]
+    """Hand report.md, .csv, .json, curves.csv and, with matplotlib, report.png to write(name, data)."""
     curves = [("label", "seed", "experiment", "round", "reward", "completions")]
     for row in rows:
         for run in row["members"]:
             points = zip(itertools.count(), run["curve"], run["spent"], strict=False)
             curves += [(row["label"], run["seed"], run["experiment"], *point) for point in points]
+    names = [name for name in rows[0] if name not in ("settings", "members")]
     full = [{**row, "members": [run["experiment"] for run in row["members"]]} for row in rows]
     files = {"report.md": report_text(rows).encode(), "report.json": json.dumps(full, indent=1).encode()}
-    files |= {"report.csv": as_csv([figures[0].keys(), *(line.values() for line in figures)])}
+    files |= {"report.csv": as_csv([names, *([row[name] for name in names] for row in rows)])}
     files |= {"curves.csv": as_csv(curves), "report.png": draw(report_panels(rows))}
     files = {name: data for name, data in files.items() if data}
     for name, data in files.items():
@@ -887,12 +896,9 @@ def write_report(rows: list[dict], write) -> list[str]:
 
 def as_csv(table) -> bytes:
     """Lines of cells as CSV. A text that a spreadsheet would take for a formula gets a quote in front."""
-
-    def cell(value):
-        return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@")) else value
-
-    out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows([cell(value) for value in line] for line in table)
+    risky, out = ("=", "+", "-", "@"), io.StringIO()
+    lines = [[f"'{c}" if isinstance(c, str) and c.startswith(risky) else c for c in line] for line in table]
+    csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue().encode()
 
 
@@ -900,8 +906,8 @@ SHARING, LONE, UNFILTERED = "#0072B2", "#D55E00", "#009E73"  # by Okabe and Ito,
 
 
 def report_panels(rows: list[dict]) -> dict:
-    """Smoothed reward over rounds, and over completions, for `draw`: a colour per family, in it a style per line."""
-    panels, styles = {"round": [], "completions generated per node": []}, {}
+    """Smoothed reward over rounds and completions, for `draw`: a colour for a family, a style for a line."""
+    panels, styles = {"round": [], "completions generated per node (log)": []}, {}
     for row in rows:
         external, filtered = row["settings"]["NUM_TRANSPLANT_TREES"], row["settings"]["EXTERNAL_FILTER"]
         color = SHARING if external and filtered else UNFILTERED if external else LONE
@@ -914,7 +920,7 @@ def report_panels(rows: list[dict]) -> dict:
 
 
 def draw(panels: dict, ylabel: str = "mean reward (0 to 1), smoothed", size=(9, 4.2)) -> bytes | None:
-    """A panel for each {label of its x axis: its lines}, as PNG; a notebook also shows it. None without matplotlib.
+    """A panel for each {label of its x axis: lines}, as PNG, shown in a notebook. None without matplotlib.
 
     A line: (name, colour, style, x values, for each of these the values whose mean and range are drawn).
     """
@@ -924,17 +930,20 @@ def draw(panels: dict, ylabel: str = "mean reward (0 to 1), smoothed", size=(9, 
         print("no picture: pip install matplotlib")
         return None
     figure, png = Figure(figsize=size, dpi=150, layout="constrained"), io.BytesIO()
-    for axis, xlabel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
+    axes[0].set(ylabel=ylabel)
+    for axis, xlabel in zip(axes, panels, strict=True):
         ends = []
         for name, color, style, x, heights in panels[xlabel]:
             heights = [[math.nan if y is None else y for y in now] for now in heights]
             mean, low, high = ([f(now) for now in heights] for f in (statistics.fmean, min, max))
             axis.plot(x, mean, style, color=color, linewidth=1.4)
-            axis.fill_between(x, low, high, color=color, alpha=0.12, linewidth=0)
+            axis.fill_between(x, low, high, color=color, alpha=0.08, linewidth=0)
             ends.append((mean[-1], x[-1], name, color))
-        axis.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if "completions" in xlabel else "linear")
+        axis.set(xlabel=xlabel, xscale="log" if "(log)" in xlabel else "linear")
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
         place, gap = -1.0, axis.get_ylim()[1] * min(0.055, 1 / len(ends))
         for y, x, name, color in sorted(ends):  # the names stand right of the panel, none on another
             place, thread = max(y, place + gap), {"arrowstyle": "-", "color": color, "alpha": 0.4}
@@ -955,11 +964,11 @@ def in_notebook() -> bool:
     return "ipykernel" in sys.modules and ipython is not None and ipython.get_ipython() is not None
 
 
-# -------- Watching one experiment -----------------------------------------------------------------------------
+# -------- Watching one experiment ---------------------------------------------------------------------------
 
 
 def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
-    """The state of an experiment as text that fits the terminal: clock, nodes, latest rollout, what looks wrong."""
+    """An experiment as text that fits the terminal: clock, times, nodes, latest rollout, what looks wrong."""
     screen = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((110, 1000))
     life.refresh()
     clock, by_node, recent = store.clock()[0], rows_by("node_id", rows), []
@@ -967,54 +976,44 @@ def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
         for stage in store.stages("rollouts", round_):
             recent += [(round_, stage, node) for node in store.nodes("rollouts", round_, stage)]
     for round_, _, node in recent:
-        life.note(node, "rollouts", round_)
+        life.note(node, "rollouts", round_, age=math.inf)  # how old they are at the first look is not known
     for node, mine in by_node.items():
         life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
     nodes = [n for n in life.sessions if life.about(n).get("role") != "coordinator"]
     nodes.sort(key=lambda node: (not life.is_live(node), node))
     live, gigabytes = sum(map(life.is_live, nodes)), shutil.disk_usage(store.base).free / 1e9
     lines = [f"{store.base.name}: round {clock} of {max_rounds}, {len(nodes)} nodes registered, {live} live"]
-    lines += [
-        progress(rows, max_rounds) if rows else f"waiting for a first {'reward' if nodes else 'worker'}"
-    ]
-    lines += ["", f"{'node':20} {'state':5} {'round':>6} {'reward':>7} {'total':>8}  trend"]
+    waiting = f"waiting for a first {'reward' if nodes else 'worker'}"
+    lines += [progress(rows, max_rounds) if rows else waiting, ""]
+    lines += [f"{'node':20} {'state':5} {'round':>6} {'reward':>7} {'total':>8}  trend"]
     tail = [f"! {warning}" for warning in health_warnings(store, life, rows, clock, recent, gigabytes)[:4]]
     tail = ["", *tail, f"storage: {gigabytes:.1f} GB free. Ctrl-C leaves, the swarm goes on"]
-    room = screen.lines - len(lines) - len(tail) - 1
+    room = max(2, screen.lines - len(lines) - len(tail) - 1)
     fit = len(nodes) if len(nodes) <= room else room - 1
-    lines += [node_line(life, node, by_node.get(node, [])) for node in nodes[:fit]]
+    for node in nodes[:fit]:
+        state = "left" if life.has_left(node) else "live" if life.is_live(node) else "dead"
+        rewards = [row["reward"] for row in by_node.get(node, [])]
+        last = f"{by_node[node][-1]['round']:6} {rewards[-1]:7.2f} {sum(rewards):8.2f}  " if rewards else ""
+        bars = ("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in smooth(rewards)[-20:])
+        lines.append(f"{node:20.20} {state:5} {last}{''.join(bars)}")
     lines += [f"and {len(nodes) - fit} more"] if len(nodes) > fit else []
     lines += latest_rollout(store, recent) if room >= fit + 4 else []
     return "\n".join(line[: screen.columns] for line in [*lines, *tail])
 
 
 def progress(rows: list[dict], max_rounds: int) -> str:
-    """Stage, mean reward, times. What is left is guessed from the last 20 rounds."""
+    """Stage, mean reward and times; the time left is guessed from the last 20 rounds."""
     times = {row["round"]: row["timestamp"] for row in rows}
-    recent = list(times)[-20:]
-    pace = (times[recent[-1]] - times[recent[0]]) / max(1, recent[-1] - recent[0])
-    ages = [
-        age_of(times[recent[-1]]),
-        times[recent[-1]] - rows[0]["timestamp"],
-        pace * (max_rounds - 1 - recent[-1]),
-    ]
-    last, running, left = (short_time(max(0.0, seconds)) for seconds in ages)
+    first, last = list(times)[-20:][0], rows[-1]["round"]
+    left = (times[last] - times[first]) / max(1, last - first) * (max_rounds - 1 - last)
+    seconds = (age_of(times[last]), times[last] - rows[0]["timestamp"], left)
+    ago, running, left = (short_time(max(0.0, s)) for s in seconds)
     mean = average(mine[-1]["reward"] for mine in rows_by("node_id", rows).values())
-    return f"stage {rows[-1]['stage']} | mean reward {mean:.3f}, {last} ago | running {running} | eta {left}"
-
-
-def node_line(life, node: str, mine: list[dict]) -> str:
-    """One node's line of the dashboard, its smoothed reward of the last 20 rounds drawn as bars."""
-    state = "left" if life.has_left(node) else "live" if life.is_live(node) else "dead"
-    rewards = [row["reward"] for row in mine]
-    last = f"{mine[-1]['round']:6} {rewards[-1]:7.2f} {sum(rewards):8.2f}  " if mine else ""
-    return f"{node:20.20} {state:5} {last}" + "".join(
-        "▁▂▃▄▅▆▇█"[min(7, int(8 * r))] for r in smooth(rewards)[-20:]
-    )
+    return f"stage {rows[-1]['stage']} | mean reward {mean:.3f}, {ago} ago | running {running} | eta {left}"
 
 
 def latest_rollout(store, recent: list[tuple]) -> list[str]:
-    """The newest question, with the best and the worst of its completions and what their writer says they earned."""
+    """The newest question, its best and its worst completion, and what their writer says that they earned."""
     for round_, stage, node in recent[-1:]:
         with contextlib.suppress(OSError, ValueError, IndexError):
             group = store.fetch(round_, stage, node)[0]
@@ -1025,12 +1024,10 @@ def latest_rollout(store, recent: list[tuple]) -> list[str]:
     return []
 
 
-def health_warnings(
-    store, life, rows: list[dict], clock: int, recent: list[tuple], gigabytes: float
-) -> list[str]:
+def health_warnings(store, life, rows, clock: int, recent: list[tuple], gigabytes: float) -> list[str]:
     """What looks wrong, each with what to do about it, the worst first."""
     live, workers = life.live_workers(), life.workers()
-    finished = bool(workers) and all(map(life.has_left, workers))
+    finished = all(map(life.has_left, workers))
     idle = min(map(life.silence, live), default=0.0)
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
     often = [node for node in live if starts[node] > 5]
@@ -1039,7 +1036,7 @@ def health_warnings(
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live and not finished, "no live worker: start one with its old NODE_ID to resume it"),
-        (live and not recent, "no rollouts in three rounds: do all see this folder? are rounds long enough?"),
+        (live and clock > 1 and not recent, "no rollouts in three rounds: too short, or another folder?"),
         (idle > life.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
         (informative and not any(informative), "no informative group: WARM_START_STEPS, NUM_SHOTS, TASKS?"),
         (often, f"started more than five times: {', '.join(often)}. Do two machines share this NODE_ID?"),
@@ -1050,7 +1047,7 @@ def health_warnings(
 
 
 def monitor(store, stale_after: float, max_rounds: int, once=False, should_stop=lambda: False) -> None:
-    """Show the dashboard every 30 seconds, on a terminal and in a notebook in place of the last; once if asked."""
+    """Show the dashboard every 30 seconds in place of the last, in a notebook with a chart; once if asked."""
     life, known, clear = Life(store, stale_after), {}, "\033[2J\033[H" if sys.stdout.isatty() else ""
     while not should_stop():
         try:
@@ -1069,8 +1066,8 @@ def monitor(store, stale_after: float, max_rounds: int, once=False, should_stop=
             by_round = {t: [row["reward"] for row in now] for t, now in rows_by("round", rows).items()}
             line = (store.base.name, SHARING, "-", list(by_round), list(by_round.values()))
             draw({"round": [line]}, "reward (0 to 1): mean and range of nodes")
-        deadline = time.monotonic() + 30.0
-        while not once and not should_stop() and time.monotonic() < deadline:
-            time.sleep(0.2)
         if once:
             return
+        deadline = time.monotonic() + 30.0
+        while not should_stop() and time.monotonic() < deadline:
+            time.sleep(0.2)

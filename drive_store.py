@@ -1,20 +1,20 @@
 """The shared folder: everything that nodes tell one another goes through the files written and read here.
 
 Contract
-    Write-once  What the swarm's logic reads (round clock, registrations, rollouts, rewards, config) has a name that
-                is used once: a temp file in tmp/OWNER/, fsync, then linked or renamed to its name. A reader sees no
-                file or the whole file. The first complete one counts; a second writer leaves it as it is.
-    Rewritten   current_state.json and heartbeats are for people; logs are appended. On a mounted drive such files
-                may arrive late or never, so nothing depends on them alone.
-    Tolerant    A stranger may write anything here. Readers bound size, type and depth, and parse or raise BadFile.
-                One's *own* unreadable state is a StoreError, never "round 0".
+    Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) has a name that
+                is used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file or
+                the whole file. The first complete one counts; a second writer leaves it as it is.
+    Rewritten   current_state.json and heartbeats are for people; logs are appended. On a mounted drive such
+                files may arrive late or never, so nothing depends on them alone.
+    Tolerant    A stranger may write anything here. Readers bound size, type and depth; they parse or raise
+                BadFile. One's *own* unreadable state is a StoreError, never "round 0".
     Inside      No read, write, rename or delete leaves the folder: each folder on the way to a file is opened
                 without following links, and so is the file.
-    Impatient   A call does its work once or raises OSError. No threads, no retries: whoever calls decides how long
-                to go on. The Swarm's thread (coordinator.py) goes on for ever, a reader does not.
+    Impatient   A call does its work once or raises OSError. No threads, no retries: whoever calls decides how
+                long to go on. The Swarm's thread (coordinator.py) goes on for ever, a reader does not.
 
-Assumption: link and rename are atomic for readers on one machine. Across machines a stale or partial file may show
-for a while; it does not parse, and is read again later. The README shows the folder as a tree.
+Assumption: link and rename are atomic for readers on one machine. Across machines a stale or partial file may
+show for a while; it does not parse, and is read again later. The README shows the folder as a tree.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ from pathlib import Path, PurePosixPath
 FORMAT = 1  # of rollout files
 LAYOUT = 2  # of an experiment's folder; stands in config.json
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens is about 4 MiB
-MAX_JSON_PARTS = 400_000  # commas and brackets in a file: 8 MiB of "[]," would parse to a gigabyte of objects
-MAX_ABOUT_BYTES = 64 << 10  # a registration, heartbeat or reward
+MAX_JSON_PARTS = 400_000  # commas and brackets: 8 MiB of "[]," would parse to a gigabyte of objects
+MAX_ABOUT_BYTES = 64 << 10  # a registration, heartbeat, reward or config
 MAX_GROUPS_PER_FILE = 4096
 MAX_RESPONSE_CHARS = 32768
 MAX_QUESTION_CHARS = 16384
@@ -57,11 +57,11 @@ class BadFile(ValueError):
 
 
 def check_name(name: str, variable: str) -> str:
-    """Return `name` if it is safe as a file name everywhere, else raise ValueError. It becomes part of paths."""
+    """Return `name` if it is safe as a file name everywhere, else raise ValueError: it becomes part of paths."""
     for_windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or for_windows:
         allowed = (
-            "1 to 64 letters, digits, '.', '_' or '-', no '.' at either end, no name that Windows reserves"
+            "1 to 64 letters, digits, '.', '_', '-', no '.' at either end, no name that Windows reserves"
         )
         raise ValueError(f"{variable}={name!r}: use {allowed}")
     return name
@@ -72,18 +72,13 @@ def bucket(round_: int) -> str:
     return f"round_{round_:06d}"
 
 
-def bucket_round(name: str) -> int | None:
-    """Inverse of `bucket`, None for any other name. "round_000012" -> 12, "round_000012 (1)" -> None."""
-    return int(name[6:]) if re.fullmatch(r"round_\d{6}", name, re.ASCII) else None
-
-
 def stage_folder(kind: str, round_: int, stage: int) -> str:
     """("rewards", 12, 0) -> "rewards/round_000012/stage_0"."""
     return f"{kind}/{bucket(round_)}/stage_{stage}"
 
 
 def last_without_gap(rounds) -> int:
-    """The highest round that is not far above the one before it; -1 if there are none. {3, 4, 999999} -> 4."""
+    """The highest round that is not far above the one before it; -1 if there is none. {3, 4, 999999} -> 4."""
     last = -1
     for round_ in sorted(rounds):
         last = round_ if last < 0 or round_ - last <= MAX_GAP else last
@@ -117,14 +112,15 @@ def dump_json(data: dict) -> bytes:
 
 
 class DriveStore:
-    """One experiment's files. experiment=None: what experiments share (warmstart/, archives/, reports/).
+    """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
 
     Paths are relative to `base`. Every method raises OSError when the folder cannot be reached.
     """
 
     def __init__(self, root, experiment: str | None, owner: str = "reader"):
         self.root = Path(root)
-        self.place = () if experiment is None else ("experiments", check_name(experiment, "EXPERIMENT_NAME"))
+        inside = experiment is not None
+        self.place = ("experiments", check_name(experiment, "EXPERIMENT_NAME")) if inside else ()
         self.base = self.root.joinpath(*self.place)
         self.owner = check_name(owner, "NODE_ID")
         self.skipped = Counter()  # reason -> how often a file was unusable
@@ -133,7 +129,7 @@ class DriveStore:
     # -- folders and files
 
     def create(self) -> None:
-        """Make the experiment's folder. Only here: later a missing folder means that the drive is not mounted."""
+        """Make the experiment's folder. Only here: later a missing one means that the drive is not mounted."""
         self.base.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
@@ -167,33 +163,33 @@ class DriveStore:
             yield fd
 
     def names(self, path: str) -> list[str]:
-        """Names in a folder, sorted; empty if there is no such folder, or one that may not be read (counted)."""
+        """Names in a folder, sorted; none if there is no such folder, or one that may not be read (counted)."""
         try:
             with self.folder(path, look=True) as folder:
                 return sorted(os.listdir(folder))
-        except FileNotFoundError:
-            return []
         except OSError as error:
-            if error.errno not in NOT_A_FILE:
+            if error.errno not in NOT_A_FILE | {errno.ENOENT}:
                 raise
-            self.skipped["not a folder that this user may read"] += 1
+            self.skipped["not a folder that this user may read"] += error.errno != errno.ENOENT
             return []
 
-    def open(self, path: str):
-        """A regular file, for reading. Links, FIFOs and devices raise BadFile; nothing blocks on open."""
+    def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False):
+        """Open a regular file, with one name if it is to be written. BadFile if it is none; nothing blocks."""
         parent, _, name = path.rpartition("/")
         try:
-            with self.folder(parent) as folder:
-                file = open(os.open(name, os.O_RDONLY | NO_LINK, dir_fd=folder), "rb")
-            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            with self.folder(parent, make) as folder:
+                file = open(os.open(name, flags | NO_LINK, 0o666, dir_fd=folder), mode, buffering=0)
+            about = os.fstat(file.fileno())
+            if stat.S_ISREG(about.st_mode) and (flags == os.O_RDONLY or about.st_nlink == 1):
                 return file
             file.close()
         except OSError as error:
             if error.errno not in NOT_A_FILE:
                 raise
-        raise BadFile("not a regular file that this user may read")
+        raise BadFile("not a regular file that this user may use")
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
+        """Contents of a file; BadFile if it is larger or none that may be read."""
         with self.open(path) as file:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
@@ -211,7 +207,7 @@ class DriveStore:
             raise
 
     def read_matching(self, path: str, **identity) -> dict | None:
-        """A JSON file that says of itself what its path says; None if it is absent, unusable or another's."""
+        """A JSON file that says of itself what its path says; None if absent, unusable or another's."""
         with contextlib.suppress(BadFile):
             data = self.read(path)
             if data is not None and all(data.get(key) == value for key, value in identity.items()):
@@ -221,24 +217,22 @@ class DriveStore:
     def write(self, path: str, source, keep=None) -> bool:
         """Write a file through a temp file: readers see the old one, or none, or the whole new one.
 
-        source: bytes or an open binary file. keep: called with the contents of a file that has the name already;
-        where it says True that file stays, and False is returned. A crash leaves a temp file, see `sweep`.
+        source: bytes or an open binary file. keep: called with the contents of a file that has the name
+        already; where it says True that file stays, and False is returned. A crash leaves a temp file: `sweep`.
         """
         parent, _, name = path.rpartition("/")
         temp = secrets.token_hex(8)
+        source = io.BytesIO(source) if isinstance(source, bytes) else source
         with self.folder(f"tmp/{self.owner}", make=True) as tmp, self.folder(parent, make=True) as folder:
             try:
-                fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=tmp)
-                with open(fd, "wb") as file:
-                    shutil.copyfileobj(
-                        io.BytesIO(source) if isinstance(source, bytes) else source, file, 1 << 20
-                    )
+                with open(
+                    os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=tmp), "wb"
+                ) as file:
+                    shutil.copyfileobj(source, file, 1 << 20)
                     file.flush()
-                    os.fsync(fd)
+                    os.fsync(file.fileno())
                 if keep is not None:
-                    with contextlib.suppress(
-                        OSError
-                    ):  # atomic and exclusive, where the file system has links
+                    with contextlib.suppress(OSError):  # atomic and exclusive, where there are links
                         os.link(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
                         return True
                     with contextlib.suppress(BadFile, FileNotFoundError):
@@ -259,32 +253,21 @@ class DriveStore:
         self.write(path, dump_json(data))
 
     def append(self, path: str, text: str) -> None:
-        """Append to a log; a line torn by a crash is closed first, so that the new ones stay readable.
-
-        BadFile where a link, a FIFO or a file with a second name lies: what it leads to is not ours to write.
-        """
-        parent, _, name = path.rpartition("/")
+        """Append to a log; a line torn by a crash is closed first. BadFile: what lies there is not ours."""
         data = text.encode("utf-8", "replace")
         try:
-            with self.folder(parent, make=True) as folder:
-                fd = os.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_LINK, 0o666, dir_fd=folder)
-        except PermissionError:  # rclone's default, without a cache: files are written whole or not at all
+            file = self.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, "r+b", make=True)
+        except BadFile:  # rclone's default, without a cache: files are written whole or not at all
             known = self.read_bytes(path, 4 * MAX_JSON_BYTES)
             self.write(path, known + b"\n" * (not known.endswith(b"\n")) + data)
             return
-        except OSError as error:
-            if error.errno not in NOT_A_FILE:
-                raise
-            raise BadFile("not a regular file that this user may write") from error
-        with open(fd, "r+b", buffering=0) as file:
-            about = os.fstat(fd)
-            if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
-                raise BadFile("not a regular file that this user may write")
-            torn = about.st_size > 0 and os.pread(fd, 1, about.st_size - 1) != b"\n"
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             file.write(b"\n" * torn + data)
 
     def delete(self, path: str, prune: bool = False) -> None:
-        """Delete a file, or a folder with all in it; of a link the link. prune: its folder too, if that is empty."""
+        """Delete a file, a link, or a folder with all in it. prune: its folder too, if that is empty then."""
         parent, _, name = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError), self.folder(parent) as folder:
             if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
@@ -296,12 +279,6 @@ class DriveStore:
             outer, _, inner = parent.rpartition("/")
             with contextlib.suppress(OSError), self.folder(outer) as folder:
                 os.rmdir(inner, dir_fd=folder)
-
-    def move(self, path: str, to: "DriveStore", target: str) -> None:
-        """Rename a file or folder to `target`, a new name in this or another store."""
-        (parent, _, name), (folder, _, new) = path.rpartition("/"), target.rpartition("/")
-        with self.folder(parent) as source, to.folder(folder, make=True) as goal:
-            os.rename(name, new, src_dir_fd=source, dst_dir_fd=goal)
 
     def sweep(self) -> None:
         """Remove the temp files that a killed process of this name left."""
@@ -317,7 +294,7 @@ class DriveStore:
 
     def rounds(self, kind: str) -> list[int]:
         """Rounds that have a folder below `kind` (rollouts, rewards, checkpoints), ascending."""
-        return [r for r in map(bucket_round, self.names(kind)) if r is not None]
+        return [int(n[6:]) for n in self.names(kind) if re.fullmatch(r"round_\d{6}", n, re.ASCII)]
 
     def stages(self, kind: str, round_: int) -> list[int]:
         """Stages that have a folder in this round, ascending (up to 100)."""
@@ -347,8 +324,8 @@ class DriveStore:
                 self.write_once("config.json", {"layout": LAYOUT, **settings})
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
-            path = self.base / "config.json"
-            raise StoreError(f"{path}: {error}; restore it or start a new EXPERIMENT_NAME") from error
+            why = f"{error}; restore it or start a new EXPERIMENT_NAME"
+            raise StoreError(f"{self.base / 'config.json'}: {why}") from error
         if other:
             why = "was written by another version of this program, which this one cannot continue"
             raise StoreError(f"{self.base} {why}. Nothing was changed; start a new EXPERIMENT_NAME")
@@ -364,7 +341,7 @@ class DriveStore:
             self.rewrite("state/current_state.json", state)
 
     def clock(self) -> tuple[int, set[str]]:
-        """(highest open round, who opened it); (-1, nobody) before round 0. Names are the facts: one listing."""
+        """(highest open round, who opened it) or (-1, nobody). The names are the facts: one listing."""
         opened = {}
         for name in self.names("state/rounds"):
             if match := re.fullmatch(r"round_(\d{6})\.([\w.-]+)\.json", name, re.ASCII):
@@ -404,13 +381,10 @@ class DriveStore:
             return self.read_matching(f"heartbeats/{node_id}.json", node_id=node_id)
         return None
 
-    # -- rollouts, rewards, winners, checkpoints
+    # -- rollouts, rewards, checkpoints
 
     def publish(self, round_: int, stage: int, node_id: str, about: dict, groups: dict) -> bool:
-        """Write one rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. The first stands.
-
-        BadFile if readers would refuse it.
-        """
+        """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. BadFile: too large."""
         data = {
             "format": FORMAT,
             "peer_id": node_id,
@@ -429,7 +403,7 @@ class DriveStore:
         return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{node_id}.json", data)
 
     def fetch(self, round_: int, stage: int, node_id: str) -> list[dict]:
-        """One peer's groups, their structure checked, their truth not; BadFile with the reason if there are none."""
+        """A peer's groups, their structure checked, their truth not; BadFile says why there are none."""
         data = self.read(f"{stage_folder('rollouts', round_, stage)}/{node_id}.json", MAX_JSON_BYTES)
         if data is None:
             raise BadFile("listed, but not there yet")
@@ -440,16 +414,14 @@ class DriveStore:
 
         A round is renamed away first, so that what somebody puts in its place meanwhile is not touched.
         """
-        for round_ in [r for r in self.rounds("rollouts") if r < before_round]:
-            path, aside = f"rollouts/{bucket(round_)}", f"tmp/{self.owner}/{secrets.token_hex(4)}"
-            with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-                if archive:
-                    self.move(
-                        path, DriveStore(self.root, None, self.owner), f"archives/{self.base.name}/{path}"
-                    )
-                else:
-                    self.move(path, self, aside)
-                    self.delete(aside)
+        to = DriveStore(self.root, None, self.owner) if archive else self
+        for name in [bucket(r) for r in self.rounds("rollouts") if r < before_round]:
+            aside = f"archives/{self.base.name}/rollouts" if archive else f"tmp/{self.owner}"
+            with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
+                with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                    os.rename(name, name, src_dir_fd=source, dst_dir_fd=goal)
+            if not archive:
+                self.delete(f"{aside}/{name}")
 
     def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
         """Publish a node's reward of a round and stage; the first one stands."""
@@ -461,14 +433,7 @@ class DriveStore:
         path = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
         if path not in self._rewards:
             data = self.read_matching(path, node_id=node_id, round=round_, stage=stage) or {}
-            counts = (
-                "completions",
-                "local_groups",
-                "external_groups",
-                "informative_groups",
-                "held_out",
-                "grad_norm",
-            )
+            counts = "completions local_groups external_groups informative_groups held_out grad_norm".split()
             figures = [data.get("reward"), data.get("timestamp"), *(data.get(key, 0) for key in counts)]
             if not all(map(is_number, figures)) or not 0 <= data["reward"] <= 1:
                 return None
@@ -476,21 +441,8 @@ class DriveStore:
         return self._rewards[path]
 
     def last_rewarded(self) -> int:
-        """The clock's second witness, for a lost state folder: the last round with rewards, -1 if there is none."""
+        """The clock's second witness, for a lost state folder: the last round with rewards, or -1."""
         return last_without_gap(self.rounds("rewards"))
-
-    def write_winners(self, round_: int, limit: int = 100) -> dict[str, float]:
-        """winners/round_000012.json: mean reward of every node (of the first `limit`), the best first."""
-        rewards = {}
-        for stage in self.stages("rewards", round_):
-            for node in self.nodes("rewards", round_, stage)[:limit]:
-                if data := self.reward(round_, stage, node):
-                    rewards.setdefault(node, []).append(data["reward"])
-        best_first = sorted(((sum(each) / len(each), node) for node, each in rewards.items()), reverse=True)
-        means = {node: mean for mean, node in best_first}
-        if means:
-            self.write_once(f"winners/{bucket(round_)}.json", means)
-        return means
 
     def checkpoints(self, process: str) -> list[int]:
         """Rounds after which this process has a checkpoint file, newest first."""
@@ -498,30 +450,21 @@ class DriveStore:
         return [r for r in rounds if f"{process}.pt" in self.names(f"checkpoints/{bucket(r)}")]
 
 
-def list_experiments(root) -> list[str]:
-    """Names of the experiments below GDRIVE_PATH, sorted. One with a coordinator alone has no config.json yet."""
-    names = set()
-    for path in [
-        *Path(root).glob("experiments/*/config.json"),
-        *Path(root).glob("experiments/*/state/rounds"),
-    ]:
-        with contextlib.suppress(ValueError):  # a folder that this project did not make
-            names.add(check_name(path.relative_to(root).parts[1], "EXPERIMENT_NAME"))
-    return sorted(names)
+# -------- What a stranger's rollout file may look like --------------------------------------------------------
 
 
 def is_number(value) -> bool:
-    """A finite int or float. True and False are no numbers here, nor are integers too large for a float."""
+    """A finite int or float. True and False are no numbers here, nor is an integer too large for a float."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and abs(value) < 1e300 and math.isfinite(value)
 
 
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:
-    """Structure of a stranger's rollout file -> its groups; BadFile with the reason if any is out of bounds.
+    """Structure of a rollout file -> its groups; BadFile with the reason if any of it is out of bounds.
 
-    Each group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished, claimed}]}.
-    claimed is the writer's own reward: for people to see, never to learn from. Extra keys are ignored, so that
-    newer writers stay readable. One bad group rejects the file: its writer is not trusted with the rest.
+    A group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished,
+    claimed}]}; claimed is the writer's own reward: for people to see, never to learn from. Extra keys are
+    ignored. One bad group rejects the file: its writer is not trusted with the rest.
     """
 
     def need(condition, reason):

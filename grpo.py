@@ -95,13 +95,8 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
     dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens), as Dr. GRPO does.
     """
     lengths = lengths.to(torch.float64)
-    if loss_type == "dapo":
-        return torch.ones_like(lengths) / lengths.sum()
-    if loss_type == "grpo":
-        return 1.0 / (len(lengths) * lengths)
-    if loss_type == "dr_grpo":
-        return torch.full_like(lengths, 1.0 / (len(lengths) * max_new_tokens))
-    raise ValueError(f"LOSS_TYPE={loss_type!r}: expected dapo, grpo or dr_grpo")
+    shares = {"dapo": lengths.sum(), "grpo": len(lengths) * lengths, "dr_grpo": len(lengths) * max_new_tokens}
+    return torch.ones_like(lengths) / shares[loss_type]
 
 
 def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
@@ -190,17 +185,13 @@ def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0):
     sizes = torch.tensor([len(completions) for _, completions in pairs], device=device)  # (N,)
     rows = [c for _, completions in pairs for c in completions]
     targets, mask = right_pad(rows, pad_id, device)  # (B, T)
-    prompt_hidden, cache, attention_mask = prefill(
-        model, [prompt for prompt, _ in pairs], pad_id
-    )  # of N rows
-    hidden = prompt_hidden.repeat_interleave(sizes, 0).unsqueeze(
-        1
-    )  # (B, 1, H): scores each one's first token
+    last, cache, prompt_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id)  # of N rows
+    hidden = last.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): predicts the first tokens
     if (more := targets.shape[1] - 1) > 0:
         cache.batch_repeat_interleave(sizes)
-        if attention_mask is not None:  # padding on the right of completions is hidden by causality alone
-            attention_mask = F.pad(attention_mask.repeat_interleave(sizes, 0), (0, more), value=1)
-        rest, _ = forward_hidden(model, targets[:, :-1], attention_mask, cache)  # (B, T-1, H)
+        if prompt_mask is not None:  # padding on the right of completions is hidden by causality alone
+            prompt_mask = F.pad(prompt_mask.repeat_interleave(sizes, 0), (0, more), value=1)
+        rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
     logp = torch.zeros(mask.shape, device=device)
     return logp.masked_scatter(mask, token_logps(model, hidden[mask], targets[mask], temperature)), mask
@@ -257,28 +248,23 @@ def generate(
         batch = prompts[first : first + at_once]
         columns = noise[:, first * num_generations : (first + len(batch)) * num_generations]
         with autocast(model, dtype):
-            completions += decode(
-                model, batch, num_generations, temperature, eos_ids, columns, pad_id, answered
-            )
+            completions += decode(model, batch, columns, temperature, eos_ids, pad_id, answered)
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
 
-def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id, answered) -> list[list[int]]:
-    """The loop of `generate`: each prompt is run once, its KV cache repeated. noise: (steps, N x G)."""
-    device = model.device
+def decode(model, prompts, noise, temperature, eos_ids, pad_id=0, answered=None) -> list[list[int]]:
+    """The loop of `generate`: each prompt is run once, its KV cache is repeated. noise: (steps, N x G)."""
+    device, (steps, rows) = model.device, noise.shape
     hidden, cache, mask = prefill(model, prompts, pad_id)  # of N rows
-    cache.batch_repeat_interleave(num_generations)
-    logits = head_logits(model, hidden).repeat_interleave(num_generations, 0)  # (B, V)
-    mask = None if mask is None else mask.repeat_interleave(num_generations, 0)  # (B, P)
-
-    steps, rows = noise.shape
+    copies = rows // len(prompts)  # G
+    cache.batch_repeat_interleave(copies)
+    logits = head_logits(model, hidden).repeat_interleave(copies, 0)  # (B, V)
+    mask = None if mask is None else mask.repeat_interleave(copies, 0)  # (B, P)
     noise = noise.to(device)
     eos = torch.tensor(sorted(eos_ids), device=device)
     out = torch.full((rows, steps), -1, device=device)  # -1: nothing sampled
     alive = torch.arange(rows, device=device)  # which completion each row of the batch is
-    running = torch.ones(
-        rows, dtype=torch.bool, device=device
-    )  # is it unfinished? Finished rows leave in bulk
+    running = torch.ones(rows, dtype=torch.bool, device=device)  # unfinished? Finished rows leave in bulk
     for step in range(steps):
         token = sample_tokens(logits, noise[step, alive], temperature)  # (rows alive,)
         out[alive, step] = torch.where(running, token, -1)
@@ -289,13 +275,12 @@ def decode(model, prompts, num_generations, temperature, eos_ids, noise, pad_id,
         left = int(running.sum())
         if left == 0 or step == steps - 1:
             break
-        if left <= 0.75 * len(alive):  # copying the cache costs about a step: worth it for a quarter of them
+        if left <= 0.75 * len(alive):  # copying the cache costs about a step: worth it for a quarter
             cache.batch_select_indices(running.nonzero().squeeze(1))
             alive, token = alive[running], token[running]
             mask = None if mask is None else mask[running]
             running = running[running]
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(len(alive), 1)], dim=1)
+        mask = None if mask is None else F.pad(mask, (0, 1), value=1)
         hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
         logits = head_logits(model, hidden[:, -1])
     return [[t for t in row if t >= 0] for row in out.tolist()]
@@ -308,7 +293,7 @@ LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update made at onc
 
 
 def autocast(model, dtype: torch.dtype):
-    """Compute in bf16 if asked; weights and optimizer stay float32 (a bf16 weight loses a step of 1e-6)."""
+    """Compute in bf16 if asked; weights and optimizer stay float32: bf16 ones would lose a step of 1e-6."""
     return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
 
 
@@ -349,7 +334,7 @@ def head_logits(model, hidden):
 
 
 def prefill(model, prompts: list[list[int]], pad_id: int):
-    """Run N prompts once each: last hidden state (N, H), KV cache, its mask (N, P) or None if nothing is padded.
+    """Run N prompts once each: last hidden state (N, H), KV cache, its mask (N, P), None without padding.
 
     What all of them begin with (a chat model's system prompt) is run once for all, and its cache repeated.
     """
@@ -370,25 +355,24 @@ def prefill(model, prompts: list[list[int]], pad_id: int):
 
 
 def right_pad(rows: list[list[int]], pad_id: int, device):
-    """Rows as one batch: ids (B, T) and mask (B, T), True = real token. [[7], [8, 9]] -> [[7, pad], [8, 9]]."""
+    """Rows as a batch: ids (B, T), mask (B, T), True = real token. [[7], [8, 9]] -> [[7, pad], [8, 9]]."""
     width = max(map(len, rows))
     ids = torch.tensor([r + [pad_id] * (width - len(r)) for r in rows], device=device)
     return ids, torch.tensor([[True] * len(r) + [False] * (width - len(r)) for r in rows], device=device)
 
 
 def left_pad(prompts: list[list[int]], pad_id: int, device):
-    """The same with padding on the left, so that question and completion are contiguous; mask None if all ones."""
+    """The same, padded on the left: none between prompt and completion. No mask if nothing is padded."""
     ids, mask = right_pad([p[::-1] for p in prompts], pad_id, device)
     return ids.flip(1), None if mask.all() else mask.flip(1).long()
 
 
 def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
-    """The plain path: each prompt + completion is one right-padded row. Log-probabilities and mask, both (B, T)."""
+    """The plain path, prompt + completion as one right-padded row: log-probabilities, mask, both (B, T)."""
     pairs = list(zip(prompts, completions, strict=True))
     ids, _ = right_pad([p + c for p, c in pairs], pad_id, model.device)  # (B, P+T)
-    targets, _ = right_pad(
-        [[-1] * (len(p) - 1) + c + [-1] for p, c in pairs], -1, model.device
-    )  # of the next token
+    # (B, P+T): what each position predicts, -1 where that is not scored
+    targets, _ = right_pad([[-1] * (len(p) - 1) + c + [-1] for p, c in pairs], -1, model.device)
     _, mask = right_pad(completions, pad_id, model.device)  # (B, T)
     hidden, _ = forward_hidden(model, ids)
     logp = token_logps(model, hidden[targets >= 0], targets[targets >= 0], temperature)
@@ -459,7 +443,7 @@ def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int 
 
 
 def rows_that_fit(model, config) -> tuple[int, float, float]:
-    """(completions per forward pass of the update, GB one of them needs, GB available), from a rough estimate.
+    """(completions per forward pass of the update, GB one of them needs, GB available): a rough estimate.
 
     About 150 bytes of activations per token, layer and hidden unit; a quarter of the memory is used, because
     several workers may share it. A CPU gains little from more than a group at once, or 1.5 GB; what is free
@@ -496,83 +480,61 @@ def keep_freed_memory() -> None:
 
 # -------- Tasks and rewards -------------------------------------------------------------------------------
 
+# name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: a peer's text
+# reaches it. First come the paper's nine, at default difficulty, then eight that are small enough for `tiny`.
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-SMALL_SUMS = {"operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}
-
-# fmt: off
-# name -> (reasoning-gym dataset, its settings). Read its score_answer before you add one: a peer's text reaches it.
+SMALL_SIGNS = {"operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}
 TASK_TABLE = {
-    # the paper's nine, at reasoning-gym's default difficulty
     "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
-    "basic_arithmetic": ("basic_arithmetic", {}),
-    "arc_1d": ("arc_1d", {}),
-    "bf": ("bf", {}),
+    "basic_arithmetic": ("basic_arithmetic", {}), "arc_1d": ("arc_1d", {}), "bf": ("bf", {}),
     "propositional_logic": ("propositional_logic", {}),
     "fraction_simplification": ("fraction_simplification", {}),
-    "decimal_arithmetic": ("decimal_arithmetic", {}),
-    "calendar_arithmetic": ("calendar_arithmetic", {}),
+    "decimal_arithmetic": ("decimal_arithmetic", {}), "calendar_arithmetic": ("calendar_arithmetic", {}),
     "binary_matrix": ("binary_matrix", {}),
-    # eight small ones, within reach of the embedded model
-    "small_arithmetic": ("basic_arithmetic", {**SMALL_RANGE, **SMALL_SUMS}),
+    "small_arithmetic": ("basic_arithmetic", {**SMALL_RANGE, **SMALL_SIGNS}),
     "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "min_value": 1, "max_value": 31}),
     "small_fractions": ("fraction_simplification", {"max_value": 9, "max_factor": 5, "styles": ("plain",)}),
     "small_chain_sum": ("chain_sum", {"min_terms": 3, "max_terms": 3, "max_digits": 1}),
-    "small_gcd": ("gcd", {"max_value": 30}),
-    "small_lcm": ("lcm", {"max_value": 12}),
-    "small_count_bits": ("count_bits", {"max_n": 63}),
-    "small_products": ("products", SMALL_RANGE),
-    # others whose verifier was read
+    "small_gcd": ("gcd", {"max_value": 30}), "small_lcm": ("lcm", {"max_value": 12}),
+    "small_count_bits": ("count_bits", {"max_n": 63}), "small_products": ("products", SMALL_RANGE),
     "chain_sum": ("chain_sum", {}), "count_bits": ("count_bits", {}), "gcd": ("gcd", {}), "lcm": ("lcm", {}),
     "products": ("products", {}),
-}
+}  # fmt: skip
 EVAL_ON_ANSWER = (
     "spiral_matrix", "string_insertion", "n_queens", "countdown", "puzzle24", "simple_integration",
     "intermediate_integration", "polynomial_multiplication",
-)
+)  # fmt: skip
 UNSTABLE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
-# fmt: on
-PAPER_TASKS = tuple(TASK_TABLE)[:9]
-SMALL_TASKS = tuple(TASK_TABLE)[9:17]
-HELD_OUT_SEEDS = range(
-    2**52, 2**53
-)  # training seeds lie below; above, JSON's floats would no longer be exact
+PAPER_TASKS, SMALL_TASKS = tuple(TASK_TABLE)[:9], tuple(TASK_TABLE)[9:17]
+HELD_OUT_SEEDS = range(2**52, 2**53)  # training seeds lie below; JSON numbers are exact up to here
 REASONING_GYM_VERSION = version("reasoning-gym")  # its own __version__ names an older one
 MAX_SCORED_CHARS = 4096  # of the end of a completion
-MAX_FORMULA = (
-    200,
-    48,
-)  # characters; operators and opening parentheses. All premises joined by "and" take 90 and 30
+MAX_FORMULA_CHARS, MAX_FORMULA_SIGNS = 200, 48  # "and" over all premises of a question takes about 90 and 30
 
 
 def why_refused(task: str) -> str:
     """Why a task is not in TASK_TABLE, as a sentence."""
     if task in EVAL_ON_ANSWER:
-        return (
-            f"{task!r} is refused: its verifier runs eval on the answer, so a peer's text could run code here"
-        )
+        return f"{task!r} is refused: its verifier runs eval on the answer, a peer's text could run code here"
     if task in UNSTABLE:
         return f"{task!r} is refused: its questions differ between processes, so peers could not verify them"
-    near = difflib.get_close_matches(task, TASK_TABLE, n=1)
-    hint = (f"did you mean {near[0]}? " if near else "") + "allowed: " + ", ".join(TASK_TABLE)
-    return (
-        f"{task!r} is refused: unknown, or its verifier has not been checked against hostile answers; {hint}"
-    )
+    near = [f"did you mean {name}? " for name in difflib.get_close_matches(task, TASK_TABLE, n=1)]
+    reason = "unknown, or its verifier was not checked against hostile answers"
+    return f"{task!r} is refused: {reason}; {''.join(near)}allowed: {', '.join(TASK_TABLE)}"
 
 
 class BadQuestion(ValueError):
-    """A (task, seed) of which reasoning-gym makes no question: it raises, or would search for minutes."""
+    """A (task, seed) of which reasoning-gym makes no question: it raises, or would compute for minutes."""
 
 
 def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisors) -> list[int]:
-    """reasoning-gym tries every number up to the root of the gcd: 5 million seconds at worst, 0.1 with this bound."""
-    if math.gcd(a, b) > 10**12:
-        raise BadQuestion("it would look too long for a divisor")
+    """reasoning-gym tries every number up to the root of the gcd: a million and 0.1 s with this bound."""
+    if math.gcd(a, b) > 10**12:  # a bound on the work, not on the time: the same on every machine
+        raise BadQuestion("its search for divisors is too long")
     return search(a, b)
 
 
-basic_arithmetic.find_common_divisors = (
-    bounded_divisors  # a bound on work, not on time: the same on all machines
-)
+basic_arithmetic.find_common_divisors = bounded_divisors
 
 
 @dataclass(frozen=True)
@@ -589,15 +551,12 @@ class Question:
 
 @functools.lru_cache(maxsize=8192)
 def make_question(task: str, seed: int) -> Question:
-    """Item 0 of a fresh dataset: inside reasoning-gym item i uses Random(seed + i), so neighbouring seeds overlap.
-
-    Raises BadQuestion at the few seeds that have none.
-    """
+    """Item 0 of a fresh dataset: item i uses Random(seed + i), so neighbours overlap. Raises BadQuestion."""
     name, settings = TASK_TABLE[task]
-    try:
-        dataset = reasoning_gym.create_dataset(name, seed=seed, size=1, **settings)
+    try:  # decimal_arithmetic would leave its precision behind for the whole process; bf prints dots
         with decimal.localcontext(), contextlib.redirect_stdout(io.StringIO()):
-            entry = dataset[0]  # decimal_arithmetic would leave its precision behind, bf prints dots
+            dataset = reasoning_gym.create_dataset(name, seed=seed, size=1, **settings)
+            entry = dataset[0]
     except Exception as error:
         raise BadQuestion(f"{task} has no question at seed {seed}: {error!r}") from error
     answer = entry["answer"] if entry["answer"] is not None else entry["metadata"]["example_answer"]
@@ -605,33 +564,25 @@ def make_question(task: str, seed: int) -> Question:
 
 
 def lucky_question(task: str, seed: int) -> Question:
-    """The question of the first of seed, seed + 1, … that has one: by this rule whoever needs one makes his own."""
+    """The first of seed, seed + 1, … of which a question can be made: for questions of one's own."""
     for candidate in itertools.count(seed):
         with contextlib.suppress(BadQuestion):
             return make_question(task, candidate)
 
 
-def score_all(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
-    """Rewards of a group's completions; a text that occurs more than once is scored once."""
-    scores = {text: score(question, text, kind) for text in set(texts)}
-    return [scores[text] for text in texts]
-
-
 def score(question: Question, text: str, kind: str = "exact") -> float:
-    """Reward in [0, 1] of a completion's text, by reasoning-gym's verifier. Never raises, never evaluates the text.
+    """Reward in [0, 1] of a completion, by reasoning-gym's verifier. Never raises, never evaluates the text.
 
-    The answer is what stands in the last <answer>…</answer> (with nested tags, all from the first opening one).
-    exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which the
-    normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
+    The answer is what stands in the last <answer>…</answer> (with nested tags, all from the first one on).
+    exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which
+    the normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
     """
     answer, source = find_answer(text), question.entry["metadata"]["source_dataset"]
-    if answer is None:
-        return 0.0
     try:
-        if source == "binary_matrix":
-            raw = float(answer == question.answer)  # its verifier calls eval(answer)
-        elif source == "propositional_logic" and not is_small_formula(question, answer):
+        if answer is None or (source == "propositional_logic" and not is_small_formula(question, answer)):
             raw = 0.0
+        elif source == "binary_matrix":
+            raw = float(answer == question.answer)  # its verifier calls eval(answer)
         else:
             with decimal.localcontext():
                 raw = float(question.dataset.score_answer(answer, question.entry))
@@ -641,19 +592,25 @@ def score(question: Question, text: str, kind: str = "exact") -> float:
     return float(raw >= 0.99) if kind == "exact" else raw
 
 
-def is_small_formula(question: Question, answer: str) -> bool:
-    """Short, not deep, and only the question's own variables: the verifier's work doubles with every distinct one.
+def score_all(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
+    """Rewards of a group's completions. A text that occurs twice is scored once: the work is bounded."""
+    scores = {text: score(question, text, kind) for text in set(texts)}
+    return [scores[text] for text in texts]
 
-    69 characters took 9 s. Its own parser must say what a variable is: to it "P ¬P", "P()" and "PP" are three.
+
+def is_small_formula(question: Question, answer: str) -> bool:
+    """Short, not deep, only the question's own variables: the verifier's work doubles with each distinct one.
+
+    69 characters took 9 s. Its own parser must say what a variable is: to it "P ¬P", "P()", "PP" are three.
     """
-    if len(answer) > MAX_FORMULA[0] or sum(c in "∧∨¬→↔(" for c in answer) > MAX_FORMULA[1]:
+    if len(answer) > MAX_FORMULA_CHARS or sum(c in "∧∨¬→↔(" for c in answer) > MAX_FORMULA_SIGNS:
         return False
     used = question.dataset._collect_variables([Expression.from_string(answer)])
     return used <= set(question.entry["metadata"]["variables"])
 
 
 def find_answer(text: str) -> str | None:
-    """What stands in the last answer tag. Text is capped, and cut after it: there extract_answer is quadratic."""
+    """What stands in the last answer tag. Text is capped, and cut after it: extract_answer is quadratic."""
     text = text[-MAX_SCORED_CHARS:]
     return extract_answer(text[: text.rfind("</answer>") + len("</answer>")])
 
@@ -671,7 +628,7 @@ ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}
 
 @dataclass
 class Codec:
-    """A tokenizer with a learner's conventions: how a prompt looks, which ids end a completion, how much fits."""
+    """A tokenizer with a learner's conventions: how a prompt looks, which ids end a completion, what fits."""
 
     tokenizer: object
     eos_ids: set[int]
@@ -681,42 +638,38 @@ class Codec:
     max_completion: int
 
     def prompt(self, question: Question) -> list[int]:
-        """Chat template where the model has one; else plain text with `num_shots` solved examples of the task."""
+        """Chat template where the model has one; else plain text with `num_shots` solved examples."""
         if self.tokenizer.chat_template:
             system, user = SYSTEM_PROMPTS["default"], question.text
-            chat = [{"role": "system", "content": system}, {"role": "user", "content": user}]
             try:
-                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+                text = self.chat({"role": "system", "content": system}, {"role": "user", "content": user})
             except Exception:  # templates without a system role raise
-                chat = [{"role": "user", "content": system + "\n" + user}]
-                text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-            ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        else:
-            seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
-            shots = [lucky_question(question.task, seed) for seed in seeds]
-            text = "".join(f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots) + f"{question.text}\n"
-            ids = self.encode(text)
-        return ids[-self.max_prompt :]
+                text = self.chat({"role": "user", "content": system + "\n" + user})
+            return self.tokenizer(text, add_special_tokens=False).input_ids[-self.max_prompt :]
+        seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
+        shots = [lucky_question(question.task, seed) for seed in seeds]
+        text = "".join(f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots) + f"{question.text}\n"
+        return self.encode(text)[-self.max_prompt :]
+
+    def chat(self, *turns: dict) -> str:
+        return self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, tokenize=False)
 
     def encode(self, text: str) -> list[int]:
-        """Plain text -> ids, on its own and without special tokens: "<|im_end|>" in a peer's text stays text."""
+        """Plain text -> ids, on its own, without special tokens: "<|im_end|>" in a peer's text stays text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
     def completion(self, text: str, finished: bool) -> list[int]:
-        """A peer's completion as this model would have sampled it: with its EOS iff the writer's model ended it, and
-        none where `answered` ends it.
-        """
-        ends = finished and not (self.few_shot and "</answer>" in text)
-        return self.encode(text) + [self.eos_id] * ends
+        """A peer's completion as this model would have sampled it: no EOS where `answered` ends it."""
+        has_eos = finished and not (self.few_shot and "</answer>" in text)
+        return self.encode(text) + [self.eos_id] * has_eos
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def answered(self, ids: list[int]) -> bool:
-        """Whether a completion ends here without an EOS: after solved examples a base model makes up the next one."""
-        return self.few_shot and "</answer>" in self.decode(
-            ids[-len("</answer>") :]
-        )  # a token is at least a byte
+        """Whether a completion ends here without EOS: after solved examples a base model adds more."""
+        tail = ids[-len("</answer>") :]  # a token is at least a byte
+        return self.few_shot and "</answer>" in self.decode(tail)
 
     @property
     def few_shot(self) -> bool:
@@ -724,20 +677,19 @@ class Codec:
 
 
 def tiny_phrases(tasks) -> list[str]:
-    """Fixed pieces of the tasks' questions, a token each of the embedded model: recurring, no digit, 5+ characters."""
+    """Fixed pieces of the tasks' questions, a token each for tiny: recurring, no digits, 5+ characters."""
     counts = Counter()
     for task in tasks:
         for i in range(100):
             pieces = set(re.split(r"[0-9]+", lucky_question(task, 1000 * i).text + "\n"))
             counts.update(p for p in pieces if len(p) >= 5)
     recurring = [p for p, n in sorted(counts.items()) if n >= 10]
-    return (
-        ["<answer>", "</answer>"] + recurring + [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
-    )
+    styles = [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
+    return ["<answer>", "</answer>", *recurring, *styles]
 
 
 def build_tiny(tasks):
-    """The embedded model, 0.14 M parameters, and its tokenizer of characters and phrases; the same everywhere."""
+    """The embedded model, 0.14 M parameters, and its tokenizer of characters and phrases."""
     characters = sorted(set(map(chr, range(32, 127))) | set("\n∧∨¬→↔"))
     vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -749,7 +701,7 @@ def build_tiny(tasks):
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        initializer_range=0.1,  # about 1 / sqrt(n_embd): GPT-2's 0.02 is meant for 768 and learns half as much here
+        initializer_range=0.1,  # about 1 / sqrt(n_embd); GPT-2 uses 0.02 for 768: it learns half as much
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -757,7 +709,7 @@ def build_tiny(tasks):
 
 
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
-    """Model (float32, eval mode, on its device) and its Codec. ConfigError if it cannot be had or does not work here."""
+    """Model (float32, eval mode, on its device) and Codec. ConfigError if it cannot be had or used here."""
     name, new = config.MODEL_NAME, config.MAX_NEW_TOKENS
     try:
         if name == "tiny":
@@ -765,49 +717,42 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         else:
             token = config.HUGGINGFACE_ACCESS_TOKEN or None
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, token=token)
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, token=token)
+            kind = transformers.AutoModelForCausalLM
+            model = kind.from_pretrained(name, dtype=torch.float32, token=token)
         model = model.to(config.DEVICE).eval()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        expected = "expected tiny, a Hugging Face id or a local folder"
-        raise ConfigError(f"MODEL_NAME={name!r} cannot be loaded ({reason}): {expected}") from error
+        wanted = "expected tiny, a Hugging Face id or a local folder"
+        raise ConfigError(f"MODEL_NAME={name!r} cannot be loaded ({reason}): {wanted}") from error
     eos = model.generation_config.eos_token_id if model.generation_config else None
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     if not eos_ids:
         raise ConfigError(f"MODEL_NAME={name!r}: its tokenizer names no end-of-sequence token")
     positions = exact_positions(model)
     if positions < 2 * new:
-        raise ConfigError(
-            f"MAX_NEW_TOKENS={new}: {name} has {positions} positions; expected at most half of that"
-        )
-    longest = min(
-        2 * new, positions // 2
-    )  # of a peer's completion: its tokenizer may need more tokens, or fewer
-    codec = Codec(
-        tokenizer, eos_ids, end_of_turn(tokenizer, eos_ids), config.NUM_SHOTS, positions - longest, longest
-    )
+        raise ConfigError(f"MAX_NEW_TOKENS={new}: expected at most half of {name}'s {positions} positions")
+    longest = min(2 * new, positions // 2)  # of a peer's completion: its tokenizer may be another one
+    eos_id = end_of_turn(tokenizer, eos_ids)
+    codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest)
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
     return model, codec
 
 
 def exact_positions(model) -> int:
-    """How many positions the model has. Where longer text changes the rotary embedding of all of it (dynamic NTK,
-    LongRoPE), a KV cache made before would be wrong: there only as many as it was first trained on.
-    """
+    """How many positions can be used. Dynamic NTK and LongRoPE rotate all of a text in another way once it is
+    longer than the original length, which makes what is cached wrong: there only the original ones."""
     shape = model.config.get_text_config()
-    positions, rope = (
-        getattr(shape, "max_position_embeddings", 4096),
-        getattr(shape, "rope_parameters", None) or {},
-    )
+    positions = getattr(shape, "max_position_embeddings", 4096)
+    rope = getattr(shape, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         positions = min(positions, rope.get("original_max_position_embeddings") or positions)
     return positions
 
 
 def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
-    """Which of `eos_ids` the chat template puts after an answer (Gemma's <end_of_turn>); else the tokenizer's EOS."""
+    """Which of eos_ids the chat template puts after an answer (Gemma: <end_of_turn>); else the usual EOS."""
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
-    with contextlib.suppress(Exception):  # there is no template, or none of them follows
+    with contextlib.suppress(Exception):  # no template, or none of them follows
         tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("four")[2]
         return next(i for i in tokenizer(tail, add_special_tokens=False).input_ids if i in eos_ids)
     return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
@@ -817,91 +762,61 @@ def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
 def check_model(model, ids: list[int]) -> None:
     """ConfigError unless shared prompts give the log-probabilities of the model's own plain forward pass.
 
-    They do not where a cache cannot be repeated (state-space models), positions are ignored (BART) or logits are more
-    than `head_logits` (soft cap, scaling): the loss would be silently wrong. ids: 30 tokens of any text.
+    They do not where a cache cannot be repeated (state-space models), positions are ignored (BART) or logits
+    are more than `head_logits` (soft cap, scaling): training would be silently wrong. ids: 30 of any text.
     """
     answers = [ids[20:24], ids[3:4], ids[24:30]]
-    start = MIN_COMMON_TOKENS + 1
+    n = MIN_COMMON_TOKENS + 2
     try:
-        for prompts in (
-            [ids[: start + 1], ids[: start + 6]],
-            [ids[2:7], ids[4:20]],
-        ):  # with and without a common start
+        for prompts in ([ids[:n], ids[: n + 5]], [ids[2:7], ids[4:n]]):  # with a common start, and without
             ours, mask = shared_prompt_logps(model, [(prompt, answers) for prompt in prompts], 1.0, ids[0])
             theirs = []
             for prompt, answer in itertools.product(prompts, answers):
                 row = torch.tensor([prompt + answer], device=model.device)
-                logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits[0].float()
-                theirs.append(
-                    -F.cross_entropy(logits[len(prompt) - 1 : -1], row[0, len(prompt) :], reduction="none")
-                )
-            off = (ours[mask] - torch.cat(theirs)).abs().max().item()
-            if not off < 2e-3:
-                raise ValueError(f"log-probabilities differ by {off:.3g} from a plain forward pass")
+                logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
+                logp = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                theirs += [logp[i, token].item() for i, token in enumerate(answer)]
+            error = (ours[mask].cpu() - torch.tensor(theirs)).abs().max().item()
+            if not error < 2e-3:
+                raise ValueError(f"log-probabilities differ by {error:.2g} from a plain forward pass")
     except Exception as error:
-        kind, reason = model.config.model_type, f"{error!r}".splitlines()[0][:200]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         raise ConfigError(
-            f"MODEL_NAME: the architecture {kind!r} does not work with shared-prompt caches ({reason}); expected a "
-            "decoder with an ordinary KV cache, such as Qwen2.5, Llama, SmolLM2, GPT-2"
+            f"MODEL_NAME: architecture {model.config.model_type!r} does not work with shared-prompt caches "
+            f"({reason}); expected a decoder with an ordinary KV cache, such as Qwen2.5, Llama or GPT-2"
         ) from error
 
 
 def new_optimizer(model, config) -> torch.optim.AdamW:
-    """AdamW whose moments are allocated here, as the first step would: a step then needs no memory that may lack.
+    """AdamW whose moments are allocated here, as its first step would: a step then never lacks memory.
 
-    Fused but for tiny: one pass over memory, none of its own. It rounds differently, and tiny's published figures
-    repeat bit for bit.
+    Fused but for tiny: one pass over memory. It rounds differently, and tiny's figures repeat bit for bit.
     """
-    fused, params = config.MODEL_NAME != "tiny", list(model.parameters())
-    optimizer = torch.optim.AdamW(
-        params, config.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
-    )
+    fused, lr = config.MODEL_NAME != "tiny", config.LEARNING_RATE
+    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
     with explained_oom("the optimizer's state"):
-        for p in params:
-            step = torch.zeros((), dtype=torch.float32, device=p.device if fused else "cpu")
-            optimizer.state[p] = {
-                "step": step,
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+        for p in model.parameters():
+            step = torch.zeros((), device=p.device if fused else "cpu")
+            optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     return optimizer
 
 
 # -------- Warm start, and weights as bytes ----------------------------------------------------------------
 
-WARM_START_RECIPE = (
-    2  # raise this when anything below or in build_tiny changes: it is part of the cache's name
-)
+WARM_START_RECIPE = 2  # raise it when anything below or in build_tiny changes: it is part of the cache's name
 
 
 def warm_start_name(model, config, tasks) -> str:
     """Name of a warm start's weights: a hash of all that they depend on."""
-    recipe = [
-        WARM_START_RECIPE,
-        config.MODEL_NAME,
-        model.config.vocab_size,
-        config.WARM_START_STEPS,
-        config.SEED,
-    ]
+    tiny, vocabulary = config.MODEL_NAME == "tiny", model.config.get_text_config().vocab_size
+    recipe = [WARM_START_RECIPE, config.MODEL_NAME, vocabulary, config.WARM_START_STEPS, config.SEED]
     recipe += [task_hash(), sorted(tasks), config.NUM_SHOTS, config.MAX_NEW_TOKENS, REASONING_GYM_VERSION]
-    recipe += [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else []
+    recipe += [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if tiny else []
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
 
 
-def warm_start_loss(model, codec: Codec, prompts, answers):
-    """Mean negative log-likelihood of the answers' tokens: ordinary supervised fine-tuning."""
-    if (
-        codec.tokenizer.chat_template
-    ):  # the system prompt, most of a short question's tokens, is run once for all
-        pairs = [(prompt, [answer]) for prompt, answer in zip(prompts, answers, strict=True)]
-        logp, mask = shared_prompt_logps(model, pairs, 1.0, codec.eos_id)
-    else:
-        logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
-    return -(logp * mask).sum() / mask.sum()
-
-
 def warm_start_batches(codec: Codec, config, tasks, rng, share: float, batch_size: int) -> list:
-    """16 length-bucketed batches of (prompt, answer): a few batches' worth sorted by length, then in random order."""
+    """16 batches of (prompt, answer) of similar lengths, in random order. share: of the rewarded style."""
     samples = []
     for _ in range(16 * batch_size):
         question = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
@@ -916,21 +831,18 @@ def warm_start_batches(codec: Codec, config, tasks, rng, share: float, batch_siz
 
 
 def warm_start(model, codec: Codec, config, tasks, say) -> None:
-    """Supervised steps on the tasks' own questions, counted in steps, not seconds, so that the result is repeatable.
+    """Supervised steps on the tasks' own questions, counted in steps, not seconds: the result repeats.
 
-    tiny: answers in all styles, half of them the rewarded one, then a last phase in which that style is made rare
-    (ANSWER_TAG_SHARE): the model can do the arithmetic but hardly ever says it in the form that is rewarded. This is
-    done on purpose: finding that form is what is left to learn. Other models: the rewarded style only.
+    tiny: answers in all styles, half of them the rewarded one, then a last phase in which that style is rare
+    (ANSWER_TAG_SHARE): the model can do the arithmetic but hardly ever says it in the form that is rewarded.
+    On purpose: finding that form is what is left to learn. Other models: the rewarded style only.
     """
     tiny, steps = config.MODEL_NAME == "tiny", config.WARM_START_STEPS
     batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)
     last_phase = min(150, steps // 4) if tiny else 0
     main = steps - last_phase
-    rng = random.Random(f"warm start {config.SEED}")
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.0, fused=not tiny
-    )
-    batches = []
+    rng, batches = random.Random(f"warm start {config.SEED}"), []
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=not tiny)
     for step in range(steps):
         if step < main:  # warm-up and cosine
             share, lr = 0.5, peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
@@ -939,12 +851,12 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
             batches = batches if step > main else []
         batches = batches or warm_start_batches(codec, config, tasks, rng, share, batch_size)
         prompts, answers = zip(*batches.pop(), strict=True)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        loss = warm_start_loss(model, codec, prompts, answers)
+        logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
+        loss = -(logp * mask).sum() / mask.sum()  # negative log-likelihood: ordinary supervised fine-tuning
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         if (step + 1) % max(1, steps // 10) == 0:
             say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}")
@@ -963,12 +875,12 @@ def unpack_weights(data: bytes) -> dict | None:
     except (safetensors.SafetensorError, KeyError):  # KeyError: a type that torch does not have
         return None
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    return weights if all(w.dtype in floats and torch.isfinite(w).all() for w in weights.values()) else None
+    return weights if all(w.dtype in floats and w.isfinite().all() for w in weights.values()) else None
 
 
 def load_weights(model, weights: dict) -> bool:
-    """Put unpacked weights into the model; False, and the model as it was, where names or shapes do not fit."""
+    """Put unpacked weights into the model; False, and nothing changed, where names or shapes do not fit."""
     if {k: w.shape for k, w in weights.items()} != {k: p.shape for k, p in model.named_parameters()}:
         return False
-    model.load_state_dict(weights, strict=False)  # tied ones are the same tensor and follow
+    model.load_state_dict(weights, strict=False)  # what is tied to one of them is the same tensor
     return True

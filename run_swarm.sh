@@ -1,46 +1,56 @@
 #!/usr/bin/env bash
-# One coordinator and NUM_WORKERS (4) workers on this machine, or the paper's comparison, one experiment after another.
-#   bash run_swarm.sh                                           4 workers, I/J 4/4, embedded model: the main job
-#   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh             any variable of sapo.py is passed on
-#   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh           one experiment for each I/J and seed, then the report
-#   LOCAL_NODES=8 CONFIGS="8/0 4/4 4/4u 8/0x4" … run_swarm.sh   the same with all nodes in one process; u: EXTERNAL_FILTER
-#                                                               off, xK: LOCAL_OVERSAMPLE=K
-#   LOG_DIR=/tmp/logs bash run_swarm.sh                         every process's output also in a file of its own
+# One coordinator and NUM_WORKERS (4) workers on this machine, or the paper's comparison, one after another.
+#   bash run_swarm.sh                                     4 workers, I/J 4/4, embedded model: the main job
+#   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh       any variable of sapo.py is passed on
+#   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     an experiment for each I/J and seed, then the report
+#   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process;
+#                                                         u: EXTERNAL_FILTER off, xK: LOCAL_OVERSAMPLE=K
+#   LOG_DIR=/tmp/logs bash run_swarm.sh                   every process's output also in a file of its own
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python3 || command -v python)}
 export NUM_WORKERS=${NUM_WORKERS:-4}
-[[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected a positive integer"; exit 2; }
+[[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"; exit 2; }
 
 # Threads are shared out fairly: without this every worker starts one per core and all of them crawl.
-cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
+cores=$("$python" -c 'import os
+print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > NUM_WORKERS ? cores / NUM_WORKERS : 1 ))}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
 
-set -m  # each process gets a group of its own: Ctrl-C reaches this script alone, which passes it on exactly once
 pids=() names=() stopping=0
 stop_all() {  # only what this script started; a second Ctrl-C makes them exit at once
   stopping=1
-  for pid in "${pids[@]}"; do kill -INT "$pid" 2>/dev/null || true; done
+  for pid in ${pids[@]+"${pids[@]}"}; do kill -INT "$pid" 2>/dev/null || true; done
 }
 trap stop_all INT TERM HUP  # HUP: the terminal was closed
 
-start() {  # start NAME VAR=VALUE…: one process in the background, its output prefixed by its name
-  local name=$1; shift
-  local log=/dev/null
-  if [ -n "${LOG_DIR:-}" ]; then mkdir -p "$LOG_DIR"; log=$LOG_DIR/$name.log; fi
-  env "$@" "$python" "$here/sapo.py" \
-    > >(trap '' INT; while IFS= read -r line; do printf '%s\n' "[$name] $line"; done | tee "$log") 2>&1 &
-  pids+=($!) names+=("$name")
+prefixed() {  # NAME LOG: each line with the name before it; goes on until its process has ended
+  trap '' INT TERM HUP
+  while IFS= read -r line; do printf '%s\n' "[$1] $line"; done | tee "$2"
 }
 
-run_experiment() {  # one coordinator and the workers, until all have ended; returns 1 and names whoever failed
+start() {  # NAME VAR=VALUE…: one process in the background, in a process group of its own
+  local name=$1 log=/dev/null; shift
+  if [ -n "${LOG_DIR:-}" ]; then mkdir -p "$LOG_DIR"; log=$LOG_DIR/$name.log; fi
+  # Job control only here. The terminal's Ctrl-C must reach this script, which passes it on exactly once; with job
+  # control on for good it would go to whatever command the script is just waiting for.
+  set -m
+  env "$@" "$python" "$here/sapo.py" > >(prefixed "$name" "$log") 2>&1 &
+  set +m
+  pids+=($!) names+=("$name")
+  [ "$stopping" -eq 0 ] || kill -INT $! 2>/dev/null || true  # Ctrl-C came before it was in the list
+}
+
+run_experiment() {  # coordinator and workers, until all have ended; returns 1 and names whoever failed
   pids=() names=()
   if [ "${LOCAL_NODES:-1}" -gt 1 ]; then
     start swarm NODE_ROLE=worker "$@"  # its nodes keep step by themselves
   else
     start coordinator NODE_ROLE=coordinator "$@"
-    for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"; done
+    for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do
+      start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"
+    done
   fi
   local failed=0 status waiting="${!pids[*]}" still
   while [ -n "$waiting" ]; do
@@ -55,9 +65,11 @@ run_experiment() {  # one coordinator and the workers, until all have ended; ret
       fi
     done
     waiting=$still
-    # a coordinator waits for workers to come; here none will
-    if [ "$waiting" = "0 " ] && [ "${names[0]}" = coordinator ] && [ "$failed" -eq 1 ]; then kill -INT "${pids[0]}" 2>/dev/null || true; failed=2; fi
-    sleep 0.5
+    if [ "$waiting" = "0 " ] && [ "${names[0]}" = coordinator ] && [ "$failed" -eq 1 ]; then
+      kill -INT "${pids[0]}" 2>/dev/null || true  # a coordinator waits for workers to come; here none will
+      failed=2
+    fi
+    sleep 0.5 || true  # Ctrl-C ends it too
   done
   [ "$failed" -eq 0 ]
 }
@@ -66,24 +78,29 @@ main() {
   case ${TEST_MODE:-0} in
     0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-200} ;;  # TEST_MODE has its own
   esac
-  if [ -n "${CONFIGS:-}" ]; then
-    for seed in ${SEEDS:-${SEED:-42}}; do
-      for config in $CONFIGS; do
-        [[ $config =~ ^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$ ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"; exit 2; }
-        local name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
-        [ -z "${BASH_REMATCH[3]}" ] || filter=False
-        echo "run_swarm: experiment $name"
-        run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" \
-          EXTERNAL_FILTER=$filter LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1
-        [ "$stopping" -eq 0 ] || exit 130
-      done
-    done
-    NODE_ROLE=report "$python" "$here/sapo.py"
-  else
+  if [ -z "${CONFIGS:-}" ]; then
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
     run_experiment || exit 1
     [ "$stopping" -eq 0 ] || exit 130
+    return
   fi
+  local pattern='^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$' name filter
+  for seed in ${SEEDS:-${SEED:-42}}; do
+    for config in $CONFIGS; do
+      [[ $config =~ $pattern ]] || {
+        echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"
+        exit 2
+      }
+      name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
+      [ -z "${BASH_REMATCH[3]}" ] || filter=False
+      echo "run_swarm: experiment $name"
+      run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" \
+        NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" EXTERNAL_FILTER=$filter \
+        LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1
+      [ "$stopping" -eq 0 ] || exit 130
+    done
+  done
+  NODE_ROLE=report "$python" "$here/sapo.py"
 }
 
 main; exit  # on one line: bash reads a script as it goes, and someone may edit this one meanwhile

@@ -14,7 +14,6 @@ import contextlib
 import copy
 import difflib
 import hashlib
-import io
 import json
 import os
 import platform
@@ -46,9 +45,16 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
         is_known_dead,
         monitor,
     )
-    from coordinator import process_identity, report_text, reward_rows, short_time, summarize
+    from coordinator import (
+        list_experiments,
+        process_identity,
+        report_text,
+        reward_rows,
+        short_time,
+        summarize,
+    )
     from coordinator import validate_experiment, write_report
-    from drive_store import COORDINATOR, BadFile, DriveStore, StoreError, bucket, check_name, list_experiments
+    from drive_store import COORDINATOR, BadFile, DriveStore, StoreError, bucket, check_name
     from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE, Codec
     from grpo import ConfigError, Group, Question, find_answer, generate, halving_on_oom, keep_freed_memory
     from grpo import (
@@ -120,7 +126,7 @@ class Run:
     """What the functions below share: one process's nodes and its view of the swarm."""
 
     config: "Config"
-    store: DriveStore  # for main() and the Swarm's thread; training never calls it
+    store: DriveStore  # handed to the Swarm's thread; training itself never calls it
     swarm: Swarm
     codec: Codec
     nodes: list[Node]
@@ -136,9 +142,12 @@ class Run:
     max_rows: int = 1024  # completions per forward pass in the update
     max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
     began: float = field(default_factory=time.monotonic)
-    rounds_worked: int = 0
     round_began: float = 0.0
-    round_seconds: float = 0.0  # how long the last one took with the folder at hand
+    rounds_worked: int = 0
+
+    @property
+    def seconds_per_round(self) -> float:
+        return (time.monotonic() - self.began) / max(1, self.rounds_worked)
 
 
 # -------- The six steps of a round ----------------------------------------------------------------------------
@@ -279,7 +288,9 @@ def wait_for_peers(run: Run, t: int, stage: int) -> None:
         swarm.wait()
 
 
-def informative_pool(run: Run, node: Node, round_: int, stage: int | None, rng, figures: dict) -> list[Rollout]:
+def informative_pool(
+    run: Run, node: Node, round_: int, stage: int | None, rng, figures: dict
+) -> list[Rollout]:
     """The groups of one round that this node may draw: verified, scored here, informative, not used before.
 
     At most FETCH_MAX_PEERS peers, and I groups of each: flooding the folder buys no influence.
@@ -371,7 +382,6 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
         "total_reward": node.total_reward,
     }
     run.log.metrics(node.id, {**row, **figures})
-    run.log.say(log_line(node.id, t, config.MAX_ROUNDS, figures), quiet=not config.VERBOSE)
 
 
 def held_out_accuracy(run: Run, node: Node, t: int) -> float:
@@ -391,28 +401,20 @@ class Superseded(Exception):
 
 
 def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one. Waits for the clock, or opens the round if nobody leads."""
-    config, swarm, own = run.config, run.swarm, run.done + 1
-    if own >= config.MAX_ROUNDS:
-        return None
-    t = wait_for_clock(run, own)
+    """The round to work on now, None after the last one: the clock's, after whatever was missed."""
+    config, own = run.config, run.done + 1
+    t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
     if t >= config.MAX_ROUNDS:
-        todo = "nothing to do; raise MAX_ROUNDS to go on, or choose another EXPERIMENT_NAME"
-        run.log.event(
-            "end", f"the experiment is at round {t} already and MAX_ROUNDS={config.MAX_ROUNDS}: {todo}"
-        )
+        if run.rounds_worked == 0:
+            todo = f"raise MAX_ROUNDS={config.MAX_ROUNDS} to go on, or choose another EXPERIMENT_NAME"
+            run.log.event("end", f"already finished: the experiment is at round {t}; {todo}")
         return None
     if t > own:
-        opened = "were opened by the swarm meanwhile"
-        run.log.event(
-            "skip", f"rounds {own} to {t - 1} {opened}; going on with round {t}", first=own, last=t - 1
-        )
+        missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
+        run.log.event("skip", missed, first=own, last=t - 1)
         for node in run.nodes:  # rounds it had finished before it was killed
             node.total_reward += sum(run.paid.get((r, node.id), 0.0) for r in range(own, t))
-    now = time.monotonic()
-    if not swarm.down and run.rounds_worked:
-        run.round_seconds = now - run.round_began
-    run.round_began, swarm.round = now, t
+    run.round_began, run.swarm.round = time.monotonic(), t
     return t
 
 
@@ -422,18 +424,13 @@ def wait_for_clock(run: Run, own: int) -> int:
     A process that resumes where nobody else ever registered replays its rounds after the checkpoint.
     """
     swarm, grace = run.swarm, 0.0 if run.config.LOCAL_NODES > 1 else 2.0
-    impatient_at = time.monotonic() + max(30.0, 2 * run.round_seconds)
+    impatient_at = time.monotonic() + max(30.0, 2 * run.seconds_per_round)
     while True:
         run.stop.check()
         if swarm.superseded:
-            names = ", ".join(swarm.superseded)
-            raise Superseded(
-                f"a newer session of {names} is running; this one stops and changes nothing more"
-            )
-        if (
-            swarm.down
-        ):  # alone for now; no faster than the last rounds went, so as not to run away from the swarm
-            if time.monotonic() >= run.round_began + run.round_seconds:
+            raise Superseded(f"a newer session of {', '.join(swarm.superseded)} is running; this one stops")
+        if swarm.down:  # alone for now, and no faster than usual, so as not to run away from the swarm
+            if time.monotonic() >= run.round_began + run.seconds_per_round:
                 return own
         elif swarm.is_led:
             if swarm.clock >= own:
@@ -516,23 +513,22 @@ class StopButton:
 class Log:
     """Lines for people, JSON lines for programs; `write(path, line)` takes both to the shared folder."""
 
-    def __init__(self, node_id: str, secret: str = "", resume_line: str = ""):
+    def __init__(self, node_id: str, secret: str, resume_line: str):
         self.node_id, self.secret, self.resume_line, self.bar = node_id, secret, resume_line, None
-        self.early, self.write = [], lambda path, line: self.early.append((path, line))
+        self.early = []
+        self.write = lambda *line: self.early.append(line)  # until `attach`
 
     def attach(self, write) -> None:
-        """From now on lines go to write(path, line); those said before it was there go first."""
-        for path, line in self.early:
-            write(path, line)
-        self.early, self.write = [], write
+        """From now on lines go to write(path, line), those said before first."""
+        self.write = write
+        for line in self.early:
+            write(*line)
 
     def say(self, text: str, quiet: bool = False) -> None:
         """A line for people; quiet: only into stdout.log."""
         text = self._scrub(text)
         if not quiet:
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # whoever read the output is gone; the log file is not
+            with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
                 self.bar.write(text) if self.bar is not None else print(text, flush=True)
         self.write(f"logs/{self.node_id}/stdout.log", text)
 
@@ -550,75 +546,66 @@ class Log:
 
 
 def report_round(run: Run, t: int) -> None:
-    """One line for the round; a missing learning signal and externals that did not come are named."""
+    """A short line for the round; VERBOSE: a long one for each node. Externals that do not come are named."""
     config, each = run.config, [node.figures for node in run.nodes]
-    run.log.say(round_line(run, t, each), quiet=bool(config.VERBOSE))
-    short = max(figures["external_short"] for figures in each)
-    no_peers = not any(figures["external_peers"] for figures in each)
-    if short and no_peers and run.rounds_worked % 10 == 1:
+    mean = {
+        key: sum(f[key] for f in each) / len(each) for key in each[0] if isinstance(each[0][key], int | float)
+    }
+    name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
+    eta = short_time(run.seconds_per_round * (config.MAX_ROUNDS - 1 - t))
+    run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
+    for node in run.nodes:
+        run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
+        report_signal(run, node, t)
+    if mean["external_short"] and not mean["external_peers"] and run.rounds_worked % 10 == 1:
         published = [key[0] for key in list(run.swarm.rollouts) if key[2] not in run.swarm.nodes]
         found = (
             f"the newest peer file is {t - max(published)} rounds old"
             if published
             else "no peer file was found"
         )
-        missing = f"{short} of {config.NUM_TRANSPLANT_TREES} externals missing"
+        missing = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
         run.log.event(
             "wait", f"round {t}: {missing}; {found} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t
         )
-    for node in run.nodes:
-        report_signal(run, node, t)
 
 
 def report_signal(run: Run, node: Node, t: int) -> None:
-    """Say so when nothing was learned for ten rounds, and what may help."""
+    """Say so when a node had nothing to learn from for ten rounds, and what may help."""
+    node.barren.append(node.figures)
     if node.figures["informative_groups"]:
         node.barren.clear()
-        return
-    node.barren.append(node.figures)
     if len(node.barren) == node.barren.maxlen:
         keys = ("reward", "answer_tag_rate", "truncated_rate")
         mean = {key: sum(figures[key] for figures in node.barren) / len(node.barren) for key in keys}
-        run.log.event(
-            "no signal",
-            f"{node.id} had no informative group for {node.barren.maxlen} rounds: pass rate {mean['reward']:.3f}, "
-            f"answer tags in {mean['answer_tag_rate']:.0%} of completions, {mean['truncated_rate']:.0%} cut off. "
-            "Equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS or easier TASKS",
-            round=t,
-            **mean,
+        rates = (
+            "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}".format(
+                **mean
+            )
         )
+        todo = (
+            "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS or easier TASKS"
+        )
+        what = f"{node.id} had no informative group for {len(node.barren)} rounds"
+        run.log.event("no signal", f"{what}: {rates}; {todo}", round=t, **mean)
         node.barren.clear()
 
 
-def round_line(run: Run, t: int, each: list[dict]) -> str:
-    """One round of this process's nodes for people, in 100 columns: means over the nodes."""
-
-    def mean(key):
-        return sum(figures.get(key, 0) for figures in each) / len(each)
-
-    name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
-    width, left = len(str(run.config.MAX_ROUNDS)), run.config.MAX_ROUNDS - 1 - t
-    eta = short_time((time.monotonic() - run.began) / run.rounds_worked * left)
-    held_out = f" (held-out {mean('held_out'):.2f})" if "held_out" in each[0] else ""
-    groups = f"{mean('local_groups'):.0f}+{mean('external_groups'):.3g}, {mean('informative_groups'):.1f} informative"
-    seconds = " ".join(f"{mean(f'{what}_seconds'):.1f}s {what}" for what in ("generate", "wait", "train"))
+def short_line(t: int, max_rounds: int, s: dict) -> str:
+    held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     return (
-        f"{name} round {t:0{width}d}/{run.config.MAX_ROUNDS} | reward {mean('reward'):.2f}{held_out} | "
-        f"groups {groups} | {seconds} | eta {eta}"
+        f"round {t:0{len(str(max_rounds))}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
+        f"groups {s['local_groups']:.0f}+{s['external_groups']:.3g}, {s['informative_groups']:.2g} informative | "
+        f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
     )
 
 
-def log_line(node_id: str, t: int, max_rounds: int, s: dict) -> str:
-    """All figures of one node's round in one line. How to read it: README, "The log line"."""
-    held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
-    short = f" ({s['external_short']} short)" if s["external_short"] else ""
-    flat = s["local_groups"] + s["external_groups"] - s["informative_groups"]
-    return (
-        f"{node_id} round {t:0{len(str(max_rounds))}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
-        f"groups {s['local_groups']}+{s['external_groups']} of {s['external_pool']}{short}, "
-        f"{flat} flat, {s['rejected']} rejected | tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} "
-        f"len {s['mean_length']:.1f} | loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f} | "
-        f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
+def long_line(t: int, max_rounds: int, s: dict) -> str:
+    """All figures of one node's round. How to read it: README, "The log line"."""
+    return short_line(t, max_rounds, s) + (
+        f" | {s['external_pool']} in the pool, {s['external_short']} short, {s['rejected']} rejected"
+        f" | tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f}"
+        f" | loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f}"
     )
 
 
@@ -732,28 +719,30 @@ PRIVATE_SETTINGS = (
 
 def parse_value(text: str, spec):
     """One variable's text -> its value; ValueError says what is allowed."""
-    kind, allowed = spec.type, spec.metadata["allowed"]
-    low, high = spec.metadata["low"], spec.metadata["high"]
+    kind, allowed, low, high = spec.type, *(spec.metadata[name] for name in ("allowed", "low", "high"))
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+    }
+    expected = (
+        ", ".join(allowed or ()) or f"{'an integer' if kind is int else 'a number'} from {low} to {high}"
+    )
+    expected = "True or False" if kind is bool else expected + ", or auto" * (spec.default == "auto")
     if text == "auto" and spec.default == "auto":
         return text
-    if kind is bool:  # never bool(text): bool("False") is True
-        words = {"1": True, "true": True, "yes": True, "on": True}
-        words |= {"0": False, "false": False, "no": False, "off": False}
-        if text.lower() not in words:
-            raise ValueError("expected True or False")
-        return words[text.lower()]
-    if kind is str:
-        if allowed and text not in allowed:
-            raise ValueError("expected " + ", ".join(allowed))
-        return text
-    expected = f"expected {'an integer' if kind is int else 'a number'} from {low} to {high}"
-    expected += ", or auto" if spec.default == "auto" else ""
     try:
-        value = kind(text)
-    except ValueError:
-        raise ValueError(expected) from None
-    if not low <= value <= high:  # also refuses nan
-        raise ValueError(expected)
+        value = words[text.lower()] if kind is bool else kind(text)  # never bool(text): bool("False") is True
+        is_allowed = text in allowed if allowed else low is None or low <= value <= high  # also refuses nan
+    except (KeyError, ValueError):
+        is_allowed = False
+    if not is_allowed:
+        raise ValueError(f"expected {expected}")
     return value
 
 
@@ -1292,7 +1281,8 @@ def run_monitor(config: Config, stop: StopButton) -> str:
     """The live dashboard: every 30 seconds on a terminal or in a notebook, once elsewhere."""
     live = sys.stdout.isatty() or in_notebook()
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
-    monitor(store, config.STALE_AFTER_SECONDS, once=not live, should_stop=lambda: stop.requested)
+    rounds = store.open_config({}, only_read=True).get("MAX_ROUNDS", config.MAX_ROUNDS)
+    monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.requested)
     return "finished"
 
 
@@ -1303,15 +1293,10 @@ def run_report(config: Config) -> str:
         print(f"report: no experiment with rewards below {config.GDRIVE_PATH}")
         return "invalid"
     shared = DriveStore(config.GDRIVE_PATH, None)
-    print(report_text(rows, REPORT_THRESHOLD))
-    for name in write_report(
-        rows, lambda name, data: shared.write(f"reports/{name}", data), REPORT_THRESHOLD
-    ):
+    print(report_text(rows))
+    for name in write_report(rows, lambda name, data: shared.write(f"reports/{name}", data)):
         print(shared.base / "reports" / name)
     return "finished"
-
-
-REPORT_THRESHOLD = 0.3  # "rounds to" and "completions to" this smoothed mean reward
 
 
 # -------- For notebooks, and the command line -----------------------------------------------------------------
@@ -1337,7 +1322,7 @@ def compare_experiments(path, names=None) -> list[dict]:
     summaries = []
     for name in names or list_experiments(path):
         try:
-            summaries.append(summarize(DriveStore(path, name), REPORT_THRESHOLD))
+            summaries.append(summarize(DriveStore(path, name)))
         except (
             ValueError,
             StoreError,
