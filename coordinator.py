@@ -153,40 +153,42 @@ class Job:
 
 
 class Swarm:
-    """What this process knows of the shared folder; a daemon thread keeps it up to date and writes what is queued.
+    """What this process knows of the shared folder. A daemon thread keeps it up to date and writes what is queued.
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
-        main thread     round, state; hands over work with post, log, publish and open
-        swarm thread    clock, sessions, is_led, rollouts, refused; the only one that calls the store while training
-        hub threads     nothing here (uploads, see `push_to_hub` in sapo.py)
+        main thread    round, state; hands over work with post, publish and open
+        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; it alone calls the store
+        hub threads    nothing here (uploads, see `push_to_hub` in sapo.py)
 
-    nodes: {id: session} of this process's nodes. max_peers: 0 where nothing is drawn from peers. note(event, text):
-    called when something happens that a person should know.
+    nodes: {id: session} of this process. seat: the coordinator's name. max_peers: 0 if nothing is drawn from peers.
+    note(event, text): called when something happens that people should know. lines: see class Log in sapo.py.
     """
 
-    def __init__(
-        self, store, nodes: dict, *, seat, stages=1, max_age=4, max_peers=10, stale_after=300.0, note
-    ):
-        self.store, self.nodes, self.seat, self.note = store, nodes, seat, note
+    def __init__(self, store, nodes: dict, *, seat, stages, max_age, max_peers, stale_after, note, lines):
+        self.store, self.nodes, self.seat, self.note, self.lines = store, nodes, seat, note, lines
         self.stages, self.max_age, self.max_peers = stages, max_age, max_peers
         self.life = Life(store, stale_after)
         self.clock = -1  # highest round known to be open; never goes back
         self.sessions = {}  # node -> newest session, of everybody who ever registered
         self.is_led = False  # whether a coordinator is alive
         self.leaderless_since = time.monotonic()
-        self.rollouts = {}  # (round, stage, node) -> groups, their structure checked, of the last max_age rounds
-        self.refused = {}  # (round, stage, node) -> (why a file could not be used, when it is read again)
+        self.rollouts = {}  # (round, stage, node) -> groups of the last max_age rounds, their structure checked
+        self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
         self.round = 0  # the one that this process works on
-        self.looked_at = -1  # the round that the last whole look was made for
+        self.looked_at = -1  # the round for which the folder was last looked at
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
-        self._gone = set()  # chosen peers whose process is known to be dead
+        self._gone = set()  # awaited peers whose process is known to be dead
         self._given_up = set()  # peers that were waited for in vain before anybody had published
-        self._jobs, self._lines, self._lock = deque(), {}, threading.Lock()
-        self._wake, self._wanted, self._closing = threading.Event(), False, False
-        self._failing, self._good_look = None, time.monotonic()
-        self._next_beat, self._beat_seconds = 0.0, min(15.0, stale_after / 4)
+        self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
+        self._wanted = self._closing = False  # somebody waits for news; nothing more will be posted
+        self._failing = None  # monotonic time at which an outage began
+        self._good_look, self._next_beat, self._beat_seconds = (
+            time.monotonic(),
+            0.0,
+            min(15.0, stale_after / 4),
+        )
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
     # -- for the trainer
@@ -212,20 +214,18 @@ class Swarm:
         self._thread.start()
 
     def post(self, function, *args) -> None:
-        """Hand over a write. Writes are carried out in order and kept until they succeed: an outage loses nothing."""
+        """Hand over a write. They are carried out in order and kept until they succeed: an outage loses nothing."""
         self._jobs.append(Job(function, args))
         self._wake.set()
 
-    def log(self, path: str, line: str) -> None:
-        """Append a line to a log in the folder, together with others every few seconds."""
-        with self._lock:
-            self._lines.setdefault(path, []).append(line + "\n")
-
     def publish(self, round_: int, stage: int, node: str, about: dict, groups: dict) -> None:
         """Publish a node's groups; the other nodes of this process see them at once."""
-        seen = [{**group, "key": (round_, stage, node, int(index))} for index, group in groups.items()]
-        with self._lock:
-            self.rollouts[round_, stage, node] = seen
+        if self.max_peers:
+            with self._lock:
+                keyed = [
+                    group | {"key": (round_, stage, node, int(index))} for index, group in groups.items()
+                ]
+                self.rollouts[round_, stage, node] = keyed
         self.post(self.store.publish, round_, stage, node, about, groups)
 
     def open(self, round_: int) -> None:
@@ -241,13 +241,12 @@ class Swarm:
         Chosen are peers that published the round before: who did not is not waited for again. Before anybody else
         has published at all, registered peers are waited for once.
         """
-        here = self._published.get((round_, stage), set()) | self.nodes.keys()
-        return self._awaited(round_) - here - self._gone
+        return self._awaited(round_) - self._published.get((round_, stage), set()) - self._gone
 
     def _awaited(self, round_: int) -> set[str]:
         if any(self._published.values()):
             return set(self._chosen.get(round_, ()))
-        return self.sessions.keys() - {self.seat} - self._given_up
+        return self.sessions.keys() - {self.seat} - self.nodes.keys() - self._given_up
 
     def give_up(self, peers: set[str]) -> None:
         """These were waited for in vain."""
@@ -261,25 +260,24 @@ class Swarm:
                 found.setdefault(key[2], []).extend(self.rollouts[key])
         return found
 
-    def refusals(self, round_: int) -> int:
-        """How many files of one round could not be used."""
-        return sum(key[0] == round_ for key in list(self.refused))
-
-    def flush_log(self) -> None:
-        """Queue the gathered log lines for writing now."""
-        with self._lock:
-            lines, self._lines = self._lines, {}
-        for path, text in lines.items():
-            self.post(self.store.append, path, "".join(text))
-
     def wait(self) -> None:
         """Called by whoever waits for news: the next look comes as soon as the folder's pace allows."""
         self._wanted = True
         self._wake.set()
         time.sleep(0.01)
 
+    def flush_log(self) -> None:
+        """Queue the log lines that have gathered."""
+        texts = {}
+        with self._lock:
+            while self.lines:
+                path, line = self.lines.popleft()
+                texts[path] = texts.get(path, "") + line + "\n"
+        for path, text in texts.items():
+            self.post(self.store.append, path, text)
+
     def close(self, patience: float) -> int:
-        """Write what is queued and end the thread; returns how many writes did not get through in `patience` s."""
+        """Write what is queued and end the thread; how many writes did not get through in `patience` seconds."""
         self.flush_log()
         for node in self.nodes:
             self.post(self.store.heartbeat, node, self._beat(node))
@@ -292,46 +290,37 @@ class Swarm:
     # -- the thread
 
     def _run(self) -> None:
-        soon = later = 0.0  # when the next look may come, and when it comes at the latest
-        pause, retry_at = 1.0, 0.0
-        while not self._closing or self._jobs:
-            now = time.monotonic()
-            target = soon if self._wanted else later
-            self._wake.wait(max(0.0, min(target, max(retry_at, self._next_beat)) - now))
+        soon = later = retry_at = (
+            0.0  # the next look at the earliest, at the latest; the next try in an outage
+        )
+        pause = 1.0
+        while self._jobs or not self._closing:
+            due = min(soon if self._wanted else later, self._next_beat)
+            self._wake.wait(max(0.0, max(due, retry_at) - time.monotonic()))
             self._wake.clear()
-            now, error = time.monotonic(), None
-            if now >= retry_at or self._closing:
-                error = self._attempt(self._write)
-            if now >= (soon if self._wanted else later):
-                self._wanted = False
-                error = self._attempt(self._look) or error
-                soon = time.monotonic() + min(5.0, max(0.02, 10 * (time.monotonic() - now)))
-                later = soon + 0.5
-            if error is not None:
+            began = time.monotonic()
+            if began < retry_at and not self._closing:
+                continue
+            try:
+                self._write()
+                if began >= (soon if self._wanted else later):
+                    self._wanted, began = False, time.monotonic()
+                    self._look()
+                    soon = time.monotonic() + min(5.0, max(0.02, 10 * (time.monotonic() - began)))
+                    later = soon + 0.5
+                if self._failing is not None:
+                    self.note("outage over", f"the shared folder is back after {began - self._failing:.0f} s")
+                self._failing, pause = None, 1.0
+            except OSError as error:
+                if self._failing is None:
+                    self._failing = began
+                    self.note(
+                        "outage", f"the shared folder fails ({error}); training goes on, writes are queued"
+                    )
                 retry_at, pause = time.monotonic() + pause * random.uniform(0.5, 1.0), min(2 * pause, 15.0)
-            elif now >= retry_at:
-                pause = 1.0
-            self._tell(error, tried=now >= retry_at or error is not None)
-
-    def _attempt(self, step) -> OSError | None:
-        """step(); the OSError that it raised. Nothing else may end this thread: it is said, and the work goes on."""
-        try:
-            step()
-        except OSError as error:
-            return error
-        except Exception as error:
-            self.note("error", f"{step.__name__.strip('_')}: {error!r}")
-        return None
-
-    def _tell(self, error: OSError | None, tried: bool) -> None:
-        """Say when an outage begins and when it is over."""
-        if error is not None and self._failing is None:
-            self._failing = error, time.monotonic()
-            self.note("outage", f"the shared folder fails ({error}); training goes on, writes are queued")
-        elif error is None and tried and self._failing is not None:
-            seconds = time.monotonic() - self._failing[1]
-            self._failing = None
-            self.note("outage over", f"the shared folder is back after {seconds:.0f} s")
+            except Exception as error:  # nothing may end this thread
+                self.note("error", f"the look at the folder failed: {error!r}")
+                retry_at = time.monotonic() + pause
 
     def _write(self) -> None:
         """Heartbeats, gathered log lines, and the queue in order. OSError if the folder takes no writes at all."""
@@ -353,20 +342,16 @@ class Swarm:
         try:
             job.function(*job.args)
             return True
-        except OSError as error:
-            if not self.store.can_write():
-                raise
-            job.tries, job.retry_at = job.tries + 1, time.monotonic() + 2**job.tries
-            if job.tries < 6 and not self._closing:
-                return False
-            problem = error
-        except (
-            Exception
-        ) as error:  # a bug, or a folder where a file should be: one job stops neither queue nor training
-            problem = error
-        path = next((arg for arg in job.args if isinstance(arg, str)), "")
-        self.note("error", f"{job.function.__name__} {path} was set aside: {problem}")
-        return True
+        except Exception as error:  # one job stops neither the queue nor training
+            if isinstance(error, OSError):
+                if not self.store.can_write():
+                    raise
+                job.tries, job.retry_at = job.tries + 1, time.monotonic() + 2**job.tries
+                if job.tries < 6 and not self._closing:
+                    return False
+            what = [job.function.__name__, *(arg for arg in job.args if isinstance(arg, str))][:2]
+            self.note("error", f"{' '.join(what)} was set aside: {error}")
+            return True
 
     def _look(self) -> None:
         """Registrations, the clock, the coordinator, and what peers have published."""
@@ -387,24 +372,26 @@ class Swarm:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
         oldest = max(0, round_ - self.max_age)
         rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
+        keys = list(itertools.product(rounds, range(self.stages)))
         published = {key: peers for key, peers in self._published.items() if key[0] >= oldest}
-        for key in itertools.product(rounds, range(self.stages)):
+        for key in keys:
             published[key] = set(self.store.nodes("rollouts", *key)) - self.nodes.keys()
         self._published = published
-        for r, stage in itertools.product(rounds, range(self.stages)):
+        for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
         self.life.refresh(awaited := self._awaited(round_))
         self._gone = {peer for peer in awaited if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
+        self.refused = {key: retry_at for key, retry_at in self.refused.items() if key[0] >= oldest}
         with self._lock:
-            for known in (self.rollouts, self.refused):
-                for key in [key for key in known if key[0] < oldest]:
-                    del known[key]
+            self.rollouts = {key: groups for key, groups in self.rollouts.items() if key[0] >= oldest}
 
     def _choose(self, round_: int) -> set[str]:
-        """Up to max_peers peers to read in a round, drawn at random among those that published the round before,
-        then among those that published in it: never the first in the listing, nor the fastest."""
+        """Up to max_peers peers to read, drawn from those that published the round before, then from this round's.
+
+        Never the first in the listing, nor the fastest.
+        """
         chosen = self._chosen.setdefault(round_, set())
         for r in (round_ - 1, round_):
             others = (
@@ -414,20 +401,19 @@ class Swarm:
         return chosen
 
     def _fetch_one(self, key: tuple) -> None:
-        """Read a peer's file once. One that cannot be used is read again later: it may be on its way."""
-        _, retry_at = self.refused.get(key, ("", 0.0))
-        if key in self.rollouts or time.monotonic() < retry_at:
+        """Read a peer's file once. One that cannot be used is read again after 2 s: it may be on its way."""
+        if key in self.rollouts or time.monotonic() < self.refused.get(key, 0.0):
             return
         try:
             groups = self.store.fetch(*key)
         except (OSError, ValueError) as error:  # BadFile is a ValueError
-            if retry_at == 0.0:
+            if key not in self.refused:
                 self.note("reject", f"{key[2]}: {error}")
-            self.refused[key] = str(error), time.monotonic() + 2.0
+            self.refused[key] = time.monotonic() + 2.0
             return
         with self._lock:
             self.rollouts[key] = groups
-            self.refused.pop(key, None)
+        self.refused.pop(key, None)
 
 
 # -------- The role that opens rounds --------------------------------------------------------------------------
@@ -471,31 +457,36 @@ def is_round_over(
 class Coordinator:
     """The role that keeps a swarm in step: it opens rounds, trains nothing and loads no model.
 
-    expected: how many workers to wait for in round 0 (0: the first is enough), at most for one interval.
+    expected: workers to wait for in round 0 (0: the first is enough), at most for one interval after the first.
     """
 
     LOOK_AT = 8  # registrations and heartbeats read per look, however many workers are silent
 
-    def __init__(self, store, session: str, seat: str, *, max_rounds, last_stage, strategy, interval, stale_after,
-                 expected=0, say, each_round=lambda round_: None):  # fmt: skip
-        self.store, self.session, self.seat, self.say, self.each_round = store, session, seat, say, each_round
+    def __init__(
+        self, store, session: str, seat: str, *, max_rounds, last_stage, strategy, interval, stale_after, expected,
+        say, lines, each_round,
+    ):  # fmt: skip
+        self.store, self.session, self.seat, self.say, self.lines = store, session, seat, say, lines
         self.max_rounds, self.last_stage, self.strategy = max_rounds, last_stage, strategy
-        self.interval, self.expected = interval, expected
+        self.interval, self.expected, self.each_round = interval, expected, each_round
         self.life = Life(store, stale_after)
         self.round = first_round(store, seat)
         self.opened = self.began = time.monotonic()
-        self.first_seen, self._next_beat, self._down = None, 0.0, False
-        self.say(f"coordinator: round {self.round} is open ({strategy}, interval {interval:g} s)")
-        if self.round == 0:
-            self.say("coordinator: waiting for a first worker")
+        self.first, self.holding, self._next_beat, self._down = self.round, self.round == 0, 0.0, False
+        waiting = ", waiting for a first worker" if self.holding else ""
+        self.say(f"coordinator: round {self.round} is open ({strategy}, interval {interval:g} s){waiting}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended, in a word."""
-        while not should_stop():
+        outcome = None
+        while outcome is None and not should_stop():
             began = time.monotonic()
             try:
-                if outcome := self.step():
-                    return outcome
+                outcome = self.step()
+                while self.lines:
+                    path, line = self.lines[0]
+                    self.store.append(path, line + "\n")
+                    self.lines.popleft()
                 if self._down:
                     self.say("coordinator: the shared folder is back")
                 self._down = False
@@ -505,33 +496,36 @@ class Coordinator:
                 self._down = True
             time.sleep(min(5.0, max(0.02, 10 * (time.monotonic() - began))))
         with contextlib.suppress(OSError):
-            self._beat("stopped")
-        return "stopped"
+            self._beat({"finished": "done", None: "stopped"}.get(outcome, "superseded"))
+        return outcome or "stopped"
 
     def step(self) -> str | None:
         """One look at the folder, and perhaps the next round. A word when the coordinator's work is over."""
         submitted, live = self._look()
         now = time.monotonic()
+        late = sorted(set(live) - set(submitted))
         if self.life.sessions.get(self.seat, self.session) > self.session:
             self.say("coordinator: a newer session holds the seat; this one stops")
             return "superseded"
         if now >= self._next_beat:
             self._beat("running")
             self._next_beat = now + min(15.0, self.life.stale_after / 4)
-        if self._holds(submitted):
-            self.opened = now
-        elif self.round >= self.max_rounds - 1:
-            if not set(live) - set(submitted):
-                self._beat("done")
-                write_winners(self.store, self.round)
-                self.say(f"coordinator: round {self.round} was the last; finished")
-                return "finished"
-        elif is_round_over(self.strategy, now - self.opened, self.interval, live, submitted):
+        if self.holding:  # models take minutes to download
+            workers = len(self.life.sessions.keys() - {self.seat})
+            self.opened = self.opened if submitted else now
+            self.holding = not submitted or (workers < self.expected and now - self.opened < self.interval)
+        elif self.round >= self.max_rounds - 1 and not late:
+            self._tell(self.round, submitted, late)
+            self.say("coordinator: that was the last round; finished")
+            return "finished"
+        elif self.round < self.max_rounds - 1 and is_round_over(
+            self.strategy, now - self.opened, self.interval, live, submitted
+        ):
             self.store.open_round(
                 self.round + 1, self.seat
             )  # may fail: only an open round is the current one
             self.round, self.opened = self.round + 1, time.monotonic()
-            self._tell(submitted, sorted(set(live) - set(submitted)))
+            self._tell(self.round - 1, submitted, late)
             self.each_round(self.round)
         return None
 
@@ -541,35 +535,27 @@ class Coordinator:
         if clock > self.round:
             self.round, self.opened = clock, time.monotonic()
         submitted = self.store.nodes("rewards", self.round, self.last_stage)
-        for node in submitted:
-            self.life.note(node, "reward", self.round)
-        for node in self.store.nodes("rollouts", self.round, 0):
-            self.life.note(node, "rollouts", self.round)
+        for kind, nodes in (("reward", submitted), ("rollouts", self.store.nodes("rollouts", self.round, 0))):
+            for node in nodes:
+                self.life.note(node, kind, self.round)
         quiet = sorted(self.life.sessions.keys() - {self.seat} - set(submitted))
         self.life.refresh([self.seat, *random.sample(quiet, min(len(quiet), self.LOOK_AT))])
         workers = self.life.sessions.keys() - {self.seat}
-        return submitted, sorted(node for node in workers if self.life.is_live(node))
-
-    def _holds(self, submitted: list[str]) -> bool:
-        """Round 0 waits for its first reward, because models take minutes to download, then for those expected."""
-        if self.round > 0 or not submitted:
-            return self.round == 0
-        self.first_seen = self.first_seen or time.monotonic()
-        late = len(self.life.sessions.keys() - {self.seat}) < self.expected
-        return late and time.monotonic() - self.first_seen < self.interval
+        return submitted, [node for node in workers if self.life.is_live(node)]
 
     def _beat(self, state: str) -> None:
         self.store.heartbeat(self.seat, {"session": self.session, "round": self.round, "state": state})
 
-    def _tell(self, submitted: list[str], late: list[str]) -> None:
-        """One line for the round that has just ended, and its winners' file."""
-        means = write_winners(self.store, self.round - 1)
-        reward = f"reward {sum(means.values()) / len(means):.2f}" if means else "no reward"
-        per_round = (time.monotonic() - self.began) / max(1, self.round)
+    def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
+        """One line for a round that has ended, and its winners' file."""
+        means = write_winners(self.store, round_)
+        reward = f"reward {statistics.fmean(means.values()):.2f}" if means else "no reward"
         behind = f" | late: {' '.join(late)[:40]}" if late else ""
-        left = short_time(per_round * (self.max_rounds - self.round))
+        per_round = (time.monotonic() - self.began) / max(1, round_ + 1 - self.first)
+        eta = short_time(per_round * (self.max_rounds - 1 - round_))
+        width = len(str(self.max_rounds))
         self.say(
-            f"round {self.round - 1}/{self.max_rounds} | {reward} | {len(submitted)} nodes{behind} | eta {left}"
+            f"round {round_:0{width}d}/{self.max_rounds} | {reward} | {len(submitted)} nodes{behind} | eta {eta}"
         )
 
 

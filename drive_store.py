@@ -252,6 +252,11 @@ class DriveStore:
         """Replace a JSON file that is a convenience for people."""
         self.write(path, dump_json(data))
 
+    def copy(self, local_file, path: str) -> None:
+        """Copy a local file to `path`, replacing what is there."""
+        with open(local_file, "rb") as file:
+            self.write(path, file)
+
     def append(self, path: str, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first. BadFile: what lies there is not ours."""
         data = text.encode("utf-8", "replace")

@@ -24,7 +24,6 @@ import decimal
 import difflib
 import functools
 import hashlib
-import io
 import itertools
 import json
 import math
@@ -41,6 +40,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from reasoning_gym.arithmetic import basic_arithmetic
+from reasoning_gym.code.contrib.bfit.Compiler import Optimizer as bf_optimizer
 from reasoning_gym.logic.propositional_logic import Expression
 from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -95,8 +95,11 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
     dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens), as Dr. GRPO does.
     """
     lengths = lengths.to(torch.float64)
-    shares = {"dapo": lengths.sum(), "grpo": len(lengths) * lengths, "dr_grpo": len(lengths) * max_new_tokens}
-    return torch.ones_like(lengths) / shares[loss_type]
+    rows = len(lengths)
+    divisors = {"dapo": lengths.sum(), "grpo": rows * lengths, "dr_grpo": rows * max_new_tokens}
+    if loss_type not in divisors:
+        raise ValueError(f"LOSS_TYPE={loss_type!r}: expected {', '.join(divisors)}")
+    return torch.ones_like(lengths) / divisors[loss_type]
 
 
 def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
@@ -462,11 +465,9 @@ def available_memory(device: str) -> int:
     """Bytes to be had now, of the GPU or of main memory; Linux counts what its caches would give back."""
     if device == "cuda":
         return torch.cuda.mem_get_info()[0]
-    with contextlib.suppress(OSError), open("/proc/meminfo") as file:
-        if found := re.search(r"MemAvailable:\s+(\d+) kB", file.read()):
-            return int(found[1]) * 1024
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # that on macOS
-    return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError, TypeError), open("/proc/meminfo") as file:
+        return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS
 
 
 def keep_freed_memory() -> None:
@@ -509,18 +510,16 @@ PAPER_TASKS, SMALL_TASKS = tuple(TASK_TABLE)[:9], tuple(TASK_TABLE)[9:17]
 HELD_OUT_SEEDS = range(2**52, 2**53)  # training seeds lie below; JSON numbers are exact up to here
 REASONING_GYM_VERSION = version("reasoning-gym")  # its own __version__ names an older one
 MAX_SCORED_CHARS = 4096  # of the end of a completion
-MAX_FORMULA_CHARS, MAX_FORMULA_SIGNS = 200, 48  # "and" over all premises of a question takes about 90 and 30
+MAX_FORMULA_CHARS, MAX_FORMULA_SIGNS = 160, 40  # all premises of a question joined by "and" take 88 and 30
 
 
 def why_refused(task: str) -> str:
     """Why a task is not in TASK_TABLE, as a sentence."""
-    if task in EVAL_ON_ANSWER:
-        return f"{task!r} is refused: its verifier runs eval on the answer, a peer's text could run code here"
-    if task in UNSTABLE:
-        return f"{task!r} is refused: its questions differ between processes, so peers could not verify them"
+    reasons = dict.fromkeys(UNSTABLE, "its questions differ between processes: peers could not verify them")
+    reasons |= dict.fromkeys(EVAL_ON_ANSWER, "its verifier runs eval on the answer: a peer's code would run")
     near = [f"did you mean {name}? " for name in difflib.get_close_matches(task, TASK_TABLE, n=1)]
-    reason = "unknown, or its verifier was not checked against hostile answers"
-    return f"{task!r} is refused: {reason}; {''.join(near)}allowed: {', '.join(TASK_TABLE)}"
+    unknown = "unknown, or its verifier was not checked against hostile answers; " + "".join(near)
+    return f"{task!r} is refused: " + reasons.get(task, f"{unknown}allowed: {', '.join(TASK_TABLE)}")
 
 
 class BadQuestion(ValueError):
@@ -535,6 +534,7 @@ def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisor
 
 
 basic_arithmetic.find_common_divisors = bounded_divisors
+bf_optimizer.print = lambda *_, **__: None  # it prints dots
 
 
 @dataclass(frozen=True)
@@ -553,8 +553,8 @@ class Question:
 def make_question(task: str, seed: int) -> Question:
     """Item 0 of a fresh dataset: item i uses Random(seed + i), so neighbours overlap. Raises BadQuestion."""
     name, settings = TASK_TABLE[task]
-    try:  # decimal_arithmetic would leave its precision behind for the whole process; bf prints dots
-        with decimal.localcontext(), contextlib.redirect_stdout(io.StringIO()):
+    try:
+        with decimal.localcontext():  # decimal_arithmetic leaves its precision behind for the whole process
             dataset = reasoning_gym.create_dataset(name, seed=seed, size=1, **settings)
             entry = dataset[0]
     except Exception as error:
@@ -565,9 +565,10 @@ def make_question(task: str, seed: int) -> Question:
 
 def lucky_question(task: str, seed: int) -> Question:
     """The first of seed, seed + 1, … of which a question can be made: for questions of one's own."""
-    for candidate in itertools.count(seed):
+    for candidate in range(seed, seed + 50):
         with contextlib.suppress(BadQuestion):
             return make_question(task, candidate)
+    return make_question(task, seed + 50)  # so many at once are no bad luck: let the reason be seen
 
 
 def score(question: Question, text: str, kind: str = "exact") -> float:
@@ -678,11 +679,8 @@ class Codec:
 
 def tiny_phrases(tasks) -> list[str]:
     """Fixed pieces of the tasks' questions, a token each for tiny: recurring, no digits, 5+ characters."""
-    counts = Counter()
-    for task in tasks:
-        for i in range(100):
-            pieces = set(re.split(r"[0-9]+", lucky_question(task, 1000 * i).text + "\n"))
-            counts.update(p for p in pieces if len(p) >= 5)
+    texts = [lucky_question(task, 1000 * i).text + "\n" for task in tasks for i in range(100)]
+    counts = Counter(p for text in texts for p in set(re.split(r"[0-9]+", text)) if len(p) >= 5)
     recurring = [p for p, n in sorted(counts.items()) if n >= 10]
     styles = [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
     return ["<answer>", "</answer>", *recurring, *styles]
@@ -715,10 +713,9 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         if name == "tiny":
             model, tokenizer = build_tiny(tasks)
         else:
-            token = config.HUGGINGFACE_ACCESS_TOKEN or None
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, token=token)
-            kind = transformers.AutoModelForCausalLM
-            model = kind.from_pretrained(name, dtype=torch.float32, token=token)
+            access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None}
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **access)
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **access)
         model = model.to(config.DEVICE).eval()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -823,7 +820,8 @@ def warm_start_batches(codec: Codec, config, tasks, rng, share: float, batch_siz
         rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
         style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
         samples.append((codec.prompt(question), codec.completion(style.format(question.answer), True)))
-    samples = [s for s in samples if len(s[1]) <= codec.max_completion]
+    positions = codec.max_prompt + codec.max_completion
+    samples = [s for s in samples if len(s[0]) + len(s[1]) <= positions]
     samples.sort(key=lambda s: len(s[0]) + len(s[1]))
     batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
     rng.shuffle(batches)

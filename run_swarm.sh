@@ -33,7 +33,7 @@ prefixed() {  # NAME LOG: each line with the name before it; goes on until its p
 start() {  # NAME VAR=VALUE…: one process in the background, in a process group of its own
   local name=$1 log=/dev/null; shift
   if [ -n "${LOG_DIR:-}" ]; then mkdir -p "$LOG_DIR"; log=$LOG_DIR/$name.log; fi
-  # Job control only here. The terminal's Ctrl-C must reach this script, which passes it on exactly once; with job
+  # Job control only here: the terminal's Ctrl-C must reach this script, which passes it on exactly once. With job
   # control on for good it would go to whatever command the script is just waiting for.
   set -m
   env "$@" "$python" "$here/sapo.py" > >(prefixed "$name" "$log") 2>&1 &

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import difflib
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -36,37 +37,14 @@ import transformers
 from tqdm.auto import tqdm
 
 if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
-    from coordinator import (
-        Coordinator,
-        Swarm,
-        compare,
-        experiment_status,
-        in_notebook,
-        is_known_dead,
-        monitor,
-    )
-    from coordinator import (
-        list_experiments,
-        process_identity,
-        report_text,
-        reward_rows,
-        short_time,
-        summarize,
-    )
-    from coordinator import validate_experiment, write_report
+    from coordinator import Coordinator, Swarm, compare, experiment_status, in_notebook, is_known_dead
+    from coordinator import list_experiments, monitor, process_identity, report_text, reward_rows, short_time
+    from coordinator import summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, BadFile, DriveStore, StoreError, bucket, check_name
     from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE, Codec
     from grpo import ConfigError, Group, Question, find_answer, generate, halving_on_oom, keep_freed_memory
-    from grpo import (
-        load_model,
-        load_weights,
-        make_question,
-        new_optimizer,
-        pack_weights,
-        rows_that_fit,
-        score,
-    )
-    from grpo import task_hash, unpack_weights, update, warm_start, warm_start_name, why_refused
+    from grpo import load_model, load_weights, make_question, new_optimizer, pack_weights, rows_that_fit
+    from grpo import score, task_hash, unpack_weights, update, warm_start, warm_start_name, why_refused
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------------------
 
@@ -113,12 +91,7 @@ class Node:
     session: str = ""
     rollouts: list = field(default_factory=list)  # its own, of the current stage
     unpublished: list = field(default_factory=list)  # of the round so far, for publish frequency `round`
-    figures: dict = field(
-        default_factory=dict
-    )  # of the current stage, as they go into the log and the reward file
-    barren: deque = field(
-        default_factory=lambda: deque(maxlen=10)
-    )  # figures of rounds without informative groups
+    figures: dict = field(default_factory=dict)  # of the current stage, for the log and the reward file
 
 
 @dataclass
@@ -136,7 +109,6 @@ class Run:
     scratch: Path  # local folder for files on their way to the shared one
     done: int = -1  # last round finished (or skipped)
     checkpoints: list = field(default_factory=list)  # rounds after which there is one, oldest first
-    paid: dict = field(default_factory=dict)  # (round, node) -> reward published before this process started
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
     max_rows: int = 1024  # completions per forward pass in the update
@@ -144,6 +116,7 @@ class Run:
     began: float = field(default_factory=time.monotonic)
     round_began: float = 0.0
     rounds_worked: int = 0
+    last_informative: int = -1  # round in which there was an informative group, or the lack of one was said
 
     @property
     def seconds_per_round(self) -> float:
@@ -251,7 +224,7 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> list[Rollout]:
     figures = {"external_pool": 0, "external_peers": 0, "rejected": 0}
     if wanted > 0:
         wait_for_peers(run, t, stage)
-        figures["rejected"] = run.swarm.refusals(t)
+        figures["rejected"] = sum(key[0] == t for key in run.swarm.refused)
         rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
             pool = informative_pool(run, node, t - age, None if age else stage, rng, figures)
@@ -259,9 +232,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> list[Rollout]:
             drawn += rng.sample(pool, min(wanted - len(drawn), len(pool)))
             if len(drawn) == wanted:
                 break
-    node.trained = {key for key in node.trained if key[0] >= t - config.ROLLOUT_MAX_AGE} | {
-        r.key for r in drawn
-    }
+    oldest = t - config.ROLLOUT_MAX_AGE
+    node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
     ages = [t - rollout.key[0] for rollout in drawn]
     node.figures |= {**figures, "external_groups": len(drawn), "external_ages": ages}
     node.figures |= {"external_short": max(0, wanted - len(drawn)), "wait_seconds": time.monotonic() - began}
@@ -288,9 +260,7 @@ def wait_for_peers(run: Run, t: int, stage: int) -> None:
         swarm.wait()
 
 
-def informative_pool(
-    run: Run, node: Node, round_: int, stage: int | None, rng, figures: dict
-) -> list[Rollout]:
+def informative_pool(run: Run, node: Node, round_: int, stage, rng, figures: dict) -> list[Rollout]:
     """The groups of one round that this node may draw: verified, scored here, informative, not used before.
 
     At most FETCH_MAX_PEERS peers, and I groups of each: flooding the folder buys no influence.
@@ -307,7 +277,10 @@ def informative_pool(
         if len(groups) > config.NUM_TRAIN_SAMPLES:
             groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
         for raw in groups:
-            rollout = verify(run, raw)
+            key = raw["key"]
+            if key not in run.verified:  # the nodes of this process verify a group once for all
+                run.verified[key] = verify(run, raw)
+            rollout = run.verified[key]
             if isinstance(rollout, str):
                 figures["rejected"] += 1
                 if (peer, rollout) not in run.reported:  # say it once
@@ -319,17 +292,10 @@ def informative_pool(
 
 
 def verify(run: Run, raw: dict) -> Rollout | str:
-    """A peer's group -> Rollout in this process's token ids with rewards of its own, or the reason of rejection.
+    """A peer's group -> Rollout in this process's ids with rewards of its own, or the reason of rejection.
 
     Only (task, seed) and the completions' text are used; question and answer are made again from (task, seed).
     """
-    key = raw["key"]
-    if key not in run.verified:  # the nodes of this process verify a group once for all
-        run.verified[key] = verify_uncached(run, raw)
-    return run.verified[key]
-
-
-def verify_uncached(run: Run, raw: dict) -> Rollout | str:
     if raw["task"] not in run.tasks:
         return "task is not one of this experiment's"
     if raw["seed"] in HELD_OUT_SEEDS:
@@ -337,19 +303,15 @@ def verify_uncached(run: Run, raw: dict) -> Rollout | str:
     question = make_question(raw["task"], raw["seed"])
     if raw["prompt"] != question.text:
         return "prompt differs from the question"
-    texts = [c["response"] for c in raw["completions"]]
-    finished = [c["finished"] for c in raw["completions"]]
+    texts, finished = zip(*((c["response"], c["finished"]) for c in raw["completions"]), strict=True)
     completions = []
-    for text, done in zip(
-        texts, finished, strict=True
-    ):  # the first that does not fit ends it: encoding takes time
+    for text, done in zip(texts, finished, strict=True):  # the first that does not fit ends it: that is cheap
         completions.append(run.codec.completion(text, done))
         if not 1 <= len(completions[-1]) <= run.codec.max_completion:
             return f"completion empty or over {run.codec.max_completion} tokens here"
     rewards = [score(question, text, run.config.REWARD) for text in texts]
-    return Rollout(
-        question, Group(run.codec.prompt(question), completions, rewards), texts, finished, raw["key"]
-    )
+    group = Group(run.codec.prompt(question), completions, rewards)
+    return Rollout(question, group, texts, finished, raw["key"])
 
 
 def policy_gradient(run: Run, node: Node, external: list[Rollout]) -> None:
@@ -376,12 +338,8 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
     node.total_reward += figures["reward"]
     run.swarm.post(run.store.submit_reward, t, stage, node.id, {"session": node.session, **figures})
     row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
-    row |= {
-        "experiment": config.EXPERIMENT_NAME,
-        "my_reward": figures["reward"],
-        "total_reward": node.total_reward,
-    }
-    run.log.metrics(node.id, {**row, **figures})
+    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
+    run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
 
 
 def held_out_accuracy(run: Run, node: Node, t: int) -> float:
@@ -412,8 +370,6 @@ def next_round(run: Run) -> int | None:
     if t > own:
         missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
         run.log.event("skip", missed, first=own, last=t - 1)
-        for node in run.nodes:  # rounds it had finished before it was killed
-            node.total_reward += sum(run.paid.get((r, node.id), 0.0) for r in range(own, t))
     run.round_began, run.swarm.round = time.monotonic(), t
     return t
 
@@ -450,16 +406,15 @@ def wait_for_clock(run: Run, own: int) -> int:
 def finish_round(run: Run, t: int) -> None:
     """Say how the round went; checkpoint when due, clean up; then a stop that was asked for takes effect."""
     config, last = run.config, t == run.config.MAX_ROUNDS - 1
-    due = (t + 1) // config.CHECKPOINT_INTERVAL > (
-        run.done + 1
-    ) // config.CHECKPOINT_INTERVAL  # skipped ones too
+    intervals = [(round_ + 1) // config.CHECKPOINT_INTERVAL for round_ in (run.done, t)]
+    due = intervals[0] < intervals[1]  # also where the round in which it was due was skipped
     run.done, run.rounds_worked = t, run.rounds_worked + 1
     report_round(run, t)
     if due or last:
         run.swarm.flush_log()  # first: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
-        for node in run.nodes if not last else ():  # the last model: see `run_worker`
-            push_to_hub(run, node)
+        for node in run.nodes:
+            push_to_hub(run, node, last)
     if config.ROLLOUT_CLEANUP_ENABLED:
         run.swarm.post(run.store.retire_rollouts, t + 1 - rounds_to_keep(config), config.ROLLOUT_ARCHIVE_OLD)
     run.verified = {key: known for key, known in run.verified.items() if key[0] >= t - config.ROLLOUT_MAX_AGE}
@@ -511,18 +466,11 @@ class StopButton:
 
 
 class Log:
-    """Lines for people, JSON lines for programs; `write(path, line)` takes both to the shared folder."""
+    """Lines for people, JSON lines for programs."""
 
     def __init__(self, node_id: str, secret: str, resume_line: str):
         self.node_id, self.secret, self.resume_line, self.bar = node_id, secret, resume_line, None
-        self.early = []
-        self.write = lambda *line: self.early.append(line)  # until `attach`
-
-    def attach(self, write) -> None:
-        """From now on lines go to write(path, line), those said before first."""
-        self.write = write
-        for line in self.early:
-            write(*line)
+        self.lines = deque()  # (path, line) on their way to the shared folder; the Swarm's thread takes them
 
     def say(self, text: str, quiet: bool = False) -> None:
         """A line for people; quiet: only into stdout.log."""
@@ -530,65 +478,50 @@ class Log:
         if not quiet:
             with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
                 self.bar.write(text) if self.bar is not None else print(text, flush=True)
-        self.write(f"logs/{self.node_id}/stdout.log", text)
+        self.lines.append((f"logs/{self.node_id}/stdout.log", text))
 
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
         """A row of training_events.jsonl, and a line for people unless `quiet`."""
         self.say(f"{self.node_id} {kind}: {text}", quiet)
         row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text, **data}
-        self.write(f"logs/{self.node_id}/training_events.jsonl", self._scrub(json.dumps(row)))
+        self.row(self.node_id, "training_events.jsonl", row)
 
-    def metrics(self, node_id: str, row: dict) -> None:
-        self.write(f"logs/{node_id}/metrics.jsonl", json.dumps(row))
+    def row(self, node_id: str, name: str, row: dict) -> None:
+        self.lines.append((f"logs/{node_id}/{name}", self._scrub(json.dumps(row))))
 
     def _scrub(self, text: str) -> str:
         return text.replace(self.secret, "***") if self.secret else text
 
 
 def report_round(run: Run, t: int) -> None:
-    """A short line for the round; VERBOSE: a long one for each node. Externals that do not come are named."""
-    config, each = run.config, [node.figures for node in run.nodes]
-    mean = {
-        key: sum(f[key] for f in each) / len(each) for key in each[0] if isinstance(each[0][key], int | float)
-    }
+    """A short line for the round; VERBOSE: a long one for each node. Now and then what is missing, and what may help."""
+    config, swarm, each = run.config, run.swarm, [node.figures for node in run.nodes]
+    mean = {key: sum(f[key] for f in each) / len(each) for key in each[0] if key != "external_ages"}
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
     eta = short_time(run.seconds_per_round * (config.MAX_ROUNDS - 1 - t))
     run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
     for node in run.nodes:
         run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
-        report_signal(run, node, t)
-    if mean["external_short"] and not mean["external_peers"] and run.rounds_worked % 10 == 1:
-        published = [key[0] for key in list(run.swarm.rollouts) if key[2] not in run.swarm.nodes]
-        found = (
-            f"the newest peer file is {t - max(published)} rounds old"
-            if published
-            else "no peer file was found"
-        )
-        missing = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
-        run.log.event(
-            "wait", f"round {t}: {missing}; {found} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t
-        )
-
-
-def report_signal(run: Run, node: Node, t: int) -> None:
-    """Say so when a node had nothing to learn from for ten rounds, and what may help."""
-    node.barren.append(node.figures)
-    if node.figures["informative_groups"]:
-        node.barren.clear()
-    if len(node.barren) == node.barren.maxlen:
-        keys = ("reward", "answer_tag_rate", "truncated_rate")
-        mean = {key: sum(figures[key] for figures in node.barren) / len(node.barren) for key in keys}
-        rates = (
-            "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}".format(
-                **mean
-            )
-        )
+    if mean["informative_groups"]:
+        run.last_informative = t
+    if t - run.last_informative == 10:
+        run.last_informative = t
+        rates = "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}"
         todo = (
             "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS or easier TASKS"
         )
-        what = f"{node.id} had no informative group for {len(node.barren)} rounds"
-        run.log.event("no signal", f"{what}: {rates}; {todo}", round=t, **mean)
-        node.barren.clear()
+        run.log.event(
+            "no signal", f"no informative group for 10 rounds: {rates.format(**mean)}; {todo}", round=t
+        )
+    if mean["external_short"] and not mean["external_peers"] and run.rounds_worked % 10 == 1:
+        rounds = [key[0] for key in list(swarm.rollouts) if key[2] not in swarm.nodes]
+        newest = (
+            f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
+        )
+        short = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
+        run.log.event(
+            "wait", f"round {t}: {short}; {newest} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t
+        )
 
 
 def short_line(t: int, max_rounds: int, s: dict) -> str:
@@ -683,7 +616,7 @@ class Config:
     HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never shown")
     HF_REPO: str = var("auto", "where to; auto: <user>/<experiment>-<node>")
     # run_swarm.sh
-    NUM_WORKERS: int = var(4, "workers to start; validate: nodes to expect", low=1, high=10**4)
+    NUM_WORKERS: int = var("auto", "workers to start and to expect; auto: 4, waiting for none", low=1, high=10**4)
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
 
@@ -692,13 +625,8 @@ class Config:
 
 
 # fmt: on
-TEST_MODE_DEFAULTS = {
-    "MAX_ROUNDS": 3,
-    "NUM_TRAIN_SAMPLES": 4,
-    "NUM_GENERATIONS": 4,
-    "MODEL_NAME": "tiny",
-    "WARM_START_STEPS": 60,
-}
+TEST_MODE_DEFAULTS = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny"}
+TEST_MODE_DEFAULTS |= {"WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9}  # enough to have something to learn from
 SHARED_SETTINGS = (
     "SEED",
     "TASKS",
@@ -752,33 +680,27 @@ def read_config(environ) -> tuple[Config, list[str]]:
     given, mistakes, warnings = {}, [], []
     for name, spec in specs.items():
         text = environ.get(name, "").strip()
-        if text and not (name == SECRET and text == "None"):
-            try:
+        try:
+            if text and not (name == SECRET and text == "None"):
                 given[name] = parse_value(text, spec)
-            except ValueError as error:
-                mistakes.append(f"{name}={environ[name]!r}: {error}")
-    for name in set(environ) - set(specs):
-        near = difflib.get_close_matches(name.upper(), specs, n=1, cutoff=0.88)
-        if near:
+        except ValueError as error:
+            mistakes.append(f"{name}={environ[name]!r}: {error}")
+    for name in sorted(set(environ) - set(specs)):
+        if near := difflib.get_close_matches(name.upper(), specs, n=1, cutoff=0.88):
             warnings.append(f"{name} is not a variable of this program: did you mean {near[0]}?")
-    if given.get("TEST_MODE"):
-        given = {**TEST_MODE_DEFAULTS, **given}
-    config = Config(**given)
+    config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
     for name in ("EXPERIMENT_NAME", "NODE_ID"):
         try:
-            check_name(getattr(config, name), name)
+            check_name(getattr(config, name) + "_0" * (name == "NODE_ID" and config.LOCAL_NODES > 1), name)
         except ValueError as error:
             mistakes.append(str(error))
     if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
         mistakes.append(f"NODE_ID={config.NODE_ID!r}: this name is the coordinator's seat; choose another")
-    if config.LOCAL_NODES > 1 and len(config.NODE_ID) > 60:
-        mistakes.append(f"NODE_ID={config.NODE_ID!r}: at most 60 characters when LOCAL_NODES > 1")
-    if not config.HUGGINGFACE_ACCESS_TOKEN.isascii() or not config.HUGGINGFACE_ACCESS_TOKEN.isprintable():
+    if not (config.HUGGINGFACE_ACCESS_TOKEN.isascii() and config.HUGGINGFACE_ACCESS_TOKEN.isprintable()):
         mistakes.append(f"{SECRET}: holds characters that no token has (pasted with something invisible?)")
     tasks = [task.strip() for task in config.TASKS.split(",")]
-    mistakes += [
-        f"TASKS: {why_refused(task)}" for task in tasks if task not in TASK_TABLE and config.TASKS != "auto"
-    ]
+    refused = [task for task in tasks if task not in TASK_TABLE and tasks != ["auto"]]
+    mistakes += [f"TASKS: {why_refused(task)}" for task in refused]
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes))
     if (
@@ -795,16 +717,15 @@ def read_config(environ) -> tuple[Config, list[str]]:
 def resolve(config: Config) -> Config:
     """Work out every "auto" except TASKS, which may come from the experiment's config.json."""
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    there = [name for name in found if found[name]]
+    there = [name for name in found if found[name]] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     device = there[0] if config.DEVICE == "auto" else config.DEVICE
-    kind, _, index = device.partition(":")
-    if kind not in there or (index and not (index.isdecimal() and int(index) < torch.cuda.device_count())):
-        raise ConfigError(f"DEVICE={device!r}: this machine has {' and '.join(there)}")
+    if device not in there:
+        raise ConfigError(f"DEVICE={device!r}: this machine has {', '.join(there)}")
     model = config.MODEL_NAME
     if model == "auto":
-        model = "tiny" if kind == "cpu" else "Gensyn/Qwen2.5-0.5B-Instruct"
+        model = "tiny" if device == "cpu" else "Gensyn/Qwen2.5-0.5B-Instruct"
     tiny, colab = model == "tiny", Path("/content/drive/MyDrive")
-    has_bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)  # a T4 has none
+    has_bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)  # no T4
     auto = {
         "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
         "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
@@ -847,19 +768,17 @@ def save_checkpoint(run: Run) -> None:
     """
     nodes = {}
     for node in run.nodes:
-        trained = sorted(map(list, node.trained))
         nodes[node.id] = {"model": node.model.state_dict(), "optimizer": node.optimizer.state_dict()}
-        nodes[node.id] |= {"total_reward": node.total_reward, "trained": trained}
-    local = run.scratch / f"{run.done}.pt"
+        nodes[node.id] |= {"total_reward": node.total_reward, "trained": sorted(map(list, node.trained))}
     for older in run.scratch.glob("*.pt"):
         older.unlink(missing_ok=True)
+    local = run.scratch / f"{run.done}.pt"
     try:
         torch.save({"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}, local)
+        run.swarm.post(carry_checkpoint, run, run.done, local)
+        run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
     except (OSError, RuntimeError) as error:
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
-        return
-    run.swarm.post(carry_checkpoint, run, run.done, local)
-    run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
 
 
 def checkpoint_path(run: Run, round_: int) -> str:
@@ -868,14 +787,13 @@ def checkpoint_path(run: Run, round_: int) -> str:
 
 def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
     """In the Swarm's thread: copy a checkpoint to the folder, then delete all but the newest CHECKPOINT_KEEP."""
-    if not local.exists():
-        return  # a newer one took its place
-    with open(local, "rb") as file:
-        run.store.write(checkpoint_path(run, round_), file)
-    run.checkpoints.append(round_)
-    while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
-        run.store.delete(checkpoint_path(run, run.checkpoints.pop(0)), prune=True)
-    local.unlink(missing_ok=True)
+    if local.exists():  # else a newer one took its place
+        run.store.copy(local, checkpoint_path(run, round_))
+        run.checkpoints.append(round_)
+        for old in run.checkpoints[: -run.config.CHECKPOINT_KEEP]:
+            run.store.delete(checkpoint_path(run, old), prune=True)
+            run.checkpoints.remove(old)
+        local.unlink(missing_ok=True)
 
 
 def resume(run: Run) -> None:
@@ -934,17 +852,12 @@ def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
         for file in sorted(save_locally(run, node, "models").iterdir()):
-            run.swarm.post(copy_file, run.store, file, f"models/{node.id}/{file.name}")
+            run.swarm.post(run.store.copy, file, f"models/{node.id}/{file.name}")
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
     ask = f"pipeline('text-generation', {str(folder)!r})({prompt!r}, max_new_tokens={run.config.MAX_NEW_TOKENS})"
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
     run.log.say(f"final model: {folder}\n  try it: python -c {code}")
-
-
-def copy_file(store: DriveStore, local: Path, path: str) -> None:
-    with open(local, "rb") as file:
-        store.write(path, file)
 
 
 def save_locally(run: Run, node: Node, folder: str) -> Path:
@@ -957,13 +870,13 @@ def save_locally(run: Run, node: Node, folder: str) -> Path:
 HUB_PATIENCE = 1800.0  # seconds that the end of a run waits for uploads
 
 
-def push_to_hub(run: Run, node: Node, last: bool = False) -> None:
+def push_to_hub(run: Run, node: Node, last: bool) -> None:
     """Upload the model in the background if a token is set; a failed push is reported and never stops training.
 
-    While one is under way none but the last is begun, and that one waits for it.
+    While one is under way none but the last model's is begun, and that one waits for its turn.
     """
-    token, under_way = run.config.HUGGINGFACE_ACCESS_TOKEN, uploads(f"hub {node.id}")
-    if not token or (under_way and not last):
+    config, under_way = run.config, uploads()
+    if not config.HUGGINGFACE_ACCESS_TOKEN or (under_way and not last):
         return
     round_, local = run.done, save_locally(run, node, f"hub/{run.done}")
 
@@ -973,10 +886,9 @@ def push_to_hub(run: Run, node: Node, last: bool = False) -> None:
         try:
             from huggingface_hub import HfApi  # transformers brings it
 
-            api = HfApi(token=token)
-            repo = run.config.HF_REPO
+            api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
             if repo == "auto":
-                repo = f"{api.whoami()['name']}/{run.config.EXPERIMENT_NAME}-{node.id}"
+                repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node.id}"
             api.create_repo(repo, exist_ok=True)
             api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
             run.log.event("hub", f"pushed to {repo}")
@@ -987,11 +899,11 @@ def push_to_hub(run: Run, node: Node, last: bool = False) -> None:
             run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
         shutil.rmtree(local, ignore_errors=True)
 
-    threading.Thread(target=push, name=f"hub {node.id}", daemon=True).start()
+    threading.Thread(target=push, name="hub", daemon=True).start()
 
 
-def uploads(name: str = "hub ") -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith(name)]
+def uploads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "hub"]
 
 
 # -------- Roles -----------------------------------------------------------------------------------------------
@@ -1002,36 +914,28 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 
     only_read: config.json is not written yet, because what a start with a mistake leaves would bind the next one.
     """
-    tasks = config.TASKS
-    if tasks == "auto":
-        tasks = ",".join(SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS)
+    own_tasks = ",".join(SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS)
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in PRIVATE_SETTINGS}
-    settings |= {"TASKS": tasks, "created_at": time.time()}
+    settings |= {"TASKS": own_tasks if config.TASKS == "auto" else config.TASKS}
     settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash()}
-    began_with = store.open_config(settings, only_read)
-    path = store.base / "config.json"
+    began_with, path = (
+        store.open_config(settings | {"created_at": time.time()}, only_read),
+        store.base / "config.json",
+    )
     is_coordinator = config.NODE_ROLE == "coordinator"  # it knows neither I, J nor model
     if config.TASKS == "auto" or is_coordinator:
-        tasks = str(began_with.get("TASKS", tasks))
-        if unknown := [task for task in tasks.split(",") if task not in TASK_TABLE]:
-            raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
-    ours = {**settings, "TASKS": tasks}
-    compared = ("MAX_STAGES",) if is_coordinator else SHARED_SETTINGS
-    differ = {name: began_with.get(name) for name in settings if began_with.get(name) != ours[name]}
-    wrong = [
-        f"{name}={ours[name]!r}, but the experiment began with {differ[name]!r}"
-        for name in compared
-        if name in differ
-    ]
-    if wrong:
-        raise ConfigError(
-            f"{path} disagrees; change these settings or EXPERIMENT_NAME:\n  " + "\n  ".join(wrong)
-        )
-    differ.pop("created_at", None)
-    if differ and not only_read and not is_coordinator:
-        each = ", ".join(f"{name}={ours[name]} (there {value})" for name, value in differ.items())
-        say(f"warning: these settings differ from the experiment's config.json: {each}")
-    return tasks.split(",")
+        settings["TASKS"] = str(began_with.get("TASKS"))
+    tasks = settings["TASKS"].split(",")
+    if unknown := [task for task in tasks if task not in TASK_TABLE]:
+        raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
+    differ = {n: f"{v} (there {began_with.get(n)})" for n, v in settings.items() if began_with.get(n) != v}
+    fixed = ("MAX_STAGES",) if is_coordinator else SHARED_SETTINGS
+    if wrong := [f"{name}={differ[name]}" for name in fixed if name in differ]:
+        raise ConfigError(f"{path} disagrees; change {', '.join(wrong)} or EXPERIMENT_NAME")
+    if differ and not only_read:
+        each = ", ".join(f"{name}={both}" for name, both in differ.items())
+        say(f"warning: settings that differ from the experiment's config.json: {each}")
+    return tasks
 
 
 def announce(config: Config, store: DriveStore, say) -> None:
@@ -1093,8 +997,6 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
 
 def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     """Load, resume, train, save. Returns how it ended: finished, stopped or superseded."""
-    several = config.LOCAL_NODES > 1
-    node_ids = [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)] if several else [config.NODE_ID]
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID)
     store.create()
     announce(config, store, log.say)
@@ -1105,32 +1007,31 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     model, codec = load_model(config, tasks)
     load_warm_start(config, model, codec, tasks, log.say)
     tasks = join_experiment(config, store, log.say, only_read=False)
-    nodes = [new_node(node_id, model, config) for node_id in node_ids]
-    del model  # every node has a copy
+    ids = (
+        [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
+        if config.LOCAL_NODES > 1
+        else [config.NODE_ID]
+    )
     about = {"model": config.MODEL_NAME, **process_identity(), "versions": versions()}
-    sessions = {node.id: store.register(node.id, "worker", about) for node in nodes}
-    for node in nodes:
-        node.session = sessions[node.id]
+    nodes = [new_node(node_id, model, config, store.register(node_id, "worker", about)) for node_id in ids]
+    del model  # every node has a copy
     swarm = Swarm(
-        store, sessions, seat=COORDINATOR, stages=config.MAX_STAGES, max_age=config.ROLLOUT_MAX_AGE,
-        max_peers=config.FETCH_MAX_PEERS if config.NUM_TRANSPLANT_TREES else 0,
-        stale_after=config.STALE_AFTER_SECONDS, note=log.event,
+        store, {node.id: node.session for node in nodes}, seat=COORDINATOR, stages=config.MAX_STAGES,
+        max_age=config.ROLLOUT_MAX_AGE, max_peers=config.FETCH_MAX_PEERS if config.NUM_TRANSPLANT_TREES else 0,
+        stale_after=config.STALE_AFTER_SECONDS, note=log.event, lines=log.lines,
     )  # fmt: skip
-    log.attach(swarm.log)
     run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch())
     try:
         prepare(run)
         train(run)
         swarm.state = "done"
         save_models(run)
-        for node in nodes:
-            push_to_hub(run, node, last=True)
         total = sum(node.total_reward for node in nodes) / len(nodes)
         log.event("end", f"finished; cumulative reward {total:.2f} per node")
         return "finished"
     except Stopped:
         swarm.state = "stopped"
-        if run.done >= 0 and run.done not in run.checkpoints:
+        if run.done not in (-1, *run.checkpoints):
             save_checkpoint(run)
         log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
         return "stopped"
@@ -1141,10 +1042,10 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         close(run)
 
 
-def new_node(node_id: str, model, config: Config) -> Node:
+def new_node(node_id: str, model, config: Config, session: str) -> Node:
     """A node with its own copy of the weights."""
     own = copy.deepcopy(model).eval()
-    return Node(node_id, own, new_optimizer(own, config))
+    return Node(node_id, own, new_optimizer(own, config), session=session)
 
 
 def make_scratch() -> Path:
@@ -1161,28 +1062,25 @@ def make_scratch() -> Path:
 
 def prepare(run: Run) -> None:
     """Resume, sweep what a killed session left, look at the folder once, check the disk, and say what begins."""
-    config, store = run.config, run.store
+    config, store, swarm = run.config, run.store, run.swarm
     resume(run)
     store.sweep()
-    run.swarm.round = run.done + 1
-    run.swarm.start()
-    if (
-        not run.swarm.alone
-    ):  # then rounds after the checkpoint are not replayed: their rewards are there already
-        for t in range(run.done + 1, store.last_rewarded() + 1):
-            for node in run.nodes:
-                rewards = [store.reward(t, stage, node.id) for stage in range(config.MAX_STAGES)]
-                run.paid[t, node.id] = sum(r["reward"] for r in rewards if r)
+    swarm.round = run.done + 1
+    swarm.start()
+    for t in range(
+        run.done + 1, 0 if swarm.alone else swarm.clock
+    ):  # finished before a kill, and not replayed
+        for node, stage in itertools.product(run.nodes, range(config.MAX_STAGES)):
+            node.total_reward += (store.reward(t, stage, node.id) or {"reward": 0.0})["reward"]
     check_disk(run)
     run.max_rows, row, available = rows_that_fit(run.nodes[0].model, config)
-    at_once = config.NUM_GENERATIONS * (config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES)
-    at_once = min(run.max_rows, at_once)
-    takes = f"the update takes about {at_once * row:.1f} GB for {at_once} completions at once"
-    run.log.say(f"memory: {takes}; {available:.1f} GB available")
+    groups = config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES
+    rows = min(run.max_rows, config.NUM_GENERATIONS * groups)
+    needed = f"the update takes about {rows * row:.1f} GB for {rows} completions at once"
+    run.log.say(f"memory: {needed}; {available:.1f} GB available")
+    info = {**process_identity(), "versions": versions(), "device": config.DEVICE, "cpus": os.cpu_count()}
     for node in run.nodes:
-        info = {"node_id": node.id, **process_identity(), "versions": versions()}
-        info |= {"device": config.DEVICE, "cpus": os.cpu_count()}
-        run.swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", info)
+        swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **info})
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
     what = f"{len(run.nodes)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
@@ -1241,7 +1139,6 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     store.sweep()
     about = {"model": None, **process_identity(), "versions": versions()}
     session = store.register(COORDINATOR, "coordinator", about)
-    log.attach(lambda path, line: store.append(path, line + "\n"))
 
     def each_round(round_):
         if config.ROLLOUT_CLEANUP_ENABLED:  # workers clean up after themselves; this is for those long gone
@@ -1250,53 +1147,47 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     coordinator = Coordinator(
         store, session, COORDINATOR, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1,
         strategy=config.ROUND_ADVANCE, interval=config.COORDINATOR_ROUND_INTERVAL,
-        stale_after=config.STALE_AFTER_SECONDS, say=log.say, each_round=each_round,
+        stale_after=config.STALE_AFTER_SECONDS, expected=0 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS, say=log.say, lines=log.lines,
+        each_round=each_round,
     )  # fmt: skip
     return coordinator.run(lambda: stop.requested)
 
 
-def run_validate(config: Config) -> str:
-    """Print what a finished run lacks; "valid" or "invalid". Rounds and nodes as set, else as the run was started."""
-    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
-    began_with = store.open_config({}, only_read=True)
-    rounds, local = began_with.get("MAX_ROUNDS"), began_with.get("LOCAL_NODES")
-    if not (
-        isinstance(rounds, int) and isinstance(local, int) and 1 <= rounds <= 10**6 and 1 <= local <= 256
-    ):
-        raise StoreError(
-            f"{store.base / 'config.json'}: MAX_ROUNDS or LOCAL_NODES is missing or out of range"
+def run_reader(config: Config, stop: StopButton) -> str:
+    """monitor, validate or report: they change no experiment and load no model."""
+    store, shared = (DriveStore(config.GDRIVE_PATH, name) for name in (config.EXPERIMENT_NAME, None))
+    names = list_experiments(config.GDRIVE_PATH)
+    if config.NODE_ROLE == "report" and names:
+        rows = compare_experiments(config.GDRIVE_PATH)
+        print(report_text(rows) if rows else f"report: no rewards below {config.GDRIVE_PATH}")
+        for name in (
+            write_report(rows, lambda name, data: shared.write(f"reports/{name}", data)) if rows else ()
+        ):
+            print(shared.base / "reports" / name)
+        return "finished" if rows else "invalid"
+    if config.EXPERIMENT_NAME not in names:
+        print(
+            f"no experiment {config.EXPERIMENT_NAME!r} below {config.GDRIVE_PATH}; there are: {', '.join(names)}"
         )
-    rounds = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else rounds
-    nodes = local if local > 1 else began_with.get("NUM_WORKERS")
-    if config.NUM_WORKERS != Config.NUM_WORKERS or not isinstance(nodes, int):
-        nodes = config.NUM_WORKERS
-    problems = validate_experiment(store, rounds, nodes)
-    for problem in problems:
-        print(f"validate: {problem}")
-    print(f"validate: {store.base}: " + ("FAILED" if problems else "passed"))
-    return "invalid" if problems else "valid"
-
-
-def run_monitor(config: Config, stop: StopButton) -> str:
-    """The live dashboard: every 30 seconds on a terminal or in a notebook, once elsewhere."""
-    live = sys.stdout.isatty() or in_notebook()
-    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
-    rounds = store.open_config({}, only_read=True).get("MAX_ROUNDS", config.MAX_ROUNDS)
-    monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.requested)
-    return "finished"
-
-
-def run_report(config: Config) -> str:
-    """Compare all experiments below GDRIVE_PATH; print the table, write it to GDRIVE_PATH/reports."""
-    rows = compare_experiments(config.GDRIVE_PATH)
-    if not rows:
-        print(f"report: no experiment with rewards below {config.GDRIVE_PATH}")
         return "invalid"
-    shared = DriveStore(config.GDRIVE_PATH, None)
-    print(report_text(rows))
-    for name in write_report(rows, lambda name, data: shared.write(f"reports/{name}", data)):
-        print(shared.base / "reports" / name)
-    return "finished"
+    began_with = store.open_config({}, only_read=True)
+    if config.NODE_ROLE == "monitor":
+        live = sys.stdout.isatty() or in_notebook()  # every 30 seconds there, once elsewhere
+        rounds = began_with.get("MAX_ROUNDS", config.MAX_ROUNDS)
+        monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.requested)
+        return "finished"
+    local = began_with.get("LOCAL_NODES", 1)  # rounds and nodes as set here, else as the run was started
+    given = next((n for n in (config.NUM_WORKERS, began_with.get("NUM_WORKERS")) if isinstance(n, int)), 4)
+    nodes = local if local > 1 else given
+    rounds = began_with.get("MAX_ROUNDS") if config.MAX_ROUNDS == Config.MAX_ROUNDS else config.MAX_ROUNDS
+    problems = validate_experiment(store, rounds, nodes)
+    print(
+        "\n".join(
+            f"validate: {problem}"
+            for problem in [*problems, f"{store.base}: FAILED" if problems else "passed"]
+        )
+    )
+    return "invalid" if problems else "valid"
 
 
 # -------- For notebooks, and the command line -----------------------------------------------------------------
@@ -1347,7 +1238,11 @@ def main(environ=None) -> int:
     stop = StopButton()
     stop.install()
     try:
-        outcome = run_role(config, log, stop)
+        if config.NODE_ROLE in ("worker", "coordinator"):
+            print(config_table(config), flush=True)
+            outcome = (run_worker if config.NODE_ROLE == "worker" else run_coordinator)(config, log, stop)
+        else:
+            outcome = run_reader(config, stop)
     except (ConfigError, StoreError) as error:
         log.say(str(error))
         return 2
@@ -1361,20 +1256,6 @@ def main(environ=None) -> int:
     finally:
         stop.restore()
     return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3, "invalid": 1}[outcome]
-
-
-def run_role(config: Config, log: Log, stop: StopButton) -> str:
-    if config.NODE_ROLE in ("worker", "coordinator"):
-        print(config_table(config), flush=True)
-        return (run_worker if config.NODE_ROLE == "worker" else run_coordinator)(config, log, stop)
-    if config.NODE_ROLE == "report":
-        return run_report(config)
-    names = list_experiments(config.GDRIVE_PATH)
-    if config.EXPERIMENT_NAME not in names:
-        there = f"; there are: {', '.join(names)}" if names else ""
-        print(f"no experiment {config.EXPERIMENT_NAME!r} below {config.GDRIVE_PATH}{there}")
-        return "invalid"
-    return run_validate(config) if config.NODE_ROLE == "validate" else run_monitor(config, stop)
 
 
 if __name__ == "__main__":

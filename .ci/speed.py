@@ -29,7 +29,9 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.update({"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "TOKENIZERS_PARALLELISM": "false"})
+os.environ.update(
+    {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "TOKENIZERS_PARALLELISM": "false"}
+)
 
 import torch
 
@@ -37,7 +39,11 @@ import sapo
 from grpo import Group, generate, left_pad, update
 
 G, LEARNING_RATE, BETAS = 8, 1e-6, (0.9, 0.95)
-SETTINGS = {"arith": (["basic_arithmetic"], 4, 64), "paper": (sapo.PAPER_TASKS, 4, 64), "tiny": (sapo.SMALL_TASKS, 8, 10)}
+SETTINGS = {
+    "arith": (["basic_arithmetic"], 4, 64),
+    "paper": (sapo.PAPER_TASKS, 4, 64),
+    "tiny": (sapo.SMALL_TASKS, 8, 10),
+}
 REPETITIONS, STEPS = int(os.environ.get("REPETITIONS", 2)), int(os.environ.get("STEPS", 3))
 
 
@@ -49,7 +55,10 @@ def load(setting: str, model_name: str):
         "LEARNING_RATE": str(LEARNING_RATE), "MICRO_BATCH_SIZE": os.environ.get("ROWS", "auto"),
     })  # fmt: skip
     rng = random.Random(1)
-    steps = [[sapo.make_question(rng.choice(tasks), rng.randrange(10**6)) for _ in range(questions)] for _ in range(STEPS + 1)]
+    steps = [
+        [sapo.make_question(rng.choice(tasks), rng.randrange(10**6)) for _ in range(questions)]
+        for _ in range(STEPS + 1)
+    ]
     return config, *sapo.load_model(config, list(tasks)), steps
 
 
@@ -69,13 +78,27 @@ def run_ours(setting: str, model_name: str, seed: int) -> None:
     for questions in batches:
         began = time.perf_counter()
         prompts = [codec.prompt(q) for q in questions]
-        completions = generate(model, prompts, G, config.MAX_NEW_TOKENS, 1.0, codec.eos_ids, rng, codec.eos_id)
+        completions = generate(
+            model, prompts, G, config.MAX_NEW_TOKENS, 1.0, codec.eos_ids, rng, codec.eos_id
+        )
         generated = time.perf_counter()
-        groups = [Group(p, group, [float(i % 2) for i in range(G)]) for p, group in zip(prompts, completions, strict=True)]
-        update(model, optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS, max_rows=rows, pad_id=codec.eos_id)
+        groups = [
+            Group(p, group, [float(i % 2) for i in range(G)])
+            for p, group in zip(prompts, completions, strict=True)
+        ]
+        update(
+            model, optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS, max_rows=rows, pad_id=codec.eos_id
+        )
         ended = time.perf_counter()
         tokens = sum(len(c) for group in completions for c in group)
-        steps.append({"step": ended - began, "generation": generated - began, "update": ended - generated, "tokens": tokens})
+        steps.append(
+            {
+                "step": ended - began,
+                "generation": generated - began,
+                "update": ended - generated,
+                "tokens": tokens,
+            }
+        )
         seen.append(prompts)
     report(steps, seen)
 
@@ -133,10 +156,18 @@ def compare(setting: str, model_name: str) -> None:
     for seed in range(REPETITIONS):
         for program in sorted(found, reverse=seed % 2 == 1):
             command = [sys.executable, __file__, program, setting, model_name, str(seed)]
-            line = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1]
+            line = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[
+                -1
+            ]
             found[program].append(json.loads(line))
-            print(f"{program} {seed}: " + " ".join(f"{s['step']:.2f}" for s in found[program][-1]["steps"]), "s a step", flush=True)
-    assert len({json.dumps(run["prompts"]) for runs in found.values() for run in runs}) == 1, "not the same prompts"
+            print(
+                f"{program} {seed}: " + " ".join(f"{s['step']:.2f}" for s in found[program][-1]["steps"]),
+                "s a step",
+                flush=True,
+            )
+    assert len({json.dumps(run["prompts"]) for runs in found.values() for run in runs}) == 1, (
+        "not the same prompts"
+    )
 
     def median(program, key, per_token=False):
         steps = [s for run in found[program] for s in run["steps"]]
@@ -144,7 +175,11 @@ def compare(setting: str, model_name: str) -> None:
 
     for key in ("step", "generation", "update", "tokens"):
         ours, trl = median("ours", key), median("trl", key)
-        each = f", per generated token {median('trl', key, True) / median('ours', key, True):.2f} x" if key != "tokens" else ""
+        each = (
+            f", per generated token {median('trl', key, True) / median('ours', key, True):.2f} x"
+            if key != "tokens"
+            else ""
+        )
         print(f"{key:10} ours {ours:9.3f}  trl {trl:9.3f}  {trl / ours:.2f} x{each}")
     ours, trl = (statistics.median(run["peak_gb"] for run in found[program]) for program in ("ours", "trl"))
     print(f"peak GB    ours {ours:9.2f}  trl {trl:9.2f}  {trl / ours:.2f} x")
@@ -189,7 +224,9 @@ def generation(setting: str, model_name: str) -> None:
     rng = torch.Generator().manual_seed(0)
     programs = {
         "ours": lambda p: sum(
-            len(c) for g in generate(model, p, G, config.MAX_NEW_TOKENS, 1.0, codec.eos_ids, rng, codec.eos_id) for c in g
+            len(c)
+            for g in generate(model, p, G, config.MAX_NEW_TOKENS, 1.0, codec.eos_ids, rng, codec.eos_id)
+            for c in g
         ),
         "bare": lambda p: bare_forwards(model, p, config.MAX_NEW_TOKENS, codec.eos_id),
         "genrl": lambda p: genrl(model, p, config.MAX_NEW_TOKENS, codec),
@@ -212,7 +249,11 @@ def rest_of_a_round(*_) -> None:
     seconds = dict.fromkeys(("generate", "update", "train"), 0.0)
     for name in seconds:
         setattr(sapo, name, timed(getattr(sapo, name), seconds, name))
-    model, nodes, rounds = os.environ.get("MODEL_NAME", "tiny"), os.environ.get("LOCAL_NODES", "4"), os.environ.get("MAX_ROUNDS", "150")
+    model, nodes, rounds = (
+        os.environ.get("MODEL_NAME", "tiny"),
+        os.environ.get("LOCAL_NODES", "4"),
+        os.environ.get("MAX_ROUNDS", "150"),
+    )
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         given = {k: os.environ[k] for k in ("MAX_NEW_TOKENS", "TASKS") if k in os.environ}
         sapo.main({
@@ -220,7 +261,10 @@ def rest_of_a_round(*_) -> None:
             "LOCAL_NODES": nodes, "NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4", "MAX_ROUNDS": rounds,
         })  # fmt: skip
     seconds["rest"] = seconds["train"] - seconds["generate"] - seconds["update"]
-    print(f"{model}, {nodes} nodes, {rounds} rounds: " + ", ".join(f"{k} {s / seconds['train']:.1%}" for k, s in seconds.items()))
+    print(
+        f"{model}, {nodes} nodes, {rounds} rounds: "
+        + ", ".join(f"{k} {s / seconds['train']:.1%}" for k, s in seconds.items())
+    )
 
 
 def timed(function, seconds: dict, name: str):
@@ -238,19 +282,36 @@ def fetch(*_) -> None:
     """Step 4 of a round, J = 4, with 8, 100 and 1000 peers that have all published; and one listing of as many names."""
     for peers in (8, 100, 1000):
         with tempfile.TemporaryDirectory() as folder:
-            config, _ = sapo.read_config({"MODEL_NAME": "tiny", "NUM_TRANSPLANT_TREES": "4", "NODE_ID": "me", "GDRIVE_PATH": folder})
+            config, _ = sapo.read_config(
+                {"MODEL_NAME": "tiny", "NUM_TRANSPLANT_TREES": "4", "NODE_ID": "me", "GDRIVE_PATH": folder}
+            )
             writer = sapo.DriveStore(folder, "x", "writer")
             writer.create()
             for peer in range(peers):
                 writer.register(f"p{peer}", "worker", {})
                 for t in range(6):
-                    writer.publish(t, 0, f"p{peer}", {}, {str(i): a_group(peers * t + peer * 7 + i) for i in range(4)})
+                    writer.publish(
+                        t, 0, f"p{peer}", {}, {str(i): a_group(peers * t + peer * 7 + i) for i in range(4)}
+                    )
             model, codec = sapo.load_model(config, sapo.SMALL_TASKS)
             store, courier = sapo.DriveStore(folder, "x", "me"), sapo.Courier()
             live = sapo.Liveness(store, 300)
-            run = sapo.Run(config, store, courier, codec, live, [], sapo.Log("me"), sapo.StopButton(), list(sapo.SMALL_TASKS), Path(folder))
+            run = sapo.Run(
+                config,
+                store,
+                courier,
+                codec,
+                live,
+                [],
+                sapo.Log("me"),
+                sapo.StopButton(),
+                list(sapo.SMALL_TASKS),
+                Path(folder),
+            )
             node = sapo.Node("me", model, None)
-            node.rollouts = [sapo.Rollout(sapo.make_question("small_gcd", 1), Group([1], [[1]], [0.0]), ["x"], [True])]
+            node.rollouts = [
+                sapo.Rollout(sapo.make_question("small_gcd", 1), Group([1], [[1]], [0.0]), ["x"], [True])
+            ]
             live.refresh([])
             took, listing = [], []
             for t in range(1, 6):
@@ -262,12 +323,16 @@ def fetch(*_) -> None:
                 listing.append(time.perf_counter() - began)
             courier.close(1.0)
         middle = [1000 * statistics.median(each) for each in (took, listing)]
-        print(f"{peers:5} peers: {middle[0]:.1f} ms to sample externals, {middle[1]:.1f} ms of it one listing")
+        print(
+            f"{peers:5} peers: {middle[0]:.1f} ms to sample externals, {middle[1]:.1f} ms of it one listing"
+        )
 
 
 def a_group(seed: int) -> dict:
     q = sapo.make_question("small_gcd", seed)
-    completions = [{"response": f"<answer>{q.answer if i < 4 else '?'}</answer>", "finished": True} for i in range(G)]
+    completions = [
+        {"response": f"<answer>{q.answer if i < 4 else '?'}</answer>", "finished": True} for i in range(G)
+    ]
     return {"task": q.task, "seed": q.seed, "prompt": q.text, "answer": q.answer, "completions": completions}
 
 

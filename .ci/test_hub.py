@@ -27,13 +27,18 @@ def hub():
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             server.seen.append((self.path, self.headers.get("Authorization")))
             if self.path.endswith("/preupload/main"):
-                files = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in json.loads(body)["files"]]
+                files = [
+                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                    for f in json.loads(body)["files"]
+                ]
                 return self.answer({"files": files})
             if self.path.endswith("/commit/main"):
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
                         server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                return self.answer({"commitUrl": server.url + "/me/x/commit/0", "commitOid": "0" * 40, "hookOutput": ""})
+                return self.answer(
+                    {"commitUrl": server.url + "/me/x/commit/0", "commitOid": "0" * 40, "hookOutput": ""}
+                )
             return self.answer({"url": server.url + "/me/x", "name": "me/x", "id": "me/x"})
 
         def answer(self, data):
@@ -48,7 +53,12 @@ def hub():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url, server.seen, server.files, server.down = f"http://127.0.0.1:{server.server_port}", [], {}, False
+    server.url, server.seen, server.files, server.down = (
+        f"http://127.0.0.1:{server.server_port}",
+        [],
+        {},
+        False,
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
@@ -61,7 +71,13 @@ def test_the_model_is_pushed_if_asked_for_and_a_refusal_stops_nothing(hub, tmp_p
         "HF_ENDPOINT": hub.url, "HUGGINGFACE_ACCESS_TOKEN": SECRET, "HF_HOME": str(tmp_path / "hf"), "GDRIVE_PATH": str(tmp_path / "drive"),
         "TEST_MODE": "1", "NODE_ID": "a", "EXPERIMENT_NAME": "e", "PYTHONDONTWRITEBYTECODE": "1",
     }  # fmt: skip
-    run = subprocess.run([sys.executable, ROOT / "sapo.py"], env={**os.environ, **settings}, capture_output=True, text=True, timeout=240)
+    run = subprocess.run(
+        [sys.executable, ROOT / "sapo.py"],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     if down:
         assert "push failed, training goes on" in run.stdout and not hub.files
@@ -69,11 +85,26 @@ def test_the_model_is_pushed_if_asked_for_and_a_refusal_stops_nothing(hub, tmp_p
         assert "pushed to me/e-a" in run.stdout, run.stdout[-2000:]
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)
         assert all(token == f"Bearer {SECRET}" for _, token in hub.seen)
-    everything = [run.stdout, run.stderr, *(p.read_bytes().decode(errors="replace") for p in (tmp_path / "drive").rglob("*") if p.is_file())]
+    everything = [
+        run.stdout,
+        run.stderr,
+        *(p.read_bytes().decode(errors="replace") for p in (tmp_path / "drive").rglob("*") if p.is_file()),
+    ]
     assert not any(SECRET in text for text in everything)
 
 
 def test_nothing_is_pushed_unless_a_token_is_set(hub, tmp_path):
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "GDRIVE_PATH": str(tmp_path / "drive"), "TEST_MODE": "1"}
-    run = subprocess.run([sys.executable, ROOT / "sapo.py"], env={**os.environ, **settings}, capture_output=True, text=True, timeout=240)
+    settings = {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "hf"),
+        "GDRIVE_PATH": str(tmp_path / "drive"),
+        "TEST_MODE": "1",
+    }
+    run = subprocess.run(
+        [sys.executable, ROOT / "sapo.py"],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert run.returncode == 0 and not hub.seen

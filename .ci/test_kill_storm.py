@@ -1,14 +1,20 @@
-"""Kill storms: real processes, real signals, one real folder. What is written is never damaged, changed or lost."""
+"""Kill storms: real processes, real signals, a real folder. What is written is never damaged or lost."""
 
+import contextlib
+import fcntl
 import functools
+import itertools
 import json
 import os
+import pty
 import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -17,15 +23,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = {
-    "MODEL_NAME": "tiny", "TASKS": "small_products", "WARM_START_STEPS": 100, "ANSWER_TAG_SHARE": 0.3, "NUM_TRAIN_SAMPLES": 4,
-    "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "CHECKPOINT_INTERVAL": 3, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1,
+    "MODEL_NAME": "tiny", "TASKS": "small_products", "WARM_START_STEPS": 100, "ANSWER_TAG_SHARE": 0.3,
+    "NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "CHECKPOINT_INTERVAL": 3,
+    "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1,
 }  # fmt: skip
+KEPT = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")  # of this process's environment
 STARTED = r" start: |coordinator: round \d+ is open"
 ROUND = r"\w+ round \d+/\d+ "
+CHILDREN, STARTS = [], itertools.count()
 
 
 class Process:
-    """One sapo.py (or run_swarm.sh) in a session of its own; `text` is what its newest start has printed so far."""
+    """One sapo.py (or run_swarm.sh) in a session of its own; `text` is what its newest start has printed."""
 
     def __init__(self, drive: Path, name: str, *command, **settings):
         self.drive, self.name, self.child, self.logs = drive, name, None, []
@@ -35,14 +44,17 @@ class Process:
             self.settings["NODE_ROLE"] = name
 
     def start(self):
-        self.log = self.drive.parent / f"{self.name}.{len(CHILDREN)}.log"
+        self.log = self.drive.parent / f"{self.name}.{next(STARTS)}.log"
         self.logs.append(self.log)
-        clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")}
+        clean = {k: v for k, v in os.environ.items() if k in KEPT}
         environ = clean | {k: str(v) for k, v in self.settings.items()}
         with open(self.log, "wb") as out:
-            self.child = subprocess.Popen(self.command, env=environ, cwd=self.drive.parent, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            self.child = self.spawn(out, env=environ, cwd=self.drive.parent, start_new_session=True)
         CHILDREN.append(self.child)
         return self
+
+    def spawn(self, out, **how):
+        return subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, **how)
 
     @property
     def text(self) -> str:
@@ -57,9 +69,18 @@ class Process:
         while not self.shows(pattern, times):
             if self.child.poll() is not None:
                 return self.shows(pattern, times)
-            assert time.monotonic() < deadline, f"{self.name}: no {pattern!r} after {seconds} s:\n{self.text[-3000:]}"
+            assert time.monotonic() < deadline, (
+                f"{self.name}: no {pattern!r} after {seconds} s:\n{self.text[-3000:]}"
+            )
             time.sleep(0.01)
         return True
+
+    def until_more(self, rounds: int) -> bool:
+        return self.until(ROUND, len(re.findall(ROUND, self.text)) + rounds)
+
+    def signal(self, number: int):
+        self.child.send_signal(number)
+        return self
 
     def kill(self):
         self.child.kill()
@@ -72,7 +93,29 @@ class Process:
             pytest.fail(f"{self.name} runs on after {seconds} s:\n{self.text[-3000:]}")
 
 
-CHILDREN = []
+class InTerminal(Process):
+    """The same at a terminal of its own, whose keys `press` presses."""
+
+    def spawn(self, out, **how):
+        self.keyboard, screen = pty.openpty()
+        how |= {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}  # the session's terminal
+        child = subprocess.Popen(self.command, stdin=screen, stdout=screen, stderr=screen, **how)
+        os.close(screen)
+        threading.Thread(
+            target=self.copy, args=(os.dup(self.keyboard), os.dup(out.fileno())), daemon=True
+        ).start()
+        return child
+
+    def copy(self, terminal, log):
+        try:
+            while data := os.read(terminal, 65536):
+                os.write(log, data)
+        except OSError:
+            pass  # the last program that had it open has ended
+        os.close(terminal), os.close(log)
+
+    def press(self, keys: bytes):
+        os.write(self.keyboard, keys)
 
 
 @pytest.fixture(autouse=True)
@@ -81,9 +124,24 @@ def nothing_left_behind():
     while CHILDREN:
         child = CHILDREN.pop()
         if child.poll() is None:
-            child.send_signal(signal.SIGCONT)
-            child.kill()
-            child.wait()
+            child.kill()  # a suspended one too
+        for pid in alive(child.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        child.wait()
+
+
+def alive(session: int) -> dict[int, str]:
+    """{pid: command line} of all processes of a session, whatever their process group."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] not in "ZX":
+                found[int(stat.parent.name)] = (stat.parent / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            pass  # it has just ended
+    return found
 
 
 @functools.cache
@@ -105,7 +163,7 @@ class Witness:
     """Looks at the folder again and again: a write-once file keeps its bytes, the clock never goes back."""
 
     def __init__(self, drive: Path):
-        self.base, self.known, self.clock, self.shown = drive / "experiments" / "default", {}, -1, -1
+        self.drive, self.base, self.known, self.clock = drive, drive / "experiments" / "default", {}, -1
 
     def look(self):
         for kind in ("rewards", "rollouts", "state/rounds", "winners", "peers"):
@@ -113,14 +171,14 @@ class Witness:
                 assert self.known.setdefault(path, data := path.read_bytes()) == data, f"{path} has changed"
         gone = [path for path in self.known if not path.exists()]
         assert not gone
-        clock = max((int(p.stem[6:]) for p in self.base.glob("state/rounds/*.json")), default=-1)
+        clock = max((int(p.name[6:12]) for p in self.base.glob("state/rounds/*.json")), default=-1)
         assert clock >= self.clock
         self.clock = clock
 
     def all_is_whole(self):
         """Every file parses, to the last byte; no temp file and no claim is left."""
         self.look()
-        for path in (p for p in self.base.parent.parent.rglob("*") if p.is_file()):
+        for path in (p for p in self.drive.rglob("*") if p.is_file()):
             if path.suffix == ".json":
                 json.loads(path.read_bytes())
             elif path.suffix == ".jsonl":
@@ -129,8 +187,12 @@ class Witness:
                 assert zipfile.ZipFile(path).testzip() is None, path
             elif path.suffix == ".safetensors":
                 data = path.read_bytes()
-                header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-                assert len(data) == 8 + int.from_bytes(data[:8], "little") + max(v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
+                size = int.from_bytes(data[:8], "little")
+                header = json.loads(data[8 : 8 + size])
+                ends = [
+                    tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"
+                ]
+                assert len(data) == 8 + size + max(ends)
             else:
                 assert path.suffix in (".log", ".jinja"), f"what is {path}?"
 
@@ -140,16 +202,24 @@ def rewards(drive: Path) -> dict:
     return {(p.parts[-3], p.name): json.loads(p.read_bytes())["reward"] for p in files}
 
 
-def newest_checkpoint(drive: Path, node: str) -> int | None:
-    return max((int(p.parent.name[6:]) for p in (drive / "experiments" / "default").glob(f"checkpoints/*/{node}.pt")), default=None)
+def newest_checkpoint(drive: Path, process: str) -> int | None:
+    found = (drive / "experiments" / "default").glob(f"checkpoints/*/{process}.pt")
+    return max((int(path.parent.name[6:]) for path in found), default=None)
 
 
-def test_a_swarm_in_one_process_killed_at_random_moments_repeats_the_unbroken_run_bit_for_bit(drive, tmp_path_factory):
+def tails(processes) -> str:
+    return "\n".join(f"--- {p.name}\n{p.text[-800:]}" for p in processes)
+
+
+# -------- One process, killed -------------------------------------------------------------------------------
+
+
+def test_a_swarm_in_one_process_killed_at_random_moments_repeats_the_unbroken_run(drive, tmp_path_factory):
     rng, kills, witness = random.Random(1), 0, Witness(drive)
     process = Process(drive, "n", LOCAL_NODES=2, MAX_ROUNDS=40)
     while kills < 10:
         process.start()
-        if not process.until(ROUND, rng.randrange(1, 8)):  # a line per node and round
+        if not process.until(ROUND, rng.randrange(1, 8)):
             break
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
@@ -158,41 +228,51 @@ def test_a_swarm_in_one_process_killed_at_random_moments_repeats_the_unbroken_ru
     assert process.start().end() == 0, process.text
     assert kills >= 8
     witness.all_is_whole()
-    assert rewards(drive) == rewards(unbroken(tmp_path_factory.getbasetemp()))
+    assert rewards(drive) == rewards(unbroken(tmp_path_factory.getbasetemp())), "bit for bit"
+
+
+# -------- Five processes, killed ----------------------------------------------------------------------------
 
 
 def every_round_is_accounted_for(drive: Path, process: Process) -> int:
-    """What "no reward is missing or written twice" means, for all lives of a worker; returns how many rounds it trained in.
+    """No reward is lost or written twice, in all lives of a worker; returns how many rounds it trained.
 
-    Within one life every round from its first line to its last is either worked on (it has a line) or named as skipped. A
-    round with a line is in rewards/, with a figure that some life printed for it. The kill may come between file and line, so
-    one life may leave one last line without its file, or one file without its line. (The Witness sees to it that a file, once
-    there, keeps its bytes.)
+    In one life every round from its first line to its last is either worked on (it has a line) or named as
+    skipped. A round with a line is in rewards/, with a figure that some life printed. The kill may come
+    between file and line: one life may leave a last line without its file, or a file without its line.
+    That a file, once there, keeps its bytes is the Witness's to see.
     """
     printed, certain, published = {}, set(), rewards(drive)
     for log in process.logs:
         text = log.read_text(errors="replace")
-        lines = [(int(t), figure) for t, figure in re.findall(rf"^{process.name} round (\d+)/\d+ \| reward ([\d.]+) ", text, re.M)]
+        lines = re.findall(rf"^{process.name} round (\d+)/\d+ \| reward ([\d.]+) ", text, re.M)
+        lines = [(int(t), figure) for t, figure in lines]
         trained = [t for t, _ in lines]
         assert trained == sorted(set(trained)), f"{log}: a round twice, or backwards"
-        skipped = {t for a, b in re.findall(r" skip: rounds (\d+) to (\d+) ", text) for t in range(int(a), int(b) + 1)}
+        leaps = re.findall(r" skip: rounds (\d+) to (\d+) ", text)
+        skipped = {t for first, last in leaps for t in range(int(first), int(last) + 1)}
         assert set(range(trained[0], trained[-1] + 1)) <= {*trained, *skipped} if trained else True, log
         assert not set(trained) & skipped, log
         certain |= set(trained if process.name + " end: finished" in text else trained[:-1])
         for t, figure in lines:
             printed.setdefault(t, set()).add(figure)
-    ours = {int(folder[6:]): f"{reward:.2f}" for (folder, name), reward in published.items() if name == f"{process.name}.json"}
-    assert certain <= set(ours), f"{process.name}: no reward for rounds {sorted(certain - set(ours))}"
-    unsaid = [t for t, figure in ours.items() if figure not in printed.get(t, ())]
+    mine = {
+        int(folder[6:]): reward
+        for (folder, name), reward in published.items()
+        if name == f"{process.name}.json"
+    }
+    assert certain <= set(mine), f"{process.name}: no reward for rounds {sorted(certain - set(mine))}"
+    unsaid = [t for t, reward in mine.items() if f"{reward:.2f}" not in printed.get(t, ())]
     assert len(unsaid) < len(process.logs), f"{process.name}: rewards that nobody earned, of rounds {unsaid}"
     return len(printed)
 
 
 def test_a_swarm_of_five_processes_survives_fifty_kills_of_any_of_them_and_a_power_cut(drive):
-    """Coordinator and four workers; at random moments random ones are killed, start-up included, and started again."""
+    """Coordinator and four workers; random ones are killed, start-up included, and started again."""
     rng, kills, early, witness = random.Random(2), 0, 0, Witness(drive)
-    settings = {"MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.5, "STALE_AFTER_SECONDS": 20}
-    swarm = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1", "w2", "w3")]
+    settings = {"MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.5}
+    names = ("coordinator", "w0", "w1", "w2", "w3")
+    swarm = [Process(drive, name, **settings, STALE_AFTER_SECONDS=20).start() for name in names]
 
     def kill_and_start_again(victims):
         for process in victims:
@@ -203,7 +283,8 @@ def test_a_swarm_of_five_processes_survives_fifty_kills_of_any_of_them_and_a_pow
             process.start()
         for process in victims:
             assert process.until(STARTED), process.text
-            assert process.expected is None or f"from the checkpoint after round {process.expected}\n" in process.text
+            resumed = f"from the checkpoint after round {process.expected}\n"
+            assert process.expected is None or resumed in process.text
 
     for process in swarm:
         process.until(STARTED)
@@ -222,13 +303,17 @@ def test_a_swarm_of_five_processes_survives_fifty_kills_of_any_of_them_and_a_pow
     for process in swarm:
         process.settings["MAX_ROUNDS"] = witness.clock + 20
     kill_and_start_again(swarm)
-    assert [p.end() for p in swarm] == [0] * 5, "\n".join(p.text[-500:] for p in swarm)
+    assert [p.end() for p in swarm] == [0] * 5, tails(swarm)
     witness.all_is_whole()
     assert swarm[0].settings["MAX_ROUNDS"] - 1 == witness.clock
     trained = [every_round_is_accounted_for(drive, process) for process in swarm[1:]]
-    checkpoints = sum(len(re.findall(r"resume: from the checkpoint", log.read_text())) for p in swarm for log in p.logs)
-    print(f"{kills + 5} kills ({early} while starting), {witness.clock + 1} rounds, {len(rewards(drive))} rewards of {trained} rounds, {checkpoints} resumes")
+    resumes = sum(log.read_text().count("resume: from the checkpoint") for p in swarm for log in p.logs)
+    print(
+        f"{kills + 5} kills, {early} while starting; {witness.clock + 1} rounds, {trained}; {resumes} resumes"
+    )
 
+
+# -------- Clocks and seats ----------------------------------------------------------------------------------
 
 CLOCK = """
 import os, time
@@ -239,50 +324,50 @@ time.time_ns = lambda: int(time.time() * 10**9)
 
 
 def test_nodes_whose_clocks_are_ten_minutes_apart_train_together_and_the_newest_session_wins(drive, tmp_path):
-    """Wall clocks only: ages are taken from them and from nothing else (file times are compared for equality, never for age)."""
+    """Wall clocks only: ages are taken from them and from nothing else."""
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock/sitecustomize.py").write_text(CLOCK)
     witness = Witness(drive)
-    settings = {"ROUND_ADVANCE": "completion", "STALE_AFTER_SECONDS": 60, "PYTHONPATH": tmp_path / "clock", "MAX_ROUNDS": 10**5}
+    settings = {"ROUND_ADVANCE": "completion", "STALE_AFTER_SECONDS": 60, "MAX_ROUNDS": 10**5}
+    settings |= {"PYTHONPATH": tmp_path / "clock", "EXTERNAL_FILTER": False}
 
     def node(name, offset, **changes):
         return Process(drive, name, **{**settings, "CLOCK_OFFSET": offset, **changes})
 
-    def rounds_of(peers, last):
-        """In the last so many rounds each of the nodes has published, and trained on groups of the other."""
+    def all_have_shared(peers, last):
+        """In the last so many rounds each of the two has trained on groups of the other."""
         for t in range(witness.clock - last, witness.clock):
             for peer in peers:
                 data = json.loads((witness.base / f"rewards/round_{t:06d}/stage_0/{peer}.json").read_bytes())
-                assert all(key[2] in peers and key[2] != peer for key in data["externals"])
-                drawn.update(data["externals"] and [peer])
+                assert data["external_groups"] == 2, (t, peer)
 
-    drawn = set()
     swarm = [node(*who).start() for who in (("coordinator", 0), ("w0", 600), ("w1", -600))]
     for process in swarm[1:]:
         process.until(STARTED)
     for process in swarm[1:]:
         process.until(ROUND, 12)
-    first, times = swarm[1], {p.name.split(".")[0]: json.loads(p.read_bytes())["registered_at"] for p in witness.base.glob("peers/*.json")}
+    registrations = [json.loads(path.read_bytes()) for path in witness.base.glob("peers/*.json")]
+    times = {about["node_id"]: about["registered_at"] for about in registrations}
     assert 1100 < times["w0"] - times["w1"] < 1300, "the shim works"
-    second = swarm[1] = node("w0", -600).start()  # its first session is twenty minutes ahead of it
+    first, second = swarm[1], node("w0", -600).start()  # its first session is twenty minutes ahead of it
+    swarm[1] = second
     assert second.until(STARTED)
     assert first.end(90) == 3 and "a newer session of w0 is running" in first.text
-    lines = len(re.findall(ROUND, swarm[2].text))
-    assert second.until(ROUND, 12) and swarm[2].until(ROUND, lines + 12)
+    assert second.until(ROUND, 12) and swarm[2].until_more(12)
     witness.look()
-    rounds_of(["w0", "w1"], 8)
+    all_have_shared(["w0", "w1"], 8)
     for process in swarm:
         process.kill()
     witness.look()
-    swarm = [node(*who, MAX_ROUNDS=witness.clock + 60).start() for who in (("coordinator", -600), ("w0", 600), ("w1", 0))]
-    assert [p.end() for p in swarm] == [0] * 3, "\n".join(p.text[-500:] for p in swarm)
+    settings["MAX_ROUNDS"] = witness.clock + 60
+    swarm = [node(*who).start() for who in (("coordinator", -600), ("w0", 600), ("w1", 0))]
+    assert [p.end() for p in swarm] == [0] * 3, tails(swarm)
     witness.all_is_whole()
-    rounds_of(["w0", "w1"], 10)
-    assert drawn == {"w0", "w1"}
-    submitted = re.findall(r"-> \d+: (\d) submitted(.*)", swarm[0].text)[-10:]
-    assert submitted == [("2", "")] * 10, "nobody was taken for dead, or waited for in vain"
+    all_have_shared(["w0", "w1"], 10)
+    ended = re.findall(r"round \d+/\d+ \| reward \S+ \| (.*) \| eta", swarm[0].text)[-10:]
+    assert ended == ["2 nodes"] * 10, "nobody was taken for dead, or waited for in vain"
     assert "not here after" not in "".join(p.text for p in swarm)
-    opened_by = {json.loads(p.read_bytes())["opened_by"] for p in witness.base.glob("state/rounds/*.json")}
+    opened_by = {path.name.split(".")[1] for path in witness.base.glob("state/rounds/*.json")}
     assert opened_by <= {"coordinator", "w0", "w1"}
 
 
@@ -294,8 +379,7 @@ def test_of_two_processes_with_one_node_id_the_older_stops_within_seconds_and_sa
     assert older.end(10) == 3
     assert "a newer session of twin is running" in older.text
     assert newer.until(ROUND, 3) and newer.child.poll() is None
-    newer.child.send_signal(signal.SIGINT)
-    assert newer.end(30) == 130
+    assert newer.signal(signal.SIGINT).end(30) == 130
     Witness(drive).all_is_whole()
 
 
@@ -303,71 +387,87 @@ def test_a_suspended_coordinator_is_replaced_and_stops_when_it_wakes(drive):
     settings = {"MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "completion", "STALE_AFTER_SECONDS": 3}
     first, worker = (Process(drive, name, **settings).start() for name in ("coordinator", "w0"))
     worker.until(ROUND, 5)
-    first.child.send_signal(signal.SIGSTOP)
+    first.signal(signal.SIGSTOP)
     suspended, witness = time.monotonic(), Witness(drive)
     second = Process(drive, "coordinator", **settings).start()
     second.until(STARTED)
     time.sleep(max(0.0, suspended + 5 - time.monotonic()))
     witness.look()
-    lines = len(re.findall(ROUND, worker.text))
-    worker.until(ROUND, lines + 5)
+    worker.until_more(5)
     before = witness.clock
-    first.child.send_signal(signal.SIGCONT)
-    assert first.end(10) == 3
+    assert first.signal(signal.SIGCONT).end(10) == 3
     assert "a newer session holds the seat" in first.text
-    lines = len(re.findall(ROUND, worker.text))
-    assert worker.until(ROUND, lines + 5)
+    assert worker.until_more(5)
     witness.look()
     assert witness.clock > before
     for process in (worker, second):
-        process.child.send_signal(signal.SIGINT)
-        assert process.end(30) == 130
+        assert process.signal(signal.SIGINT).end(30) == 130
     witness.all_is_whole()
 
 
-def alive(session: int) -> list[str]:
-    """Command lines of all processes of a session, whatever their process group."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session and fields[0] not in "ZX":
-                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            pass  # it has just ended
-    return found
+# -------- run_swarm.sh --------------------------------------------------------------------------------------
 
 
-def run_swarm(drive: Path, **settings) -> Process:
+def run_swarm(drive: Path, kind=Process, **settings) -> Process:
     settings = {"PYTHON": sys.executable, "NUM_WORKERS": 2, **settings}
-    process = Process(drive, "run_swarm", "bash", ROOT / "run_swarm.sh", **settings)
+    process = kind(drive, "run_swarm", "bash", ROOT / "run_swarm.sh", **settings)
     del process.settings["NODE_ID"]
     return process.start()
 
 
-def test_ctrl_c_ends_a_whole_run_swarm_with_checkpoints_and_status_130(drive):
-    script = run_swarm(drive, MAX_ROUNDS=10**5)
-    script.until(r"worker_0 round \d+/"), script.until(r"worker_1 round \d+/")
-    script.child.send_signal(signal.SIGINT)
-    assert script.end(60) == 130, script.text[-3000:]
-    assert alive(script.child.pid) == []
-    assert script.shows(r"worker_\d end: stopped before round", 2) and "Traceback" not in script.text
+def has_ended_with_all_it_started(script: Process, status: int) -> bool:
+    ended = script.end(60)
+    deadline = time.monotonic() + 5  # who prefixed the last lines may still be at it
+    while (left := alive(script.child.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == {} and ended == status, f"{ended} {left}\n{script.text[-3000:]}"
+    return True
+
+
+def is_stopped_in_order(script: Process, drive: Path) -> None:
+    """Everything that it had started has ended, each worker with a checkpoint and a goodbye."""
+    assert has_ended_with_all_it_started(script, 130)
     assert None not in [newest_checkpoint(drive, node) for node in ("worker_0", "worker_1")]
+    for node in ("worker_0", "worker_1", "coordinator"):
+        beat = drive / f"experiments/default/heartbeats/{node}.json"
+        assert json.loads(beat.read_bytes())["state"] == "stopped", node
+    assert "Traceback" not in script.text
     Witness(drive).all_is_whole()
 
 
-@pytest.mark.parametrize("seconds", [0.3, 4])
-def test_ctrl_c_ends_run_swarm_while_it_is_starting_too(drive, seconds):
+def test_a_signal_ends_a_whole_run_swarm_with_checkpoints_and_status_130(drive):
     script = run_swarm(drive, MAX_ROUNDS=10**5)
-    time.sleep(seconds)
-    script.child.send_signal(signal.SIGINT)
-    assert script.end(60) == 130, script.text[-3000:]
-    assert alive(script.child.pid) == []
+    script.until(r"worker_0 round \d+/"), script.until(r"worker_1 round \d+/")
+    script.signal(signal.SIGINT)
+    is_stopped_in_order(script, drive)
+    assert script.shows(r"worker_\d end: stopped before round", 2)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "the terminal is closed"])
+def test_in_a_terminal_ctrl_c_ends_run_swarm_and_all_that_it_started(drive, how):
+    script = run_swarm(drive, InTerminal, MAX_ROUNDS=10**5)
+    script.until(r"worker_0 round \d+/"), script.until(r"worker_1 round \d+/")
+    if how == "Ctrl-C":
+        script.press(b"\x03")
+    else:
+        script.signal(signal.SIGHUP)  # as the kernel sends it to the session's leader
+    is_stopped_in_order(script, drive)
+
+
+@pytest.mark.parametrize("pause", [0.3, 2, 5])
+def test_ctrl_c_ends_run_swarm_while_it_is_starting_and_when_pressed_twice(drive, pause):
+    script = run_swarm(drive, InTerminal, MAX_ROUNDS=10**5)
+    time.sleep(pause)
+    script.press(b"\x03")
+    if pause == 2:
+        time.sleep(1)
+        script.press(b"\x03")
+    assert has_ended_with_all_it_started(script, 130)
 
 
 def test_run_swarm_names_workers_with_a_bad_setting_and_leaves_no_process_behind(drive, tmp_path_factory):
-    shutil.copytree(unbroken(tmp_path_factory.getbasetemp()) / "experiments", drive / "experiments")
+    source = unbroken(tmp_path_factory.getbasetemp())
+    shutil.copytree(source / "experiments", drive / "experiments")
     script = run_swarm(drive, MAX_ROUNDS=10**5, SEED=7)  # the experiment began with another one
-    assert script.end(60) == 1
+    assert has_ended_with_all_it_started(script, 1)
     assert script.shows(r"run_swarm: worker_\d ended with exit code 2", 2) and "SEED=7" in script.text
-    assert alive(script.child.pid) == []

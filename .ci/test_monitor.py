@@ -11,9 +11,19 @@ from test_kill_storm import ROOT, ROUND, STARTED, Process, drive, nothing_left_b
 def look(drive) -> tuple[str, dict[str, str]]:  # noqa: F811
     """One refresh of NODE_ROLE=monitor: its text, and {node: state}."""
     environ = {**os.environ, "NODE_ROLE": "monitor", "GDRIVE_PATH": str(drive), "EXPERIMENT_NAME": "default"}
-    done = subprocess.run([sys.executable, ROOT / "sapo.py"], env=environ, cwd=drive.parent, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, ROOT / "sapo.py"],
+        env=environ,
+        cwd=drive.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
-    states = {m[1]: m[3] for m in re.finditer(r"^(\S+) +(worker|coordinator) +\S+ +(\S+) ", done.stdout, re.MULTILINE)}
+    states = {
+        m[1]: m[3]
+        for m in re.finditer(r"^(\S+) +(worker|coordinator) +\S+ +(\S+) ", done.stdout, re.MULTILINE)
+    }
     return done.stdout, states
 
 

@@ -12,7 +12,9 @@ from jupyter_client.manager import start_new_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = [(ROOT / f).read_text() for f in ("drive_store.py", "grpo.py", "coordinator.py", "sapo.py")]
-CELLS = dict(re.findall(r"<!-- cell: (\w+) -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL))
+CELLS = dict(
+    re.findall(r"<!-- cell: (\w+) -->\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+)
 PASTE = "# drive_store.py, grpo.py, coordinator.py and sapo.py go here\n"
 STAND_IN = """
 import os, sys, types
@@ -33,7 +35,7 @@ class Session:
 
     def start(self, cell: str, **settings):
         """Begin a README cell, with the modules where it says so; `settings` make it short."""
-        short = f"os.environ.update({ {k: str(v) for k, v in settings.items()} !r})\n"
+        short = f"os.environ.update({ {k: str(v) for k, v in settings.items()}!r})\n"
         self.text, self.pictures = "", 0
         self.request = self.client.execute(cell.replace(PASTE, short + "\n".join(MODULES)))
 
@@ -89,18 +91,30 @@ def test_a_whole_swarm_in_one_cell_is_stopped_resumed_and_looked_into(session, t
     one.start(CELLS["swarm"])
     one.until(r"node_3 round 002/200")
     stopped = one.stop()
-    assert "stopping; once more to exit at once" in stopped and "node end: stopped before round" in stopped and "Traceback" not in stopped
+    assert (
+        "stopping; once more to exit at once" in stopped
+        and "node end: stopped before round" in stopped
+        and "Traceback" not in stopped
+    )
     assert "groups 4+" in stopped, "the nodes of the cell share with one another"
     last = int(re.search(r"stopped before round (\d+)", stopped)[1]) - 1
     assert [len(checkpoints(tmp_path, f"node_{i}")) for i in range(4)] == [1] * 4
     again = one.run(CELLS["swarm"], MAX_ROUNDS=last + 3)
     assert f"from the checkpoint after round {last}" in again and "node end: finished" in again
     table = one.run(CELLS["look"])
-    assert "['ours']" in table and f"'current_round': {last + 2}" in table and re.search(r"round +\n0 ", table)
+    assert (
+        "['ours']" in table and f"'current_round': {last + 2}" in table and re.search(r"round +\n0 ", table)
+    )
 
 
 def test_sessions_with_a_coordinator_train_together_and_one_that_died_goes_on(session, tmp_path):
-    settings = {"FETCH_TIMEOUT_SECONDS": 5, "EXTERNAL_FILTER": False, "CHECKPOINT_INTERVAL": 2, "COORDINATOR_ROUND_INTERVAL": 15, "MAX_ROUNDS": 20000}
+    settings = {
+        "FETCH_TIMEOUT_SECONDS": 5,
+        "EXTERNAL_FILTER": False,
+        "CHECKPOINT_INTERVAL": 2,
+        "COORDINATOR_ROUND_INTERVAL": 15,
+        "MAX_ROUNDS": 20000,
+    }
     lead, anna, ben = session(), session(), session()
     lead.start(CELLS["coordinator"], **settings)
     anna.start(CELLS["worker"], **settings)
@@ -129,9 +143,21 @@ def test_sessions_with_a_coordinator_train_together_and_one_that_died_goes_on(se
 def test_four_settings_are_compared_on_one_machine(tmp_path):
     """The shell line of the cell, with the embedded model and few rounds in place of a GPU."""
     (command,) = re.findall(r"^!cd \S+ && (.*)$", CELLS["compare"], re.MULTILINE)
-    command = command.replace("MODEL_NAME=gpt2", "MODEL_NAME=tiny").replace("MAX_ROUNDS=200", "MAX_ROUNDS=2").replace("bash ", f"bash {ROOT}/")
-    environ = {**os.environ, "PYTHON": sys.executable, "WARM_START_STEPS": "40", "GDRIVE_PATH": str(tmp_path), "LOCAL_NODES": "2"}
-    done = subprocess.run(["bash", "-c", command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    command = (
+        command.replace("MODEL_NAME=gpt2", "MODEL_NAME=tiny")
+        .replace("MAX_ROUNDS=200", "MAX_ROUNDS=2")
+        .replace("bash ", f"bash {ROOT}/")
+    )
+    environ = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "WARM_START_STEPS": "40",
+        "GDRIVE_PATH": str(tmp_path),
+        "LOCAL_NODES": "2",
+    }
+    done = subprocess.run(
+        ["bash", "-c", command], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
     for label in ("4/0", "3/1", "2/2", "1/3"):
         assert f"| {label} | 1 |" in done.stdout

@@ -28,8 +28,26 @@ from safetensors.torch import save as safetensors_save
 
 import coordinator
 import sapo
-from coordinator import Liveness, compare, dashboard, experiment_status, reward_rows, summarize, validate_experiment
-from drive_store import GROUP_SIZES, MAX_RESPONSE_CHARS, BadFile, DriveStore, StoreError, check_name, check_rollouts, list_experiments, parse_json
+from coordinator import (
+    Liveness,
+    compare,
+    dashboard,
+    experiment_status,
+    reward_rows,
+    summarize,
+    validate_experiment,
+)
+from drive_store import (
+    GROUP_SIZES,
+    MAX_RESPONSE_CHARS,
+    BadFile,
+    DriveStore,
+    StoreError,
+    check_name,
+    check_rollouts,
+    list_experiments,
+    parse_json,
+)
 from sapo import ConfigError, TASK_TABLE, Node, Rollout, Run, read_config, sample_external, verify_uncached
 from test_sapo import group_by_hand, tiny_codec
 
@@ -72,7 +90,15 @@ def make_experiment(root) -> None:
     session, now = "1000000000000-00000000", time.time()
     for node in ("coordinator", "n1", "p", "q"):
         role = "coordinator" if node == "coordinator" else "worker"
-        about = {"node_id": node, "role": role, "session": session, "registered_at": now, "model": "tiny", "host": "h", "pid": 1}
+        about = {
+            "node_id": node,
+            "role": role,
+            "session": session,
+            "registered_at": now,
+            "model": "tiny",
+            "host": "h",
+            "pid": 1,
+        }
         store.write_once(f"peers/{node}.{session}.json", about)
         store.heartbeat(node, {"session": session, "round": 2, "state": "running"})
     for t in range(3):
@@ -83,15 +109,28 @@ def make_experiment(root) -> None:
                 [store.publish(t, 0, node, {}, part, part=i, parts=2) for i, part in enumerate(parts)]
             else:
                 store.publish(t, 0, node, {"model": "tiny"}, parts[0] | parts[1])
-            figures = {"completions": 8, "local_groups": 2, "external_groups": 2, "flat_groups": 1, "held_out": 0.5}
-            store.submit_reward(t, 0, node, {"reward": 0.25, **figures, "externals": [[t, 0, "p", 0], [t, 0, "q", 1]]})
-            store.write_once(f"winners/round_{t:06d}/{node}.json", {"round": t, "node_id": node, "winner": "p", "mean_rewards": {"p": 1}})
+            figures = {
+                "completions": 8,
+                "local_groups": 2,
+                "external_groups": 2,
+                "flat_groups": 1,
+                "held_out": 0.5,
+            }
+            store.submit_reward(
+                t, 0, node, {"reward": 0.25, **figures, "externals": [[t, 0, "p", 0], [t, 0, "q", 1]]}
+            )
+            store.write_once(
+                f"winners/round_{t:06d}/{node}.json",
+                {"round": t, "node_id": node, "winner": "p", "mean_rewards": {"p": 1}},
+            )
             store.append(f"logs/{node}/metrics.jsonl", '{"round": 1}\n')
     for name in ("checkpoints/round_000002/n1.pt", "models/p/config.json"):
         (store.base / name).parent.mkdir(parents=True, exist_ok=True)
         (store.base / name).write_bytes(b"{}")
     (Path(root) / "warmstart").mkdir()
-    (Path(root) / "warmstart/0.claim").write_text(json.dumps({"host": "h", "boot_id": None, "pid": 1, "pid_start": "1"}))
+    (Path(root) / "warmstart/0.claim").write_text(
+        json.dumps({"host": "h", "boot_id": None, "pid": 1, "pid_start": "1"})
+    )
 
 
 @pytest.fixture(scope="module")
@@ -129,15 +168,40 @@ CODEC = tiny_codec()
 
 def reading_run(root, **environ) -> Run:
     """What node n1's trainer holds after round 2, with a courier that answers at once and a log that is a list."""
-    defaults = {"NUM_TRAIN_SAMPLES": "2", "NUM_TRANSPLANT_TREES": "4", "FETCH_TIMEOUT_SECONDS": "0", "TASKS": ",".join(TASKS), "MODEL_NAME": "tiny"}
-    config = read_config({"NODE_ID": "n1", "GDRIVE_PATH": str(root), "EXPERIMENT_NAME": "x", **defaults, **environ})[0]
+    defaults = {
+        "NUM_TRAIN_SAMPLES": "2",
+        "NUM_TRANSPLANT_TREES": "4",
+        "FETCH_TIMEOUT_SECONDS": "0",
+        "TASKS": ",".join(TASKS),
+        "MODEL_NAME": "tiny",
+    }
+    config = read_config(
+        {"NODE_ID": "n1", "GDRIVE_PATH": str(root), "EXPERIMENT_NAME": "x", **defaults, **environ}
+    )[0]
     store, events, posted = DriveStore(root, "x", "n1", patience=0.0), [], []
-    courier = SimpleNamespace(outage_since=None, ask=lambda function, *args, timeout: function(*args), post=lambda *job, **_: posted.append(job))
+    courier = SimpleNamespace(
+        outage_since=None,
+        ask=lambda function, *args, timeout: function(*args),
+        post=lambda *job, **_: posted.append(job),
+    )
     log = SimpleNamespace(event=lambda kind, text, **data: events.append((kind, text)), events=events)
     node = Node("n1", None, None, session="1000000000000-00000000")
     question = sapo.make_question(TASKS[0], 1)
     node.rollouts = [Rollout(question, sapo.Group([1], [[2]], [0.0]), ["x"], [True])]
-    return Run(config, store, courier, CODEC, Liveness(store, 300), [node], log, SimpleNamespace(), TASKS, None, done=1, clock=2)
+    return Run(
+        config,
+        store,
+        courier,
+        CODEC,
+        Liveness(store, 300),
+        [node],
+        log,
+        SimpleNamespace(),
+        TASKS,
+        None,
+        done=1,
+        clock=2,
+    )
 
 
 def look_at_everything(root) -> Counter:
@@ -155,21 +219,38 @@ def look_at_everything(root) -> Counter:
         for node in ("n1", "p", "q"):
             groups, complete, reasons = store.fetch(round_, 0, node)
             rejected += reasons
-            assert all(isinstance(reason, str) and count > 0 for reason, count in reasons.items()) and complete in (True, False)
+            assert all(
+                isinstance(reason, str) and count > 0 for reason, count in reasons.items()
+            ) and complete in (True, False)
             for group in groups:
-                assert len(group["completions"]) in GROUP_SIZES and set(group) == {"key", "task", "seed", "prompt", "completions"}
-                assert all(len(c["response"]) <= MAX_RESPONSE_CHARS and type(c["finished"]) is bool for c in group["completions"])
+                assert len(group["completions"]) in GROUP_SIZES and set(group) == {
+                    "key",
+                    "task",
+                    "seed",
+                    "prompt",
+                    "completions",
+                }
+                assert all(
+                    len(c["response"]) <= MAX_RESPONSE_CHARS and type(c["finished"]) is bool
+                    for c in group["completions"]
+                )
             reward = store.reward(round_, 0, node)
             assert reward is None or 0 <= reward["reward"] <= 1
         store.publishers(round_, 0), store.rewarded(round_, 0)
     sessions = store.sessions()
     for node in {"n1", "p", "q", "coordinator", *sessions}:
-        store.registration(node, sessions.get(node, "1000000000000-00000000")), store.read_heartbeat(node), store.checkpoints(node)
+        (
+            store.registration(node, sessions.get(node, "1000000000000-00000000")),
+            store.read_heartbeat(node),
+            store.checkpoints(node),
+        )
     live.refresh()
     for node in sessions:
         live.is_live(node), live.has_left(node), live.silence(node), live.about(node)
     json.dumps(reward_rows(store), allow_nan=False)
-    assert all(isinstance(problem, str) and len(problem) < 1000 for problem in validate_experiment(store, 3, 3))
+    assert all(
+        isinstance(problem, str) and len(problem) < 1000 for problem in validate_experiment(store, 3, 3)
+    )
     with contextlib.suppress(ValueError):  # config.json: documented, the reason is the answer
         if summary := summarize(store):
             rows = compare([summary, summary])
@@ -181,7 +262,11 @@ def look_at_everything(root) -> Counter:
             assert sapo.main(environ) in (0, 1, 2)
         sapo.compare_experiments(root), sapo.list_experiments(root)
         with contextlib.suppress(ConfigError, StoreError):
-            sapo.join_experiment(read_config({**environ, "NODE_ROLE": "worker", "TASKS": "auto", "MODEL_NAME": "tiny"})[0], store, print)
+            sapo.join_experiment(
+                read_config({**environ, "NODE_ROLE": "worker", "TASKS": "auto", "MODEL_NAME": "tiny"})[0],
+                store,
+                print,
+            )
     train_beside(root)
     claim = Path(root) / "warmstart/0.claim"
     assert sapo.take_claim(claim) in (True, False) and sapo.read_weights(claim, 10**6) is None
@@ -216,8 +301,30 @@ scalars = st.one_of(
     st.sampled_from([*RAW, *RAW]), st.none(), st.booleans(), st.sampled_from([0, 1, -1, 1.0, 2.0, 0.5, 1e300, -1e308, 2**53, 10**6, 10**18, 10**400, "", "1"]),
     st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(["../../x", "/etc/passwd", "n1", "p", "running", "done", "coordinator", "\x1b[31m", "x" * 300]),
 )  # fmt: skip
-keys = st.one_of(st.sampled_from(["round", "stage", "node_id", "reward", "timestamp", "rollouts", "format", "0", "1", "00", "time", "state"]), st.text(max_size=5))
-values = st.recursive(scalars, lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)), max_leaves=8)
+keys = st.one_of(
+    st.sampled_from(
+        [
+            "round",
+            "stage",
+            "node_id",
+            "reward",
+            "timestamp",
+            "rollouts",
+            "format",
+            "0",
+            "1",
+            "00",
+            "time",
+            "state",
+        ]
+    ),
+    st.text(max_size=5),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)),
+    max_leaves=8,
+)
 
 
 def encode(value) -> bytes:
@@ -229,7 +336,9 @@ def encode(value) -> bytes:
 
 def paths_in(tree, path=()):
     yield path
-    for key, child in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+    for key, child in (
+        tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    ):
         yield from paths_in(child, (*path, key))
 
 
@@ -255,8 +364,16 @@ def mutants(valid: bytes):
     paths = list(paths_in(json.loads(valid)))
     places, short = st.integers(0, len(valid)), st.binary(max_size=6)
     cut = st.tuples(places, places, short).map(lambda c: valid[: min(c[:2])] + c[2] + valid[max(c[:2]) :])
-    flip = st.tuples(places, st.sampled_from(list(b'{}[],:"\\-0e.\n\0\xff\x80'))).map(lambda f: valid[: f[0]] + bytes([f[1]]) + valid[f[0] + 1 :])
-    changed = st.builds(with_change, st.just(valid), st.sampled_from(paths), values, st.sampled_from(["set"] * 4 + ["delete", "move"]))
+    flip = st.tuples(places, st.sampled_from(list(b'{}[],:"\\-0e.\n\0\xff\x80'))).map(
+        lambda f: valid[: f[0]] + bytes([f[1]]) + valid[f[0] + 1 :]
+    )
+    changed = st.builds(
+        with_change,
+        st.just(valid),
+        st.sampled_from(paths),
+        values,
+        st.sampled_from(["set"] * 4 + ["delete", "move"]),
+    )
     return st.one_of(changed, changed, changed, cut, flip, values.map(encode), st.binary(max_size=40))
 
 
@@ -267,9 +384,24 @@ def near_misses(valid: bytes):
         value = tree
         for key in path:
             value = value[key]
-        if not any(isinstance(key, int) and key > 0 for key in path[:-1]):  # one element of a list stands for all
+        if not any(
+            isinstance(key, int) and key > 0 for key in path[:-1]
+        ):  # one element of a list stands for all
             like = [float(value)] if isinstance(value, int | float) else [[["a"]]]
-            for other in (None, True, -1, 10**400, str(value), [value], {"a": value}, "../../x", "@1e400@", "@escape@", "@text@", *like):
+            for other in (
+                None,
+                True,
+                -1,
+                10**400,
+                str(value),
+                [value],
+                {"a": value},
+                "../../x",
+                "@1e400@",
+                "@escape@",
+                "@text@",
+                *like,
+            ):
                 yield with_change(valid, path, other, "set")
 
 
@@ -328,9 +460,18 @@ def read_groups(content: bytes) -> int | None:
 
 
 @settings(many, max_examples=1500)
-@given(mutants(json.dumps(group_by_hand(1) | {"peer_id": "p"}).encode()), st.sampled_from(["0", "1", "00", "x"]), st.integers(0, 5))
-def test_a_rollout_file_is_used_whole_or_refused_whole_and_never_costs_more_than_its_size(content, index, format_):
-    head = b'{"format": 1, "peer_id": "p", "round": 1, "stage": 0, "timestamp": 1.0, "rollouts": {"%s": ' % index.encode()
+@given(
+    mutants(json.dumps(group_by_hand(1) | {"peer_id": "p"}).encode()),
+    st.sampled_from(["0", "1", "00", "x"]),
+    st.integers(0, 5),
+)
+def test_a_rollout_file_is_used_whole_or_refused_whole_and_never_costs_more_than_its_size(
+    content, index, format_
+):
+    head = (
+        b'{"format": 1, "peer_id": "p", "round": 1, "stage": 0, "timestamp": 1.0, "rollouts": {"%s": '
+        % index.encode()
+    )
     file = head + content + b"}}"
     try:
         data = parse_json(file)
@@ -358,7 +499,15 @@ def test_what_is_no_file_or_a_huge_one_stops_no_reader(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-OUTSIDE = {"format": 1, "peer_id": "p", "round": 2, "stage": 0, "timestamp": 1.0, "rollouts": {}, "secret": "of this machine"}
+OUTSIDE = {
+    "format": 1,
+    "peer_id": "p",
+    "round": 2,
+    "stage": 0,
+    "timestamp": 1.0,
+    "rollouts": {},
+    "secret": "of this machine",
+}
 
 
 def obstacles(path: Path, outside: Path):
@@ -402,7 +551,11 @@ def meet_obstacles(root):
             os.chown(path, 65534, 65534)
         os.setuid(65534)
     look_at_everything(root)
-    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() if Path("/proc").is_dir() else 1 << 40
+    size = (
+        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        if Path("/proc").is_dir()
+        else 1 << 40
+    )
     resource.setrlimit(resource.RLIMIT_AS, (size + (600 << 20),) * 2)
     met, slowest = 0, 0.0
     for name in FILES.values():
@@ -419,7 +572,12 @@ def meet_obstacles(root):
                 except Exception as error:
                     raise AssertionError(f"{place}: {kind}") from error
                 met, slowest = met + 1, max(slowest, time.monotonic() - began)
-                if place == path and name == FILES["rollouts"] and kind not in ("dangling", "loop") and "folder" not in kind:
+                if (
+                    place == path
+                    and name == FILES["rollouts"]
+                    and kind not in ("dangling", "loop")
+                    and "folder" not in kind
+                ):
                     assert rejected, kind
             kept.rename(place)
     assert look_at_everything(root) == Counter()
@@ -431,7 +589,11 @@ def meet_obstacles(root):
 odd = st.sampled_from([*"/\\.:~\0\n\t *?%$", "..", "../", "∕", "⁄", "／", "＼", "﹨", "․", "‥", "…", "。", "\u202e", "\u200b", "\u0301", "\ud800", "\u0130", "K",
                        "con", "PRN", "aux", "nul", "COM1", "com¹", "lpt9", "CONIN$", ".json", ".JSON", ".tmp", ".pt", "coordinator", "C:", "file://"])  # fmt: skip
 fine = st.sampled_from([*"ab01._-", "node_1", ".json", ".1000000000000-00000000"])
-name_texts = st.one_of(st.text(max_size=12), st.lists(odd | fine | st.characters(), max_size=5).map("".join), st.lists(fine, max_size=8).map("".join))
+name_texts = st.one_of(
+    st.text(max_size=12),
+    st.lists(odd | fine | st.characters(), max_size=5).map("".join),
+    st.lists(fine, max_size=8).map("".join),
+)
 
 
 @settings(many, max_examples=1500)
@@ -446,15 +608,30 @@ def test_no_name_leads_out_of_its_folder_or_means_another_file(name, variable, l
             with pytest.raises(ConfigError, match=variable):
                 read_config(environ)
         return
-    assert name.isascii() and unicodedata.normalize("NFKC", name) == name and name.strip() == name and name.isprintable()
-    assert Path("/base", name).resolve().parent == Path("/base") and PureWindowsPath("C:/base", name).parent == PureWindowsPath("C:/base")
-    assert not PureWindowsPath(name).is_reserved() and not name.endswith((".", " ")) and len(name + ".1000000000000-00000000.json") < 255
+    assert (
+        name.isascii()
+        and unicodedata.normalize("NFKC", name) == name
+        and name.strip() == name
+        and name.isprintable()
+    )
+    assert Path("/base", name).resolve().parent == Path("/base") and PureWindowsPath(
+        "C:/base", name
+    ).parent == PureWindowsPath("C:/base")
+    assert (
+        not PureWindowsPath(name).is_reserved()
+        and not name.endswith((".", " "))
+        and len(name + ".1000000000000-00000000.json") < 255
+    )
     with contextlib.suppress(ConfigError):  # "coordinator" is taken, 61 characters leave no room for _0
         config = read_config(environ)[0]
-        assert (config.EXPERIMENT_NAME if variable == "EXPERIMENT_NAME" else config.NODE_ID) == name or name == "auto"
+        assert (
+            config.EXPERIMENT_NAME if variable == "EXPERIMENT_NAME" else config.NODE_ID
+        ) == name or name == "auto"
         for node in [f"{config.NODE_ID}_{i}" for i in (0, 255)] if local else [config.NODE_ID]:
             assert check_name(node, "NODE_ID") == node
-        assert DriveStore("/drive", config.EXPERIMENT_NAME).base == Path("/drive/experiments", config.EXPERIMENT_NAME)
+        assert DriveStore("/drive", config.EXPERIMENT_NAME).base == Path(
+            "/drive/experiments", config.EXPERIMENT_NAME
+        )
 
 
 @settings(many, max_examples=200)
@@ -474,7 +651,11 @@ def test_every_node_reads_back_as_itself_and_no_other(tmp_path_factory, names):
     for i, node in enumerate(nodes):
         [group], complete, rejected = store.fetch(1, 0, node)
         assert (group["key"], group["seed"], complete, rejected) == ((1, 0, node, 0), i, True, Counter())
-        assert store.registration(node, sessions[node])["node_id"] == store.read_heartbeat(node)["node_id"] == node
+        assert (
+            store.registration(node, sessions[node])["node_id"]
+            == store.read_heartbeat(node)["node_id"]
+            == node
+        )
 
 
 @settings(many, max_examples=100)
@@ -487,7 +668,12 @@ def test_files_with_odd_names_change_nothing_that_is_read(tmp_path_factory, name
     places = [Path(folder) for folder, _, _ in os.walk(store.base)]
     odd_names = {*map(os.fsdecode, names), stem + tail} - {stem}
     made = [place / name for place in places for name in odd_names if not (place / name).exists()]
-    made = [path for path in made if bytes(path.name, "utf-8", "surrogateescape") not in {b"n1", b"p", b"q"} and not looks_like_a_node(path)]
+    made = [
+        path
+        for path in made
+        if bytes(path.name, "utf-8", "surrogateescape") not in {b"n1", b"p", b"q"}
+        and not looks_like_a_node(path)
+    ]
     for path in made:
         path.write_bytes(b'{"round": 7}')
     try:
@@ -511,7 +697,14 @@ def read_state(root):
     """What the swarm's logic takes from the folder."""
     store = DriveStore(root, "x", patience=0.0)
     fetched = [store.fetch(t, 0, node) for t in range(3) for node in store.publishers(t, 0)]
-    return store.current_round(), store.sessions(), store.rounds("rollouts"), store.stages("rollouts", 1), fetched, reward_rows(store)
+    return (
+        store.current_round(),
+        store.sessions(),
+        store.rounds("rollouts"),
+        store.stages("rollouts", 1),
+        fetched,
+        reward_rows(store),
+    )
 
 
 # -------- What a peer may gain --------------------------------------------------------------------------------------
@@ -524,7 +717,11 @@ def rewrite(root, path, change):
 
 
 @many
-@given(st.sampled_from(["answer", "reward", "model", "tasks", "reasoning_gym", "timestamp", "new"]), values, st.integers(0, 3))
+@given(
+    st.sampled_from(["answer", "reward", "model", "tasks", "reasoning_gym", "timestamp", "new"]),
+    values,
+    st.integers(0, 3),
+)
 def test_what_a_peer_claims_changes_nothing_that_is_trained_on(root, field, value, which):
     path, expected = root / FILES["rollouts"], [unlabelled(r) for r in train_beside(root)[0]]
     valid = path.read_bytes()
@@ -549,7 +746,15 @@ def test_what_a_peer_claims_changes_nothing_that_is_trained_on(root, field, valu
 
 
 def unlabelled(rollout: Rollout):
-    return rollout.key, rollout.question.text, rollout.texts, rollout.finished, rollout.group.rewards, rollout.group.prompt, rollout.group.completions
+    return (
+        rollout.key,
+        rollout.question.text,
+        rollout.texts,
+        rollout.finished,
+        rollout.group.rewards,
+        rollout.group.prompt,
+        rollout.group.completions,
+    )
 
 
 @settings(many, max_examples=60)
@@ -560,11 +765,17 @@ def test_each_peer_has_a_fair_share_and_the_draw_is_bounded(tmp_path_factory, gr
     store.create()
     for t in (1, 2):
         for n, count in enumerate(groups_of):
-            store.publish(t, 0, f"p{n}", {}, {str(k): group_by_hand(1000 * n + 100 * t + k) for k in range(count)})
+            store.publish(
+                t, 0, f"p{n}", {}, {str(k): group_by_hand(1000 * n + 100 * t + k) for k in range(count)}
+            )
     run = reading_run(root, NUM_TRAIN_SAMPLES=str(i), NUM_TRANSPLANT_TREES=str(j), SEED=str(seed))
     drawn, figures = sample_external(run, run.nodes[0], 2, 0)
     available = [sum(min(i, count) for count in groups_of)] * 2  # of this round, and of the one before
-    assert len(drawn) == min(j, sum(available)) and len({r.key for r in drawn}) == len(drawn) and figures["rejected"] == 0
+    assert (
+        len(drawn) == min(j, sum(available))
+        and len({r.key for r in drawn}) == len(drawn)
+        and figures["rejected"] == 0
+    )
     assert max(Counter(r.key[:3] for r in drawn).values(), default=0) <= i
     assert sum(r.key[0] == 2 for r in drawn) == min(j, available[0]), "this round's come first"
     run.nodes[0].trained.update(r.key for r in drawn)
@@ -596,15 +807,34 @@ def test_ten_thousand_groups_are_drawn_no_more_often_than_one_peers_share(tmp_pa
             run.store, run.verified = first.store, first.verified  # what was read once is not read again
     if not parts:
         assert drawn["flood"] == 0, "more groups than a file may hold"
-    assert drawn.total() == tried * 5 and drawn["flood"] < tried * 5 * 0.3, "two of ten in the pool: a fifth of what is drawn"
+    assert drawn.total() == tried * 5 and drawn["flood"] < tried * 5 * 0.3, (
+        "two of ten in the pool: a fifth of what is drawn"
+    )
     print(dict(drawn), f"{time.monotonic() - began:.1f} s")
 
 
 # -------- What a stranger's text may do ------------------------------------------------------------------------------
 
 watched = []
-sys.addaudithook(lambda event, arguments: watched is not None and ARMED and event in EVENTS and watched.append((event, arguments[:1])))
-ARMED, EVENTS = False, ("exec", "compile", "open", "os.system", "subprocess.Popen", "os.exec", "os.fork", "socket.connect", "import")
+sys.addaudithook(
+    lambda event, arguments: (
+        watched is not None and ARMED and event in EVENTS and watched.append((event, arguments[:1]))
+    )
+)
+ARMED, EVENTS = (
+    False,
+    (
+        "exec",
+        "compile",
+        "open",
+        "os.system",
+        "subprocess.Popen",
+        "os.exec",
+        "os.fork",
+        "socket.connect",
+        "import",
+    ),
+)
 payloads = st.sampled_from([
     "__import__('os').system('touch PWNED')", "open('PWNED','w')", "().__class__.__base__.__subclasses__()", "exec('1')", "{{7*7}}", "${jndi:ldap://x}",
     "[x for x in [1]]", "lambda: 1", "$(touch PWNED)", "`id`", "!!python/object/apply:os.system ['id']", "%n%s", "{0.__class__}", "cos\nsystem\n(S'id'\ntR.",
@@ -622,15 +852,26 @@ def warm():
 
 
 @settings(many, max_examples=1000)
-@given(st.data(), st.integers(0, 2 * len(TASK_TABLE) - 1), st.sampled_from(["{}", "{} {}", "[[{}]]", "({})", "{}+{}", "{}∧{}", "'{}'", "\\frac{{{}}}{{{}}}"]), st.sampled_from(["exact", "verifier"]))
+@given(
+    st.data(),
+    st.integers(0, 2 * len(TASK_TABLE) - 1),
+    st.sampled_from(["{}", "{} {}", "[[{}]]", "({})", "{}+{}", "{}∧{}", "'{}'", "\\frac{{{}}}{{{}}}"]),
+    st.sampled_from(["exact", "verifier"]),
+)
 def test_no_completion_is_evaluated_or_opens_anything(warm, data, which, form, kind):
     global ARMED
     question = warm[which]
-    pieces = data.draw(st.lists(payloads | st.just(question.answer) | st.text(max_size=10), min_size=2, max_size=2))
+    pieces = data.draw(
+        st.lists(payloads | st.just(question.answer) | st.text(max_size=10), min_size=2, max_size=2)
+    )
     texts = [f"<answer>{form.format(*pieces)}</answer>", "".join(pieces)]
     raw = {"task": question.task, "seed": question.seed, "prompt": question.text, "key": (0, 0, "p", 0)}
     raw["completions"] = [{"response": text, "finished": True} for text in texts]
-    run = SimpleNamespace(tasks=list(TASK_TABLE), codec=replace(CODEC, max_completion=10**5), config=SimpleNamespace(REWARD=kind))
+    run = SimpleNamespace(
+        tasks=list(TASK_TABLE),
+        codec=replace(CODEC, max_completion=10**5),
+        config=SimpleNamespace(REWARD=kind),
+    )
     watched.clear()
     ARMED = True
     try:
@@ -641,8 +882,23 @@ def test_no_completion_is_evaluated_or_opens_anything(warm, data, which, form, k
     assert all(0 <= reward <= 1 for reward in rollout.group.rewards) and rollout.texts == texts
 
 
-CONTROLS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "[INST]", "</s>", "<s>", "<|eot_id|>", "<start_of_turn>", "<tool_call>", "<pad>"]
-CHAT = tiny_codec(0, "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n", CONTROLS)
+CONTROLS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "[INST]",
+    "</s>",
+    "<s>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<tool_call>",
+    "<pad>",
+]
+CHAT = tiny_codec(
+    0,
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
+    CONTROLS,
+)
 
 
 @settings(many, max_examples=1000)
@@ -651,10 +907,20 @@ def test_control_tokens_of_any_template_are_plain_text_in_a_strangers_completion
     controls = set(CHAT.tokenizer.convert_tokens_to_ids([*CONTROLS, "<eos>", "<unk>"]))
     question = sapo.make_question(TASKS[0], 1)
     before = CHAT.prompt(question)
-    raw = {"task": TASKS[0], "seed": 1, "prompt": question.text, "key": (0, 0, "p", 0), "completions": [{"response": text, "finished": finished}] * 2}
-    rollout = verify_uncached(SimpleNamespace(tasks=TASKS, codec=CHAT, config=SimpleNamespace(REWARD="exact")), raw)
+    raw = {
+        "task": TASKS[0],
+        "seed": 1,
+        "prompt": question.text,
+        "key": (0, 0, "p", 0),
+        "completions": [{"response": text, "finished": finished}] * 2,
+    }
+    rollout = verify_uncached(
+        SimpleNamespace(tasks=TASKS, codec=CHAT, config=SimpleNamespace(REWARD="exact")), raw
+    )
     if isinstance(rollout, str):
-        assert rollout.startswith("completion empty or over") and (text == "" and not finished or len(text) > 200)
+        assert rollout.startswith("completion empty or over") and (
+            text == "" and not finished or len(text) > 200
+        )
         return
     for ids in rollout.group.completions:
         body = ids[:-1] if finished else ids
@@ -677,7 +943,9 @@ def test_a_million_characters_cost_bounded_time_and_memory(tmp_path, piece, leng
     drawn, figures = sample_external(run, run.nodes[0], 2, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert figures["rejected"] == 1 and len(drawn) == (length == MAX_RESPONSE_CHARS)  # one group, or the whole file
+    assert figures["rejected"] == 1 and len(drawn) == (
+        length == MAX_RESPONSE_CHARS
+    )  # one group, or the whole file
     reasons = ("over 256 tokens",) if length == MAX_RESPONSE_CHARS else ("response too long", "larger than")
     assert [any(reason in text for reason in reasons) for _, text in run.log.events] == [True]
     assert peak < 200 << 20 and time.process_time() - began < 20
@@ -720,7 +988,9 @@ def test_any_warm_start_file_is_loaded_replaced_or_refused_by_name(tmp_path_fact
     weights = sapo.read_weights(path, 10**6)
     assert weights is None or all(w.is_floating_point() and torch.isfinite(w).all() for w in weights.values())
     assert sapo.read_weights(path, len(content) - 1) is None
-    config = read_config({"NODE_ID": "n", "GDRIVE_PATH": str(root), "MODEL_NAME": "tiny", "WARM_START_STEPS": "1"})[0]
+    config = read_config(
+        {"NODE_ID": "n", "GDRIVE_PATH": str(root), "MODEL_NAME": "tiny", "WARM_START_STEPS": "1"}
+    )[0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sapo, "warm_start", lambda *_: None)
         sapo.load_warm_start(TwoTensors(), None, config, TASKS, str)
