@@ -1,7 +1,7 @@
 """The swarm as one process sees it: who is alive, the round clock, what peers have published.
 
-`Swarm` is all that a worker knows of the shared folder; `coordinate` is the role that opens rounds; the readers at the
-end (status, validation, comparison, monitor) look at an experiment and change nothing. A store is passed in.
+`Swarm` is all that a worker knows of the shared folder; `Coordinator` is the role that opens rounds; the readers
+at the end (status, validation, comparison, monitor) change nothing. A store is passed in.
 """
 
 import bisect
@@ -25,14 +25,14 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
 
-# -------- Life ------------------------------------------------------------------------------------------------
+# -------- Life ------------------------------------------------------------------------------------
 
 
 class Life:
     """Who is alive: a node of which anything new was seen within `stale_after` seconds.
 
-    Judged by when *this* reader first saw it, on its own monotonic clock: the nodes' clocks need not agree. Only at
-    the first look does a timestamp count: what says that it is an hour old is not taken for fresh.
+    Judged by when *this* reader first saw it, on its own monotonic clock: the nodes' clocks need not agree. Only
+    at the first look does a timestamp count: what says that it is an hour old is not taken for fresh.
     """
 
     def __init__(self, store, stale_after: float):
@@ -61,7 +61,7 @@ class Life:
         return True
 
     def refresh(self, nodes=None) -> None:
-        """Look at the sessions (one listing); of `nodes` (None: everybody) at registration and heartbeat too."""
+        """Look at the sessions (one listing), and at registration and heartbeat of `nodes` (None: all)."""
         self.sessions = self.store.sessions()
         for node, session in self.sessions.items():  # it begins with its start in milliseconds
             self.note(node, "session", session, age_of(int(session[:13]) / 1000))
@@ -107,13 +107,13 @@ def age_of(timestamp) -> float:
 
 
 def process_identity() -> dict:
-    """Host, boot, pid and start time of this process: by these, others on the same host see that it has died."""
+    """Host, boot, pid and start time of this process: by these others on the host see that it died."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "boot_id": boot_id(), "pid": pid, "pid_start": pid_start(pid)}
 
 
 def is_known_dead(about: dict) -> bool:
-    """Whether a process that registered with `process_identity` ran on this host and is gone. False: unknown."""
+    """Whether a process with this `process_identity` ran on this host and is gone. False: unknown."""
     here, pid = (socket.gethostname(), boot_id()), about.get("pid")
     if None in here or (about.get("host"), about.get("boot_id")) != here:
         return False
@@ -122,7 +122,7 @@ def is_known_dead(about: dict) -> bool:
 
 @functools.cache
 def boot_id() -> str | None:
-    """Names this boot of this machine: two containers called "localhost" are not taken for one. Linux only."""
+    """Names this boot of this machine: two containers called "localhost" are two. Linux only."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + namespace
@@ -131,7 +131,7 @@ def boot_id() -> str | None:
 
 
 def pid_start(pid: int) -> str | None:
-    """Start time of a process in ticks since boot, None if it does not run (a zombie does not). Linux only."""
+    """Start time of a process in ticks since boot, None if it does not run (or is a zombie). Linux only."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -139,7 +139,7 @@ def pid_start(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-# -------- The swarm as a worker sees it -----------------------------------------------------------------------
+# -------- The swarm as a worker sees it -----------------------------------------------------------
 
 
 @dataclass
@@ -153,15 +153,15 @@ class Job:
 
 
 class Swarm:
-    """What this process knows of the shared folder. A daemon thread keeps it up to date and writes what is queued.
+    """What this process knows of the shared folder. A daemon thread looks at it and writes what is queued.
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
         main thread    round, state; hands over work with post, publish and open
         swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; it alone calls the store
         hub threads    nothing here (uploads, see `push_to_hub` in sapo.py)
 
-    nodes: {id: session} of this process. seat: the coordinator's name. max_peers: 0 if nothing is drawn from peers.
-    note(event, text): called when something happens that people should know. lines: see class Log in sapo.py.
+    nodes: {id: session} of this process. seat: the coordinator's name. max_peers: 0 if nothing is drawn from
+    peers. note(event, text): called with what people should know. lines: see class Log in sapo.py.
     """
 
     def __init__(self, store, nodes: dict, *, seat, stages, max_age, max_peers, stale_after, note, lines):
@@ -172,7 +172,7 @@ class Swarm:
         self.sessions = {}  # node -> newest session, of everybody who ever registered
         self.is_led = False  # whether a coordinator is alive
         self.leaderless_since = time.monotonic()
-        self.rollouts = {}  # (round, stage, node) -> groups of the last max_age rounds, their structure checked
+        self.rollouts = {}  # (round, stage, node) -> groups, structure checked, of the last max_age rounds
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
         self.round = 0  # the one that this process works on
         self.looked_at = -1  # the round for which the folder was last looked at
@@ -209,12 +209,12 @@ class Swarm:
         return self.sessions.keys() <= self.nodes.keys() and not any(self._published.values())
 
     def start(self) -> None:
-        """One look in the foreground, so that nothing is decided blindly (raises OSError); then the thread."""
+        """One look in the foreground (or OSError), so that nothing is decided blindly; then the thread."""
         self._look()
         self._thread.start()
 
     def post(self, function, *args) -> None:
-        """Hand over a write. They are carried out in order and kept until they succeed: an outage loses nothing."""
+        """Hand over a write. They are done in order and kept until they succeed: an outage loses nothing."""
         self._jobs.append(Job(function, args))
         self._wake.set()
 
@@ -238,8 +238,8 @@ class Swarm:
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.
 
-        Chosen are peers that published the round before: who did not is not waited for again. Before anybody else
-        has published at all, registered peers are waited for once.
+        Chosen are peers that published the round before: who did not is not waited for again. Before anybody
+        else has published at all, registered peers are waited for once.
         """
         return self._awaited(round_) - self._published.get((round_, stage), set()) - self._gone
 
@@ -277,7 +277,7 @@ class Swarm:
             self.post(self.store.append, path, text)
 
     def close(self, patience: float) -> int:
-        """Write what is queued and end the thread; how many writes did not get through in `patience` seconds."""
+        """Write what is queued, end the thread; how many writes did not get through in `patience` seconds."""
         self.flush_log()
         for node in self.nodes:
             self.post(self.store.heartbeat, node, self._beat(node))
@@ -323,7 +323,7 @@ class Swarm:
                 retry_at = time.monotonic() + pause
 
     def _write(self) -> None:
-        """Heartbeats, gathered log lines, and the queue in order. OSError if the folder takes no writes at all."""
+        """Heartbeats, log lines, and the queue in order. OSError if the folder takes no writes at all."""
         now = time.monotonic()
         if now >= self._next_beat:
             for node in self.nodes:
@@ -338,7 +338,7 @@ class Swarm:
         return {"session": self.nodes[node], "round": self.round, "state": self.state}
 
     def _do(self, job: Job) -> bool:
-        """Whether a job is done with. One that fails for a reason of its own path is set aside after a minute."""
+        """Whether a job is done with. One that fails because of its own path is set aside after a minute."""
         try:
             job.function(*job.args)
             return True
@@ -388,10 +388,7 @@ class Swarm:
             self.rollouts = {key: groups for key, groups in self.rollouts.items() if key[0] >= oldest}
 
     def _choose(self, round_: int) -> set[str]:
-        """Up to max_peers peers to read, drawn from those that published the round before, then from this round's.
-
-        Never the first in the listing, nor the fastest.
-        """
+        """Up to max_peers peers to read, drawn from who published the round before, then from this round's."""
         chosen = self._chosen.setdefault(round_, set())
         for r in (round_ - 1, round_):
             others = (
@@ -416,7 +413,7 @@ class Swarm:
         self.refused.pop(key, None)
 
 
-# -------- The role that opens rounds --------------------------------------------------------------------------
+# -------- The role that opens rounds --------------------------------------------------------------
 
 
 def write_winners(store, round_: int, limit: int = 100) -> dict[str, float]:
@@ -434,7 +431,7 @@ def write_winners(store, round_: int, limit: int = 100) -> dict[str, float]:
 
 
 def first_round(store, by: str) -> int:
-    """The round to go on with: the highest open one; where none is, the last rewarded one; else round 0 is opened."""
+    """The round to go on with: the highest open one, else the last rewarded one, else 0, now opened."""
     round_, _ = store.clock()
     if round_ < 0:
         round_ = max(0, store.last_rewarded())
@@ -445,7 +442,7 @@ def first_round(store, by: str) -> int:
 def is_round_over(
     strategy: str, elapsed: float, interval: float, live: list[str], submitted: list[str]
 ) -> bool:
-    """Whether the clock moves on. time: the interval is over; completion: all live workers submitted; hybrid: either.
+    """Whether the clock moves on. time: the interval is over; completion: all who live submitted; hybrid: either.
 
     It never runs on for nobody: without a live worker and without any reward of this round, it waits.
     """
@@ -457,14 +454,14 @@ def is_round_over(
 class Coordinator:
     """The role that keeps a swarm in step: it opens rounds, trains nothing and loads no model.
 
-    expected: workers to wait for in round 0 (0: the first is enough), at most for one interval after the first.
+    expected: workers to wait for in round 0 (0: the first is enough), at most one interval after the first.
     """
 
     LOOK_AT = 8  # registrations and heartbeats read per look, however many workers are silent
 
     def __init__(
-        self, store, session: str, seat: str, *, max_rounds, last_stage, strategy, interval, stale_after, expected,
-        say, lines, each_round,
+        self, store, session: str, seat: str, *, max_rounds, last_stage, strategy, interval, stale_after,
+        expected, say, lines, each_round,
     ):  # fmt: skip
         self.store, self.session, self.seat, self.say, self.lines = store, session, seat, say, lines
         self.max_rounds, self.last_stage, self.strategy = max_rounds, last_stage, strategy
@@ -477,7 +474,7 @@ class Coordinator:
         self.say(f"coordinator: round {self.round} is open ({strategy}, interval {interval:g} s){waiting}")
 
     def run(self, should_stop) -> str:
-        """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended, in a word."""
+        """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
         outcome = None
         while outcome is None and not should_stop():
             began = time.monotonic()
@@ -530,7 +527,7 @@ class Coordinator:
         return None
 
     def _look(self) -> tuple[list[str], list[str]]:
-        """(workers that submitted this round, workers that are alive): listings first, then a few heartbeats."""
+        """(workers that submitted this round, workers that live): listings first, then a few heartbeats."""
         clock, _ = self.store.clock()
         if clock > self.round:
             self.round, self.opened = clock, time.monotonic()
@@ -571,7 +568,7 @@ def short_time(seconds: float) -> str:
     )
 
 
-# -------- The readers: what an experiment's folder says. They change nothing in it --------------------------
+# -------- The readers: what an experiment's folder says. They change nothing in it ----------------
 
 OPEN_ROUNDS = 8  # so many of the newest rounds may still get rewards: from a slow node, over a slow drive
 
@@ -684,7 +681,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     return [problem for there, problem in checks if not there]
 
 
-# -------- Comparing experiments -----------------------------------------------------------------------------
+# -------- Comparing experiments -------------------------------------------------------------------
 
 PAPER = (
     "The paper's own (table 1: 8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): "
@@ -950,7 +947,7 @@ def in_notebook() -> bool:
     return "ipykernel" in sys.modules and ipython is not None and ipython.get_ipython() is not None
 
 
-# -------- Watching one experiment ---------------------------------------------------------------------------
+# -------- Watching one experiment -----------------------------------------------------------------
 
 
 def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:

@@ -2,8 +2,8 @@
 
 Contract
     Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) has a name that
-                is used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file or
-                the whole file. The first complete one counts; a second writer leaves it as it is.
+                is used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file
+                or the whole file. The first complete one counts; a second writer leaves it as it is.
     Rewritten   current_state.json and heartbeats are for people; logs are appended. On a mounted drive such
                 files may arrive late or never, so nothing depends on them alone.
     Tolerant    A stranger may write anything here. Readers bound size, type and depth; they parse or raise
@@ -57,7 +57,7 @@ class BadFile(ValueError):
 
 
 def check_name(name: str, variable: str) -> str:
-    """Return `name` if it is safe as a file name everywhere, else raise ValueError: it becomes part of paths."""
+    """Return `name` if it is safe as a file name everywhere, else raise ValueError. Paths are built of it."""
     for_windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or for_windows:
         allowed = (
@@ -129,15 +129,15 @@ class DriveStore:
     # -- folders and files
 
     def create(self) -> None:
-        """Make the experiment's folder. Only here: later a missing one means that the drive is not mounted."""
+        """Make the experiment's folder. Only here: later a missing one means an unmounted drive."""
         self.base.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def folder(self, path: str = "", make: bool = False, look: bool = False):
         """Descriptor of a folder, opened part by part, never through a link. make: missing parts are made.
 
-        look: list each folder before asking it for a part. An NFS client that asked for an absent name goes on
-        saying for half a minute that it is absent; a folder that was just opened and listed is up to date.
+        look: list each folder before asking it for a part. An NFS client that asked for an absent name goes
+        on saying for half a minute that it is absent; a folder just opened and listed is up to date.
         """
         with contextlib.ExitStack() as opened:
 
@@ -163,7 +163,7 @@ class DriveStore:
             yield fd
 
     def names(self, path: str) -> list[str]:
-        """Names in a folder, sorted; none if there is no such folder, or one that may not be read (counted)."""
+        """Names in a folder, sorted; none if there is no such folder or it may not be read (counted)."""
         try:
             with self.folder(path, look=True) as folder:
                 return sorted(os.listdir(folder))
@@ -174,7 +174,7 @@ class DriveStore:
             return []
 
     def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False):
-        """Open a regular file, with one name if it is to be written. BadFile if it is none; nothing blocks."""
+        """Open a regular file, with one name only if it is to be written; else BadFile. Nothing blocks."""
         parent, _, name = path.rpartition("/")
         try:
             with self.folder(parent, make) as folder:
@@ -218,7 +218,7 @@ class DriveStore:
         """Write a file through a temp file: readers see the old one, or none, or the whole new one.
 
         source: bytes or an open binary file. keep: called with the contents of a file that has the name
-        already; where it says True that file stays, and False is returned. A crash leaves a temp file: `sweep`.
+        already; where it says True that file stays, and False is returned. A crash leaves a temp file.
         """
         parent, _, name = path.rpartition("/")
         temp = secrets.token_hex(8)
@@ -316,7 +316,7 @@ class DriveStore:
         return found
 
     def open_config(self, settings: dict, only_read: bool = False) -> dict:
-        """What the experiment was started with: the file that is there, else `settings`, written as that file.
+        """What the experiment was started with: the file that is there, else `settings`, now written.
 
         StoreError if that is damaged, or if the folder has another layout than this program's.
         """
@@ -389,7 +389,7 @@ class DriveStore:
     # -- rollouts, rewards, checkpoints
 
     def publish(self, round_: int, stage: int, node_id: str, about: dict, groups: dict) -> bool:
-        """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. BadFile: too large."""
+        """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. Or BadFile."""
         data = {
             "format": FORMAT,
             "peer_id": node_id,
@@ -455,7 +455,7 @@ class DriveStore:
         return [r for r in rounds if f"{process}.pt" in self.names(f"checkpoints/{bucket(r)}")]
 
 
-# -------- What a stranger's rollout file may look like --------------------------------------------------------
+# -------- What a stranger's rollout file may look like --------------------------------------------
 
 
 def is_number(value) -> bool:

@@ -2,11 +2,11 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch", "transformers", "reasoning-gym"]
 # ///
-"""SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by GRPO on
-reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
+"""SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by GRPO
+on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
 
-`train` is the paper's Algorithm 1; read it first. Its six steps stand below it, in their order; then the clock
-(`next_round`), the log, settings, checkpoints, roles. Configuration is environment variables only (class Config);
+`train` is the paper's Algorithm 1; read it first. Its six steps stand below it, in their order; then the clock,
+the log, settings, checkpoints and roles. Configuration is environment variables only (class Config).
 `python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
 """
 
@@ -46,14 +46,14 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
     from grpo import load_model, load_weights, make_question, new_optimizer, pack_weights, rows_that_fit
     from grpo import score, task_hash, unpack_weights, update, warm_start, warm_start_name, why_refused
 
-# -------- Algorithm 1 -----------------------------------------------------------------------------------------
+# -------- Algorithm 1 -----------------------------------------------------------------------------
 
 
 def train(run: "Run") -> None:
     """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process; returns after the last round.
 
-    With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous and a run repeats bit for
-    bit. Every step leaves its figures for the log in `node.figures`.
+    With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous, and a run repeats bit
+    for bit. Every step leaves its figures for the log in `node.figures`.
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):
@@ -123,11 +123,11 @@ class Run:
         return (time.monotonic() - self.began) / max(1, self.rounds_worked)
 
 
-# -------- The six steps of a round ----------------------------------------------------------------------------
+# -------- The six steps of a round ----------------------------------------------------------------
 
 
 def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose: str, i: int = 0) -> int:
-    """Seed of one random stream, from a hash: no state to save, nodes never overlap, a resumed node repeats."""
+    """Seed of one random stream, from a hash: no state to save, no overlap, a resumed node repeats itself."""
     text = f"{config.SEED}|{node_id}|{round_}|{stage}|{purpose}|{i}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % HELD_OUT_SEEDS.start
 
@@ -187,7 +187,7 @@ def answer(run: Run, node: Node, questions: list[Question], g: int, seed: int) -
 
 
 def mean_reward(rollouts: list[Rollout]) -> float:
-    """The node's reward of a round: mean over all its own completions, never externals or what a filter left."""
+    """The node's reward of a round: the mean over all its own completions, never over externals."""
     rewards = [reward for rollout in rollouts for reward in rollout.group.rewards]
     return sum(rewards) / len(rewards)
 
@@ -205,7 +205,7 @@ def communicate(run: Run, node: Node, t: int, stage: int) -> None:
 
 
 def as_published(rollout: Rollout) -> dict:
-    """A group as it stands in a rollout file: the bare question, decoded completions, this node's own rewards."""
+    """A group as it stands in a rollout file: bare question, decoded completions, this node's own rewards."""
     q, rewards = rollout.question, rollout.group.rewards
     completions = [
         {"response": text, "reward": reward, "finished": finished}
@@ -294,7 +294,7 @@ def informative_pool(run: Run, node: Node, round_: int, stage, rng, figures: dic
 def verify(run: Run, raw: dict) -> Rollout | str:
     """A peer's group -> Rollout in this process's ids with rewards of its own, or the reason of rejection.
 
-    Only (task, seed) and the completions' text are used; question and answer are made again from (task, seed).
+    Only (task, seed) and the completions' text are used: question and answer are made again from them.
     """
     if raw["task"] not in run.tasks:
         return "task is not one of this experiment's"
@@ -331,7 +331,7 @@ def policy_gradient(run: Run, node: Node, external: list[Rollout]) -> None:
 
 
 def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the reward and the round's figures; every EVAL_INTERVAL rounds held-out accuracy too."""
+    """Step 6: publish the reward and the round's figures; every EVAL_INTERVAL rounds also held-out accuracy."""
     config, figures = run.config, node.figures
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
         figures["held_out"] = held_out_accuracy(run, node, t)
@@ -351,7 +351,7 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
     return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
 
 
-# -------- From round to round ---------------------------------------------------------------------------------
+# -------- From round to round ---------------------------------------------------------------------
 
 
 class Superseded(Exception):
@@ -375,9 +375,9 @@ def next_round(run: Run) -> int | None:
 
 
 def wait_for_clock(run: Run, own: int) -> int:
-    """The clock's round where a coordinator leads; else the process's own next round, or a later one of its peers.
+    """The clock's round where a coordinator leads; else the process's own next one, or a later one of its peers.
 
-    A process that resumes where nobody else ever registered replays its rounds after the checkpoint.
+    Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
     swarm, grace = run.swarm, 0.0 if run.config.LOCAL_NODES > 1 else 2.0
     impatient_at = time.monotonic() + max(30.0, 2 * run.seconds_per_round)
@@ -433,7 +433,7 @@ class Stopped(Exception):
 
 
 class StopButton:
-    """A flag, set by the first signal and looked at between the steps of a round. A second signal exits at once."""
+    """A flag, set by a first signal and looked at between the steps of a round. A second signal exits at once."""
 
     def __init__(self):
         self.requested, self._since, self._old = False, 0.0, {}
@@ -462,7 +462,7 @@ class StopButton:
             print("\nstopping after this step; once more to exit at once", flush=True)
 
 
-# -------- The log ---------------------------------------------------------------------------------------------
+# -------- The log ---------------------------------------------------------------------------------
 
 
 class Log:
@@ -494,7 +494,7 @@ class Log:
 
 
 def report_round(run: Run, t: int) -> None:
-    """A short line for the round; VERBOSE: a long one for each node. Now and then what is missing, and what may help."""
+    """A short line for the round (VERBOSE: a long one for each node), and now and then what is missing."""
     config, swarm, each = run.config, run.swarm, [node.figures for node in run.nodes]
     mean = {key: sum(f[key] for f in each) / len(each) for key in each[0] if key != "external_ages"}
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
@@ -528,7 +528,7 @@ def short_line(t: int, max_rounds: int, s: dict) -> str:
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     return (
         f"round {t:0{len(str(max_rounds))}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
-        f"groups {s['local_groups']:.0f}+{s['external_groups']:.3g}, {s['informative_groups']:.2g} informative | "
+        f"groups {s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative) | "
         f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
     )
 
@@ -542,7 +542,7 @@ def long_line(t: int, max_rounds: int, s: dict) -> str:
     )
 
 
-# -------- Settings --------------------------------------------------------------------------------------------
+# -------- Settings --------------------------------------------------------------------------------
 
 
 def var(default, help, allowed=None, low=None, high=None):
@@ -552,41 +552,41 @@ def var(default, help, allowed=None, low=None, high=None):
 # fmt: off
 @dataclass(frozen=True, repr=False)
 class Config:
-    """Every environment variable. A default of "auto" is worked out by `resolve`. Adding one here is all it takes."""
+    """Every environment variable; `resolve` works out "auto". Adding one here is all it takes."""
 
     # the swarm
     GDRIVE_PATH: str = var("auto", "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
     NODE_ROLE: str = var("worker", "worker or coordinator; monitor, report and validate only read",
                          ("worker", "coordinator", "monitor", "report", "validate"))
-    NODE_ID: str = var("auto", "unique name of this node; auto: node_<8 hex>, or node_<host> if LOCAL_NODES > 1")
-    LOCAL_NODES: int = var(1, "workers in this process, taking turns: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
+    NODE_ID: str = var("auto", "unique name of this node; auto: node_<8 hex>, node if LOCAL_NODES > 1")
+    LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
     SEED: int = var(42, "the swarm's seed; nodes differ by NODE_ID", low=0, high=2**31)
     TEST_MODE: bool = var(False, "quick validation: 3 rounds, I = 4, G = 4, tiny with a short warm start")
     MAX_ROUNDS: int = var(2000, "rounds to train", low=1, high=10**6)
     MAX_STAGES: int = var(1, "generate-share-update stages in a round", low=1, high=100)
     # model and tasks
-    MODEL_NAME: str = var("auto", "tiny (embedded), a Hugging Face id or a folder; auto: by what the machine has")
+    MODEL_NAME: str = var("auto", "tiny, a Hugging Face id or a folder; auto: by what the machine has")
     TASKS: str = var("auto", "comma list; auto: the paper's nine, for tiny the eight small ones")
-    NUM_SHOTS: int = var("auto", "solved examples for a model without chat template; auto: 2, tiny 0", low=0, high=16)
-    WARM_START_STEPS: int = var("auto", "supervised steps before RL; auto: 1750 for tiny, else 0", low=0, high=10**6)
-    ANSWER_TAG_SHARE: float = var(0.02, "rewarded style in the last phase of tiny's warm start", low=0, high=1)
+    NUM_SHOTS: int = var("auto", "solved examples if there is no chat template; auto: 2, tiny 0", low=0, high=16)
+    WARM_START_STEPS: int = var("auto", "supervised steps before RL; auto: tiny 1750, else 0", low=0, high=10**6)
+    ANSWER_TAG_SHARE: float = var(0.02, "rewarded style at the end of tiny's warm start", low=0, high=1)
     REWARD: str = var("exact", "exact: 1 if the verifier gives 0.99, else 0; verifier: its score",
                       ("exact", "verifier"))
     # a round
     NUM_TRAIN_SAMPLES: int = var(8, "I: own questions per round and stage", low=1, high=4096)
-    NUM_TRANSPLANT_TREES: int = var(0, "J: external groups per round and stage; 0: plain GRPO", low=0, high=4096)
+    NUM_TRANSPLANT_TREES: int = var(0, "J: external groups per stage; 0: plain GRPO", low=0, high=4096)
     NUM_GENERATIONS: int = var(8, "G: completions per question", low=2, high=64)
     TEMPERATURE: float = var(1.0, "of sampling and of the log-probabilities in the loss", low=0.01, high=100)
     MAX_NEW_TOKENS: int = var("auto", "longest completion; auto: 10 for tiny, else 256", low=1, high=32768)
     EXTERNAL_FILTER: bool = var(True, "drop groups that are not informative before drawing externals")
-    LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I, informative first", low=1, high=64)
+    LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I of them", low=1, high=64)
     # the update
     LEARNING_RATE: float = var("auto", "AdamW; auto: 3e-4 for tiny, else 1e-6", low=0, high=1)
     CLIP_LOW: float = var(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     CLIP_HIGH: float = var(0.28, "ratio clipped above at 1 + this", low=0, high=10)
     NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage", low=1, high=100)
-    LOSS_TYPE: str = var("dapo", "dapo: mean over all tokens; grpo: of per-completion means; dr_grpo: see README",
+    LOSS_TYPE: str = var("dapo", "dapo: mean over all tokens; grpo: of completions' means; dr_grpo: fixed",
                          ("dapo", "grpo", "dr_grpo"))
     MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass of the update; auto: by memory",
                                 low=1, high=65536)
@@ -616,7 +616,7 @@ class Config:
     HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never shown")
     HF_REPO: str = var("auto", "where to; auto: <user>/<experiment>-<node>")
     # run_swarm.sh
-    NUM_WORKERS: int = var("auto", "workers to start and to expect; auto: 4, waiting for none", low=1, high=10**4)
+    NUM_WORKERS: int = var("auto", "workers to start and expect; auto: 4", low=1, high=10**4)
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
 
@@ -626,7 +626,7 @@ class Config:
 
 # fmt: on
 TEST_MODE_DEFAULTS = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny"}
-TEST_MODE_DEFAULTS |= {"WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9}  # enough to have something to learn from
+TEST_MODE_DEFAULTS |= {"WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9}  # something to learn from
 SHARED_SETTINGS = (
     "SEED",
     "TASKS",
@@ -675,7 +675,7 @@ def parse_value(text: str, spec):
 
 
 def read_config(environ) -> tuple[Config, list[str]]:
-    """Environment -> (Config with every "auto" worked out, warnings). All mistakes come in one ConfigError."""
+    """Environment -> (Config without "auto", warnings). All mistakes come in one ConfigError."""
     specs = {f.name: f for f in fields(Config)}
     given, mistakes, warnings = {}, [], []
     for name, spec in specs.items():
@@ -752,17 +752,17 @@ def config_table(config: Config) -> str:
 
 
 def resume_line(config: Config, environ) -> str:
-    """The command that resumes this node: what was set, and what was made up at the start; never the secret."""
+    """The command that resumes this node: what was set and what was made up; never the secret."""
     given = {f.name: environ[f.name] for f in fields(config) if environ.get(f.name) and f.name != SECRET}
     given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
 
 
-# -------- Checkpoints, the final model, the Hub ---------------------------------------------------------------
+# -------- Checkpoints, the final model, the Hub ---------------------------------------------------
 
 
 def save_checkpoint(run: Run) -> None:
-    """All nodes' state after round `run.done` in one file: first on the local disk, then carried to the folder.
+    """All nodes' state after round `run.done` in one file: first on the local disk, then in the folder.
 
     While the folder is away only the newest one waits. A full disk costs the checkpoint, not the training.
     """
@@ -786,7 +786,7 @@ def checkpoint_path(run: Run, round_: int) -> str:
 
 
 def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
-    """In the Swarm's thread: copy a checkpoint to the folder, then delete all but the newest CHECKPOINT_KEEP."""
+    """In the Swarm's thread: copy a checkpoint to the folder, delete all but the newest CHECKPOINT_KEEP."""
     if local.exists():  # else a newer one took its place
         run.store.copy(local, checkpoint_path(run, round_))
         run.checkpoints.append(round_)
@@ -820,13 +820,13 @@ def resume(run: Run) -> None:
         return
     if rounds:
         raise StoreError(
-            f"{run.store.base / 'checkpoints'} holds checkpoints of {run.config.NODE_ID}, but none can be used. "
+            f"{run.store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s checkpoints can be used. "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
 
 
 def restore(run: Run, state: dict, round_: int) -> None:
-    """A checkpoint's contents into the nodes. Settings of the update are those of this start, not the file's."""
+    """A checkpoint's contents into the nodes; but the settings of the update are those of this start."""
     if state["model_name"] != run.config.MODEL_NAME:
         made_with = f"the checkpoint of {run.config.NODE_ID} was made with {state['model_name']!r}"
         raise ConfigError(f"MODEL_NAME={run.config.MODEL_NAME!r}: {made_with}; set that, or another NODE_ID")
@@ -855,7 +855,8 @@ def save_models(run: Run) -> None:
             run.swarm.post(run.store.copy, file, f"models/{node.id}/{file.name}")
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
-    ask = f"pipeline('text-generation', {str(folder)!r})({prompt!r}, max_new_tokens={run.config.MAX_NEW_TOKENS})"
+    tokens = run.config.MAX_NEW_TOKENS
+    ask = f"pipeline('text-generation', {str(folder)!r})({prompt!r}, max_new_tokens={tokens})"
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
     run.log.say(f"final model: {folder}\n  try it: python -c {code}")
 
@@ -871,7 +872,7 @@ HUB_PATIENCE = 1800.0  # seconds that the end of a run waits for uploads
 
 
 def push_to_hub(run: Run, node: Node, last: bool) -> None:
-    """Upload the model in the background if a token is set; a failed push is reported and never stops training.
+    """Upload the model in the background if a token is set; a failed push is said and never stops training.
 
     While one is under way none but the last model's is begun, and that one waits for its turn.
     """
@@ -906,13 +907,13 @@ def uploads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "hub"]
 
 
-# -------- Roles -----------------------------------------------------------------------------------------------
+# -------- Roles -----------------------------------------------------------------------------------
 
 
 def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> list[str]:
     """The experiment's tasks, if this node's settings agree with it; ConfigError names both values if not.
 
-    only_read: config.json is not written yet, because what a start with a mistake leaves would bind the next one.
+    only_read: config.json is not written yet, for what a start with a mistake leaves would bind the next.
     """
     own_tasks = ",".join(SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS)
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in PRIVATE_SETTINGS}
@@ -939,7 +940,7 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 
 
 def announce(config: Config, store: DriveStore, say) -> None:
-    """Say that an experiment is new, with those there are (a typing mistake?), or who is in it and where it stands."""
+    """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
     if not store.names(""):
         others = list_experiments(config.GDRIVE_PATH)
         say(
@@ -951,15 +952,13 @@ def announce(config: Config, store: DriveStore, say) -> None:
     known = f"{', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else "nobody yet"
     say(f"experiment {config.EXPERIMENT_NAME} is there already: round {store.clock()[0]}, nodes: {known}")
     if nodes and config.NODE_ID not in {node.rsplit("_", 1)[0] for node in nodes} | set(nodes):
-        say(
-            f"{config.NODE_ID} joins it. To resume a node set its NODE_ID; to start afresh set EXPERIMENT_NAME"
-        )
+        say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
 
 
 def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
-    warmstart/<recipe>.safetensors is write-once; a claim file keeps the others from making it too, and is ignored
+    warmstart/<recipe>.safetensors is write-once; a claim file keeps the others from making it too. It is ignored
     when its maker died or took ten minutes (making it twice is harmless).
     """
     if config.WARM_START_STEPS == 0:
@@ -987,9 +986,7 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
                 shared.delete(claim)
         elif waited_until is None:
             waited_until = time.monotonic() + 600
-            say(
-                f"another node is making the warm start; waiting up to 10 minutes (delete {claim} if it is dead)"
-            )
+            say(f"another node makes the warm start; waiting up to 10 minutes (delete {claim} if it is dead)")
         time.sleep(0.0 if mine else 0.5)
     if not load_weights(model, weights):
         raise StoreError(f"{shared.base / path} does not fit the model; delete it and start again")
@@ -1017,8 +1014,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     del model  # every node has a copy
     swarm = Swarm(
         store, {node.id: node.session for node in nodes}, seat=COORDINATOR, stages=config.MAX_STAGES,
-        max_age=config.ROLLOUT_MAX_AGE, max_peers=config.FETCH_MAX_PEERS if config.NUM_TRANSPLANT_TREES else 0,
-        stale_after=config.STALE_AFTER_SECONDS, note=log.event, lines=log.lines,
+        max_peers=config.FETCH_MAX_PEERS if config.NUM_TRANSPLANT_TREES else 0, note=log.event, lines=log.lines,
+        max_age=config.ROLLOUT_MAX_AGE, stale_after=config.STALE_AFTER_SECONDS,
     )  # fmt: skip
     run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch())
     try:
@@ -1061,7 +1058,7 @@ def make_scratch() -> Path:
 
 
 def prepare(run: Run) -> None:
-    """Resume, sweep what a killed session left, look at the folder once, check the disk, and say what begins."""
+    """Resume, sweep what a killed session left, look at the folder, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
     resume(run)
     store.sweep()
@@ -1091,7 +1088,7 @@ def prepare(run: Run) -> None:
 
 
 def check_disk(run: Run) -> None:
-    """Checkpoint size against free space, on the shared folder and on the local disk it is written to first."""
+    """Checkpoint size against free space, in the shared folder and on the local disk."""
     size = sum(12 * p.numel() for p in run.nodes[0].model.parameters()) * len(
         run.nodes
     )  # weights, Adam's moments
@@ -1147,8 +1144,8 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     coordinator = Coordinator(
         store, session, COORDINATOR, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1,
         strategy=config.ROUND_ADVANCE, interval=config.COORDINATOR_ROUND_INTERVAL,
-        stale_after=config.STALE_AFTER_SECONDS, expected=0 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS, say=log.say, lines=log.lines,
-        each_round=each_round,
+        stale_after=config.STALE_AFTER_SECONDS, say=log.say, lines=log.lines, each_round=each_round,
+        expected=0 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS,
     )  # fmt: skip
     return coordinator.run(lambda: stop.requested)
 
@@ -1167,7 +1164,7 @@ def run_reader(config: Config, stop: StopButton) -> str:
         return "finished" if rows else "invalid"
     if config.EXPERIMENT_NAME not in names:
         print(
-            f"no experiment {config.EXPERIMENT_NAME!r} below {config.GDRIVE_PATH}; there are: {', '.join(names)}"
+            f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; there are: {', '.join(names)}"
         )
         return "invalid"
     began_with = store.open_config({}, only_read=True)
@@ -1190,7 +1187,7 @@ def run_reader(config: Config, stop: StopButton) -> str:
     return "invalid" if problems else "valid"
 
 
-# -------- For notebooks, and the command line -----------------------------------------------------------------
+# -------- For notebooks, and the command line -----------------------------------------------------
 
 
 def get_experiment_status(path, name: str) -> dict:
@@ -1199,7 +1196,7 @@ def get_experiment_status(path, name: str) -> dict:
 
 
 def get_experiment_metrics(path, name: str):
-    """One row per node, round and stage: a pandas.DataFrame where pandas is installed, else a list of dicts."""
+    """One row per node, round and stage: a pandas.DataFrame if there is pandas, else a list of dicts."""
     rows = reward_rows(DriveStore(path, name))
     try:
         import pandas
@@ -1209,7 +1206,7 @@ def get_experiment_metrics(path, name: str):
 
 
 def compare_experiments(path, names=None) -> list[dict]:
-    """Figures of the experiments `names` (all below `path` by default) over seeds, against their J = 0 baseline."""
+    """Figures of experiments (all below `path` by default) over seeds, against their J = 0 baseline."""
     summaries = []
     for name in names or list_experiments(path):
         try:
@@ -1223,7 +1220,7 @@ def compare_experiments(path, names=None) -> list[dict]:
 
 
 def main(environ=None) -> int:
-    """Run the role that the environment asks for; returns the exit status. The only reader of the environment."""
+    """Run the role that the environment asks for; returns the exit status. Only here it is read."""
     environ = os.environ if environ is None else environ
     try:
         config, warnings = read_config(environ)
