@@ -1,7 +1,7 @@
 """The swarm as one process sees it: who is alive, the round clock, what peers have published.
 
-`Swarm` is all that a worker knows of the shared folder; `Coordinator` is the role that opens rounds; the readers
-at the end (status, validation, comparison, monitor) change nothing. A store is passed in.
+`Swarm` is all that a process knows of the shared folder; `Coordinator` is the role that opens rounds; the
+readers at the end (status, validation, comparison, monitor) change nothing. A store is passed in.
 """
 
 import bisect
@@ -31,8 +31,8 @@ from pathlib import Path
 class Life:
     """Who is alive: a node of which anything new was seen within `stale_after` seconds.
 
-    Judged by when *this* reader first saw it, on its own monotonic clock: the nodes' clocks need not agree. Only
-    at the first look does a timestamp count: what says that it is an hour old is not taken for fresh.
+    Judged by when *this* reader first saw it, on its own monotonic clock: the nodes' clocks need not agree.
+    Only at the first look does a timestamp count: what says that it is an hour old is not taken for fresh.
     """
 
     def __init__(self, store, stale_after: float):
@@ -454,77 +454,56 @@ def is_round_over(
 class Coordinator:
     """The role that keeps a swarm in step: it opens rounds, trains nothing and loads no model.
 
+    swarm: a started Swarm of the coordinator's seat; it beats, writes the log and says when the folder fails.
     expected: workers to wait for in round 0 (0: the first is enough), at most one interval after the first.
     """
 
     LOOK_AT = 8  # registrations and heartbeats read per look, however many workers are silent
 
-    def __init__(
-        self, store, session: str, seat: str, *, max_rounds, last_stage, strategy, interval, stale_after,
-        expected, say, lines, each_round,
-    ):  # fmt: skip
-        self.store, self.session, self.seat, self.say, self.lines = store, session, seat, say, lines
+    def __init__(self, swarm, *, max_rounds, last_stage, strategy, interval, expected, say, each_round):
+        self.swarm, self.store, self.seat, self.say = swarm, swarm.store, swarm.seat, say
         self.max_rounds, self.last_stage, self.strategy = max_rounds, last_stage, strategy
         self.interval, self.expected, self.each_round = interval, expected, each_round
-        self.life = Life(store, stale_after)
-        self.round = first_round(store, seat)
+        self.life = Life(swarm.store, swarm.life.stale_after)
+        self.first = self.round = first_round(self.store, self.seat)
         self.opened = self.began = time.monotonic()
-        self.first, self.holding, self._next_beat, self._down = self.round, self.round == 0, 0.0, False
+        self.holding = self.round == 0
         waiting = ", waiting for a first worker" if self.holding else ""
         self.say(f"coordinator: round {self.round} is open ({strategy}, interval {interval:g} s){waiting}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
-        outcome = None
-        while outcome is None and not should_stop():
+        while not should_stop():
+            if self.swarm.superseded:
+                return "superseded"
             began = time.monotonic()
-            try:
-                outcome = self.step()
-                while self.lines:
-                    path, line = self.lines[0]
-                    self.store.append(path, line + "\n")
-                    self.lines.popleft()
-                if self._down:
-                    self.say("coordinator: the shared folder is back")
-                self._down = False
-            except OSError as error:
-                if not self._down:
-                    self.say(f"coordinator: the shared folder fails ({error}); trying on")
-                self._down = True
+            with contextlib.suppress(OSError):  # the Swarm's thread meets it too, and says so
+                if self.step():
+                    return "finished"
             time.sleep(min(5.0, max(0.02, 10 * (time.monotonic() - began))))
-        with contextlib.suppress(OSError):
-            self._beat({"finished": "done", None: "stopped"}.get(outcome, "superseded"))
-        return outcome or "stopped"
+        return "stopped"
 
-    def step(self) -> str | None:
-        """One look at the folder, and perhaps the next round. A word when the coordinator's work is over."""
+    def step(self) -> bool:
+        """One look at the folder, and perhaps the next round; whether the coordinator's work is done."""
         submitted, live = self._look()
-        now = time.monotonic()
-        late = sorted(set(live) - set(submitted))
-        if self.life.sessions.get(self.seat, self.session) > self.session:
-            self.say("coordinator: a newer session holds the seat; this one stops")
-            return "superseded"
-        if now >= self._next_beat:
-            self._beat("running")
-            self._next_beat = now + min(15.0, self.life.stale_after / 4)
+        elapsed, late = time.monotonic() - self.opened, sorted(set(live) - set(submitted))
         if self.holding:  # models take minutes to download
             workers = len(self.life.sessions.keys() - {self.seat})
-            self.opened = self.opened if submitted else now
-            self.holding = not submitted or (workers < self.expected and now - self.opened < self.interval)
-        elif self.round >= self.max_rounds - 1 and not late:
-            self._tell(self.round, submitted, late)
-            self.say("coordinator: that was the last round; finished")
-            return "finished"
-        elif self.round < self.max_rounds - 1 and is_round_over(
-            self.strategy, now - self.opened, self.interval, live, submitted
-        ):
+            self.opened = self.opened if submitted else time.monotonic()
+            self.holding = not submitted or (workers < self.expected and elapsed < self.interval)
+        elif self.round >= self.max_rounds - 1:
+            if not late:
+                self._tell(self.round, submitted, late)
+            return not late
+        elif is_round_over(self.strategy, elapsed, self.interval, live, submitted):
             self.store.open_round(
                 self.round + 1, self.seat
             )  # may fail: only an open round is the current one
-            self.round, self.opened = self.round + 1, time.monotonic()
+            self.swarm.round = self.round = self.round + 1
+            self.opened = time.monotonic()
             self._tell(self.round - 1, submitted, late)
             self.each_round(self.round)
-        return None
+        return False
 
     def _look(self) -> tuple[list[str], list[str]]:
         """(workers that submitted this round, workers that live): listings first, then a few heartbeats."""
@@ -536,12 +515,8 @@ class Coordinator:
             for node in nodes:
                 self.life.note(node, kind, self.round)
         quiet = sorted(self.life.sessions.keys() - {self.seat} - set(submitted))
-        self.life.refresh([self.seat, *random.sample(quiet, min(len(quiet), self.LOOK_AT))])
-        workers = self.life.sessions.keys() - {self.seat}
-        return submitted, [node for node in workers if self.life.is_live(node)]
-
-    def _beat(self, state: str) -> None:
-        self.store.heartbeat(self.seat, {"session": self.session, "round": self.round, "state": state})
+        self.life.refresh(random.sample(quiet, min(len(quiet), self.LOOK_AT)))
+        return submitted, [n for n in self.life.sessions if n != self.seat and self.life.is_live(n)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
         """One line for a round that has ended, and its winners' file."""

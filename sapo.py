@@ -41,10 +41,11 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
     from coordinator import list_experiments, monitor, process_identity, report_text, reward_rows, short_time
     from coordinator import summarize, validate_experiment, write_report
     from drive_store import COORDINATOR, BadFile, DriveStore, StoreError, bucket, check_name
-    from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE, Codec
-    from grpo import ConfigError, Group, Question, find_answer, generate, halving_on_oom, keep_freed_memory
-    from grpo import load_model, load_weights, make_question, new_optimizer, pack_weights, rows_that_fit
-    from grpo import score, task_hash, unpack_weights, update, warm_start, warm_start_name, why_refused
+    from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
+    from grpo import BadQuestion, Codec, ConfigError, Group, Question, find_answer, generate, halving_on_oom
+    from grpo import keep_freed_memory, load_model, load_weights, lucky_question, make_question, new_optimizer
+    from grpo import pack_weights, rows_that_fit, score_all, task_hash, unpack_weights, update, warm_start
+    from grpo import warm_start_name, why_refused
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
     questions = []
     for i in range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE):
         seed = stream_seed(run.config, node.id, t, stage, "question", i)
-        questions.append(make_question(random.Random(seed).choice(run.tasks), seed))
+        questions.append(lucky_question(random.Random(seed).choice(run.tasks), seed))
     return questions
 
 
@@ -180,7 +181,7 @@ def answer(run: Run, node: Node, questions: list[Question], g: int, seed: int) -
     rollouts = []
     for question, prompt, group in zip(questions, prompts, completions, strict=True):
         texts = [codec.decode(ids) for ids in group]
-        rewards = [score(question, text, config.REWARD) for text in texts]
+        rewards = score_all(question, texts, config.REWARD)
         finished = [ids[-1] in codec.eos_ids or codec.answered(ids) for ids in group]
         rollouts.append(Rollout(question, Group(prompt, group, rewards), texts, finished))
     return rollouts
@@ -300,7 +301,10 @@ def verify(run: Run, raw: dict) -> Rollout | str:
         return "task is not one of this experiment's"
     if raw["seed"] in HELD_OUT_SEEDS:
         return "held-out question"
-    question = make_question(raw["task"], raw["seed"])
+    try:
+        question = make_question(raw["task"], raw["seed"])
+    except BadQuestion:
+        return "a question that cannot be made"
     if raw["prompt"] != question.text:
         return "prompt differs from the question"
     texts, finished = zip(*((c["response"], c["finished"]) for c in raw["completions"]), strict=True)
@@ -309,7 +313,7 @@ def verify(run: Run, raw: dict) -> Rollout | str:
         completions.append(run.codec.completion(text, done))
         if not 1 <= len(completions[-1]) <= run.codec.max_completion:
             return f"completion empty or over {run.codec.max_completion} tokens here"
-    rewards = [score(question, text, run.config.REWARD) for text in texts]
+    rewards = score_all(question, texts, run.config.REWARD)
     group = Group(run.codec.prompt(question), completions, rewards)
     return Rollout(question, group, texts, finished, raw["key"])
 
@@ -347,7 +351,7 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
     questions = []
     for i in range(run.config.EVAL_SAMPLES):
         seed = HELD_OUT_SEEDS.start + stream_seed(run.config, "", 0, 0, "held-out", i)
-        questions.append(make_question(random.Random(seed).choice(run.tasks), seed))
+        questions.append(lucky_question(random.Random(seed).choice(run.tasks), seed))
     return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
 
 
@@ -1009,14 +1013,10 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         if config.LOCAL_NODES > 1
         else [config.NODE_ID]
     )
-    about = {"model": config.MODEL_NAME, **process_identity(), "versions": versions()}
+    about = {"model": config.MODEL_NAME, **process_identity(), **versions()}
     nodes = [new_node(node_id, model, config, store.register(node_id, "worker", about)) for node_id in ids]
     del model  # every node has a copy
-    swarm = Swarm(
-        store, {node.id: node.session for node in nodes}, seat=COORDINATOR, stages=config.MAX_STAGES,
-        max_peers=config.FETCH_MAX_PEERS if config.NUM_TRANSPLANT_TREES else 0, note=log.event, lines=log.lines,
-        max_age=config.ROLLOUT_MAX_AGE, stale_after=config.STALE_AFTER_SECONDS,
-    )  # fmt: skip
+    swarm = new_swarm(config, store, {node.id: node.session for node in nodes}, log)
     run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch())
     try:
         prepare(run)
@@ -1075,7 +1075,7 @@ def prepare(run: Run) -> None:
     rows = min(run.max_rows, config.NUM_GENERATIONS * groups)
     needed = f"the update takes about {rows * row:.1f} GB for {rows} completions at once"
     run.log.say(f"memory: {needed}; {available:.1f} GB available")
-    info = {**process_identity(), "versions": versions(), "device": config.DEVICE, "cpus": os.cpu_count()}
+    info = {**process_identity(), **versions(), "device": config.DEVICE, "cpus": os.cpu_count()}
     for node in run.nodes:
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **info})
     if config.NUM_TRANSPLANT_TREES == 0:
@@ -1134,20 +1134,33 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     store.create()
     join_experiment(config, store, log.say, only_read=True)
     store.sweep()
-    about = {"model": None, **process_identity(), "versions": versions()}
-    session = store.register(COORDINATOR, "coordinator", about)
+    session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity(), **versions()})
+    swarm = new_swarm(config, store, {COORDINATOR: session}, log)
+    swarm.start()
 
     def each_round(round_):
         if config.ROLLOUT_CLEANUP_ENABLED:  # workers clean up after themselves; this is for those long gone
             store.retire_rollouts(round_ - 2 * rounds_to_keep(config), config.ROLLOUT_ARCHIVE_OLD)
 
     coordinator = Coordinator(
-        store, session, COORDINATOR, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1,
-        strategy=config.ROUND_ADVANCE, interval=config.COORDINATOR_ROUND_INTERVAL,
-        stale_after=config.STALE_AFTER_SECONDS, say=log.say, lines=log.lines, each_round=each_round,
+        swarm, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1, strategy=config.ROUND_ADVANCE,
+        interval=config.COORDINATOR_ROUND_INTERVAL, say=log.say, each_round=each_round,
         expected=0 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS,
     )  # fmt: skip
-    return coordinator.run(lambda: stop.requested)
+    outcome = coordinator.run(lambda: stop.requested)
+    log.say(f"coordinator: {outcome}" + " by a newer one on this seat" * (outcome == "superseded"))
+    swarm.state = "done" if outcome == "finished" else "stopped"
+    swarm.close(patience=10.0)
+    return outcome
+
+
+def new_swarm(config: Config, store: DriveStore, sessions: dict, log: Log) -> Swarm:
+    draws = config.NODE_ROLE == "worker" and config.NUM_TRANSPLANT_TREES > 0
+    return Swarm(
+        store, sessions, seat=COORDINATOR, stages=config.MAX_STAGES, max_age=config.ROLLOUT_MAX_AGE,
+        max_peers=config.FETCH_MAX_PEERS if draws else 0, stale_after=config.STALE_AFTER_SECONDS,
+        note=log.event, lines=log.lines,
+    )  # fmt: skip
 
 
 def run_reader(config: Config, stop: StopButton) -> str:

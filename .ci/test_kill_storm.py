@@ -3,8 +3,10 @@
 import contextlib
 import fcntl
 import functools
+import importlib
 import itertools
 import json
+import multiprocessing
 import os
 import pty
 import random
@@ -31,30 +33,67 @@ KEPT = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "TMPDIR")  # o
 STARTED = r" start: |coordinator: round \d+ is open"
 ROUND = r"\w+ round \d+/\d+ "
 CHILDREN, STARTS = [], itertools.count()
+SERVER = multiprocessing.get_context("forkserver")  # it imports torch once, and each start is forked from it
+SERVER.set_forkserver_preload(["sapo"])
+
+
+def main(environ: dict, log: Path):
+    """What a forked process runs: sapo.py in a session of its own, its output in a file."""
+    os.setsid()
+    os.chdir(log.parent)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1), os.dup2(out, 2)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    os.environ |= environ
+    sys.exit(importlib.import_module("sapo").main(environ))
+
+
+class Forked:
+    """Popen's way to speak of such a process."""
+
+    def __init__(self, *arguments):
+        self.process = SERVER.Process(target=main, args=arguments)
+        self.process.start()
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self.process.join(seconds)
+        if self.process.is_alive():
+            raise subprocess.TimeoutExpired("sapo.py", seconds)
+        return self.process.exitcode
+
+    def send_signal(self, number: int):
+        if self.process.is_alive():
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send_signal(signal.SIGKILL)
 
 
 class Process:
-    """One sapo.py (or run_swarm.sh) in a session of its own; `text` is what its newest start has printed."""
+    """One sapo.py in a session of its own; `text` is what its newest start has printed."""
 
-    def __init__(self, drive: Path, name: str, *command, **settings):
+    command = None  # or what to run in place of sapo.py forked
+
+    def __init__(self, drive: Path, name: str, **settings):
         self.drive, self.name, self.child, self.logs = drive, name, None, []
-        self.command = command or (sys.executable, ROOT / "sapo.py")
         self.settings = {**TINY, "NODE_ID": name, "GDRIVE_PATH": drive, **settings}
         if name == "coordinator":
             self.settings["NODE_ROLE"] = name
 
     def start(self):
         self.log = self.drive.parent / f"{self.name}.{next(STARTS)}.log"
+        self.log.touch()
         self.logs.append(self.log)
-        clean = {k: v for k, v in os.environ.items() if k in KEPT}
-        environ = clean | {k: str(v) for k, v in self.settings.items()}
-        with open(self.log, "wb") as out:
-            self.child = self.spawn(out, env=environ, cwd=self.drive.parent, start_new_session=True)
+        self.child = self.spawn({name: str(value) for name, value in self.settings.items()})
         CHILDREN.append(self.child)
         return self
 
-    def spawn(self, out, **how):
-        return subprocess.Popen(self.command, stdout=out, stderr=subprocess.STDOUT, **how)
+    def spawn(self, settings: dict):
+        return Forked(settings, self.log)
 
     @property
     def text(self) -> str:
@@ -93,26 +132,55 @@ class Process:
             pytest.fail(f"{self.name} runs on after {seconds} s:\n{self.text[-3000:]}")
 
 
-class InTerminal(Process):
+class Command(Process):
+    """The same as a program of its own, started from a clean environment: sapo.py, or run_swarm.sh."""
+
+    command = (sys.executable, ROOT / "sapo.py")
+
+    def spawn(self, settings: dict):
+        with open(self.log, "ab") as out:
+            return self.popen(settings, stdout=out, stderr=subprocess.STDOUT)
+
+    def popen(self, settings: dict, **how):
+        environ = {name: value for name, value in os.environ.items() if name in KEPT} | settings
+        return subprocess.Popen(
+            self.command, env=environ, cwd=self.drive.parent, start_new_session=True, **how
+        )
+
+
+class Script(Command):
+    """run_swarm.sh with two workers."""
+
+    command = ("bash", ROOT / "run_swarm.sh")
+
+    def __init__(self, drive: Path, **settings):
+        super().__init__(
+            drive, "run_swarm", PYTHON=sys.executable, NUM_WORKERS=2, MAX_ROUNDS=10**5, **settings
+        )
+        del self.settings["NODE_ID"]
+
+    def until_both_train(self):
+        assert self.until(r"worker_0 round \d+/") and self.until(r"worker_1 round \d+/")
+
+
+class ScriptInTerminal(Script):
     """The same at a terminal of its own, whose keys `press` presses."""
 
-    def spawn(self, out, **how):
+    def spawn(self, settings: dict):
         self.keyboard, screen = pty.openpty()
-        how |= {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}  # the session's terminal
-        child = subprocess.Popen(self.command, stdin=screen, stdout=screen, stderr=screen, **how)
+        own = {"preexec_fn": lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0)}  # the terminal of this session
+        child = self.popen(settings, stdin=screen, stdout=screen, stderr=screen, **own)
         os.close(screen)
-        threading.Thread(
-            target=self.copy, args=(os.dup(self.keyboard), os.dup(out.fileno())), daemon=True
-        ).start()
+        threading.Thread(target=self.copy_output, args=(os.dup(self.keyboard),), daemon=True).start()
         return child
 
-    def copy(self, terminal, log):
-        try:
-            while data := os.read(terminal, 65536):
-                os.write(log, data)
-        except OSError:
-            pass  # the last program that had it open has ended
-        os.close(terminal), os.close(log)
+    def copy_output(self, terminal: int):
+        with open(self.log, "ab", buffering=0) as log, contextlib.suppress(OSError):
+            while data := os.read(
+                terminal, 65536
+            ):  # OSError when the last program that had it open has ended
+                log.write(data)
+        os.close(terminal)
 
     def press(self, keys: bytes):
         os.write(self.keyboard, keys)
@@ -271,8 +339,9 @@ def test_a_swarm_of_five_processes_survives_fifty_kills_of_any_of_them_and_a_pow
     """Coordinator and four workers; random ones are killed, start-up included, and started again."""
     rng, kills, early, witness = random.Random(2), 0, 0, Witness(drive)
     settings = {"MAX_ROUNDS": 10**5, "ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.5}
+    settings |= {"STALE_AFTER_SECONDS": 20, "FETCH_TIMEOUT_SECONDS": 2}
     names = ("coordinator", "w0", "w1", "w2", "w3")
-    swarm = [Process(drive, name, **settings, STALE_AFTER_SECONDS=20).start() for name in names]
+    swarm = [Process(drive, name, **settings).start() for name in names]
 
     def kill_and_start_again(victims):
         for process in victims:
@@ -294,7 +363,7 @@ def test_a_swarm_of_five_processes_survives_fifty_kills_of_any_of_them_and_a_pow
         for process in victims[: rng.choice([0, 0, 1, 2])]:  # these die a second time, while they start
             process.kill()
             process.start()
-            time.sleep(rng.uniform(0, 4))
+            time.sleep(rng.uniform(0, 1.5))
             early += not process.shows(STARTED)
             kills += 1
         kill_and_start_again(victims)
@@ -332,7 +401,7 @@ def test_nodes_whose_clocks_are_ten_minutes_apart_train_together_and_the_newest_
     settings |= {"PYTHONPATH": tmp_path / "clock", "EXTERNAL_FILTER": False}
 
     def node(name, offset, **changes):
-        return Process(drive, name, **{**settings, "CLOCK_OFFSET": offset, **changes})
+        return Command(drive, name, **{**settings, "CLOCK_OFFSET": offset, **changes})
 
     def all_have_shared(peers, last):
         """In the last so many rounds each of the two has trained on groups of the other."""
@@ -408,14 +477,7 @@ def test_a_suspended_coordinator_is_replaced_and_stops_when_it_wakes(drive):
 # -------- run_swarm.sh --------------------------------------------------------------------------------------
 
 
-def run_swarm(drive: Path, kind=Process, **settings) -> Process:
-    settings = {"PYTHON": sys.executable, "NUM_WORKERS": 2, **settings}
-    process = kind(drive, "run_swarm", "bash", ROOT / "run_swarm.sh", **settings)
-    del process.settings["NODE_ID"]
-    return process.start()
-
-
-def has_ended_with_all_it_started(script: Process, status: int) -> bool:
+def has_ended_with_all_it_started(script: Script, status: int) -> bool:
     ended = script.end(60)
     deadline = time.monotonic() + 5  # who prefixed the last lines may still be at it
     while (left := alive(script.child.pid)) and time.monotonic() < deadline:
@@ -424,7 +486,7 @@ def has_ended_with_all_it_started(script: Process, status: int) -> bool:
     return True
 
 
-def is_stopped_in_order(script: Process, drive: Path) -> None:
+def is_stopped_in_order(script: Script, drive: Path) -> None:
     """Everything that it had started has ended, each worker with a checkpoint and a goodbye."""
     assert has_ended_with_all_it_started(script, 130)
     assert None not in [newest_checkpoint(drive, node) for node in ("worker_0", "worker_1")]
@@ -436,8 +498,8 @@ def is_stopped_in_order(script: Process, drive: Path) -> None:
 
 
 def test_a_signal_ends_a_whole_run_swarm_with_checkpoints_and_status_130(drive):
-    script = run_swarm(drive, MAX_ROUNDS=10**5)
-    script.until(r"worker_0 round \d+/"), script.until(r"worker_1 round \d+/")
+    script = Script(drive).start()
+    script.until_both_train()
     script.signal(signal.SIGINT)
     is_stopped_in_order(script, drive)
     assert script.shows(r"worker_\d end: stopped before round", 2)
@@ -445,8 +507,8 @@ def test_a_signal_ends_a_whole_run_swarm_with_checkpoints_and_status_130(drive):
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "the terminal is closed"])
 def test_in_a_terminal_ctrl_c_ends_run_swarm_and_all_that_it_started(drive, how):
-    script = run_swarm(drive, InTerminal, MAX_ROUNDS=10**5)
-    script.until(r"worker_0 round \d+/"), script.until(r"worker_1 round \d+/")
+    script = ScriptInTerminal(drive).start()
+    script.until_both_train()
     if how == "Ctrl-C":
         script.press(b"\x03")
     else:
@@ -456,7 +518,7 @@ def test_in_a_terminal_ctrl_c_ends_run_swarm_and_all_that_it_started(drive, how)
 
 @pytest.mark.parametrize("pause", [0.3, 2, 5])
 def test_ctrl_c_ends_run_swarm_while_it_is_starting_and_when_pressed_twice(drive, pause):
-    script = run_swarm(drive, InTerminal, MAX_ROUNDS=10**5)
+    script = ScriptInTerminal(drive).start()
     time.sleep(pause)
     script.press(b"\x03")
     if pause == 2:
@@ -468,6 +530,6 @@ def test_ctrl_c_ends_run_swarm_while_it_is_starting_and_when_pressed_twice(drive
 def test_run_swarm_names_workers_with_a_bad_setting_and_leaves_no_process_behind(drive, tmp_path_factory):
     source = unbroken(tmp_path_factory.getbasetemp())
     shutil.copytree(source / "experiments", drive / "experiments")
-    script = run_swarm(drive, MAX_ROUNDS=10**5, SEED=7)  # the experiment began with another one
+    script = Script(drive, SEED=7).start()  # the experiment began with another one
     assert has_ended_with_all_it_started(script, 1)
     assert script.shows(r"run_swarm: worker_\d ended with exit code 2", 2) and "SEED=7" in script.text
