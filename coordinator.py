@@ -388,7 +388,7 @@ class Swarm:
             self.rollouts = {key: groups for key, groups in self.rollouts.items() if key[0] >= oldest}
 
     def _choose(self, round_: int) -> set[str]:
-        """Up to max_peers peers to read, drawn from who published the round before, then from this round's."""
+        """Up to max_peers peers to read, drawn from who published the round before, then this round."""
         chosen = self._chosen.setdefault(round_, set())
         for r in (round_ - 1, round_):
             others = (
@@ -442,7 +442,7 @@ def first_round(store, by: str) -> int:
 def is_round_over(
     strategy: str, elapsed: float, interval: float, live: list[str], submitted: list[str]
 ) -> bool:
-    """Whether the clock moves on. time: the interval is over; completion: all who live submitted; hybrid: either.
+    """Whether the clock moves on. time: interval over; completion: all who live submitted; hybrid: either.
 
     It never runs on for nobody: without a live worker and without any reward of this round, it waits.
     """

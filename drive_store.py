@@ -178,7 +178,7 @@ class DriveStore:
         parent, _, name = path.rpartition("/")
         try:
             with self.folder(parent, make) as folder:
-                file = open(os.open(name, flags | NO_LINK, 0o666, dir_fd=folder), mode, buffering=0)
+                file = open(os.open(name, flags | NO_LINK, 0o666, dir_fd=folder), mode)
             about = os.fstat(file.fileno())
             if stat.S_ISREG(about.st_mode) and (flags == os.O_RDONLY or about.st_nlink == 1):
                 return file
@@ -231,12 +231,13 @@ class DriveStore:
                     shutil.copyfileobj(source, file, 1 << 20)
                     file.flush()
                     os.fsync(file.fileno())
+                    size = file.tell()
                 if keep is not None:
                     with contextlib.suppress(OSError):  # atomic and exclusive, where there are links
                         os.link(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
                         return True
                     with contextlib.suppress(BadFile, FileNotFoundError):
-                        if keep(self.read_bytes(path, 1 << 32)):
+                        if keep(self.read_bytes(path, MAX_JSON_BYTES + 2 * size)):
                             return False
                 os.replace(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
                 return True

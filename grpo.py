@@ -463,8 +463,8 @@ def rows_that_fit(model, config) -> tuple[int, float, float]:
 
 def available_memory(device: str) -> int:
     """Bytes to be had now, of the GPU or of main memory; Linux counts what its caches would give back."""
-    if device == "cuda":
-        return torch.cuda.mem_get_info()[0]
+    if device.startswith("cuda"):
+        return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, TypeError), open("/proc/meminfo") as file:
         return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1]) * 1024
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS

@@ -2,11 +2,11 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch", "transformers", "reasoning-gym"]
 # ///
-"""SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by GRPO
-on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
+"""SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
+GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
 
-`train` is the paper's Algorithm 1; read it first. Its six steps stand below it, in their order; then the clock,
-the log, settings, checkpoints and roles. Configuration is environment variables only (class Config).
+`train` is the paper's Algorithm 1; read it first. Its six steps stand below it, in their order; then the
+clock, the log, settings, checkpoints and roles. Configuration is environment variables only (class Config).
 `python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
 """
 
@@ -53,8 +53,8 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the three mo
 def train(run: "Run") -> None:
     """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process; returns after the last round.
 
-    With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous, and a run repeats bit
-    for bit. Every step leaves its figures for the log in `node.figures`.
+    With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous, and a run repeats
+    bit for bit. Every step leaves its figures for the log in `node.figures`.
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):
@@ -335,7 +335,7 @@ def policy_gradient(run: Run, node: Node, external: list[Rollout]) -> None:
 
 
 def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the reward and the round's figures; every EVAL_INTERVAL rounds also held-out accuracy."""
+    """Step 6: publish the reward and the round's figures, now and then with held-out accuracy."""
     config, figures = run.config, node.figures
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
         figures["held_out"] = held_out_accuracy(run, node, t)
@@ -379,7 +379,7 @@ def next_round(run: Run) -> int | None:
 
 
 def wait_for_clock(run: Run, own: int) -> int:
-    """The clock's round where a coordinator leads; else the process's own next one, or a later one of its peers.
+    """The clock's round where a coordinator leads; else the process's own next one, or a later one.
 
     Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
@@ -437,7 +437,7 @@ class Stopped(Exception):
 
 
 class StopButton:
-    """A flag, set by a first signal and looked at between the steps of a round. A second signal exits at once."""
+    """A flag, set by a first signal and looked at between a round's steps. A second signal exits at once."""
 
     def __init__(self):
         self.requested, self._since, self._old = False, 0.0, {}
@@ -532,8 +532,8 @@ def short_line(t: int, max_rounds: int, s: dict) -> str:
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     return (
         f"round {t:0{len(str(max_rounds))}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
-        f"groups {s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative) | "
-        f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
+        f"groups {s['local_groups']:.0f}+{s['external_groups']:.3g}, informative {s['informative_groups']:.2g}"
+        f" | {s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
     )
 
 
@@ -572,8 +572,8 @@ class Config:
     # model and tasks
     MODEL_NAME: str = var("auto", "tiny, a Hugging Face id or a folder; auto: by what the machine has")
     TASKS: str = var("auto", "comma list; auto: the paper's nine, for tiny the eight small ones")
-    NUM_SHOTS: int = var("auto", "solved examples if there is no chat template; auto: 2, tiny 0", low=0, high=16)
-    WARM_START_STEPS: int = var("auto", "supervised steps before RL; auto: tiny 1750, else 0", low=0, high=10**6)
+    NUM_SHOTS: int = var("auto", "solved examples without a chat template; auto: 2, tiny 0", low=0, high=16)
+    WARM_START_STEPS: int = var("auto", "supervised steps first; auto: tiny 1750, else 0", low=0, high=10**6)
     ANSWER_TAG_SHARE: float = var(0.02, "rewarded style at the end of tiny's warm start", low=0, high=1)
     REWARD: str = var("exact", "exact: 1 if the verifier gives 0.99, else 0; verifier: its score",
                       ("exact", "verifier"))
@@ -631,41 +631,20 @@ class Config:
 # fmt: on
 TEST_MODE_DEFAULTS = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny"}
 TEST_MODE_DEFAULTS |= {"WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9}  # something to learn from
-SHARED_SETTINGS = (
-    "SEED",
-    "TASKS",
-    "REWARD",
-    "MAX_STAGES",
-)  # the same for all nodes of an experiment, and for ever
+SHARED_SETTINGS = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # of all nodes of an experiment, for ever
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
-PRIVATE_SETTINGS = (
-    SECRET,
-    "HF_REPO",
-    "NODE_ID",
-    "NODE_ROLE",
-    "GDRIVE_PATH",
-    "DEVICE",
-    "VERBOSE",
-)  # of one start
+PRIVATE_SETTINGS = (SECRET, "HF_REPO", "NODE_ID", "NODE_ROLE", "GDRIVE_PATH", "DEVICE", "VERBOSE")
 
 
 def parse_value(text: str, spec):
     """One variable's text -> its value; ValueError says what is allowed."""
     kind, allowed, low, high = spec.type, *(spec.metadata[name] for name in ("allowed", "low", "high"))
-    words = {
-        "1": True,
-        "true": True,
-        "yes": True,
-        "on": True,
-        "0": False,
-        "false": False,
-        "no": False,
-        "off": False,
-    }
-    expected = (
-        ", ".join(allowed or ()) or f"{'an integer' if kind is int else 'a number'} from {low} to {high}"
+    words = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
+        ("0", "false", "no", "off"), False
     )
-    expected = "True or False" if kind is bool else expected + ", or auto" * (spec.default == "auto")
+    expected = f"{'an integer' if kind is int else 'a number'} from {low} to {high}"
+    expected = "True or False" if kind is bool else ", ".join(allowed or (expected,))
+    expected += ", or auto" * (spec.default == "auto")
     if text == "auto" and spec.default == "auto":
         return text
     try:
@@ -841,13 +820,11 @@ def restore(run: Run, state: dict, round_: int) -> None:
         raise ValueError("the round differs from the file's name")
     for node in run.nodes:
         mine = state["nodes"][node.id]
-        settings = [
-            {k: v for k, v in group.items() if k != "params"} for group in node.optimizer.param_groups
-        ]
+        (group,) = node.optimizer.param_groups
+        ours = {key: value for key, value in group.items() if key != "params"}
         node.model.load_state_dict(mine["model"])
         node.optimizer.load_state_dict(mine["optimizer"])
-        for group, ours in zip(node.optimizer.param_groups, settings, strict=True):
-            group.update(ours)
+        node.optimizer.param_groups[0].update(ours)
         node.total_reward = float(mine["total_reward"])
         node.trained = {tuple(key) for key in mine["trained"]}
 
@@ -897,9 +874,7 @@ def push_to_hub(run: Run, node: Node, last: bool) -> None:
             api.create_repo(repo, exist_ok=True)
             api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
             run.log.event("hub", f"pushed to {repo}")
-        except (
-            Exception
-        ) as error:  # its text may hold the request with the token: only type and status are told
+        except Exception as error:  # its text may hold the token: only type and status are told
             status = getattr(getattr(error, "response", None), "status_code", "no answer")
             run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
         shutil.rmtree(local, ignore_errors=True)
@@ -923,10 +898,8 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in PRIVATE_SETTINGS}
     settings |= {"TASKS": own_tasks if config.TASKS == "auto" else config.TASKS}
     settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash()}
-    began_with, path = (
-        store.open_config(settings | {"created_at": time.time()}, only_read),
-        store.base / "config.json",
-    )
+    began_with = store.open_config(settings | {"created_at": time.time()}, only_read)
+    path = store.base / "config.json"
     is_coordinator = config.NODE_ROLE == "coordinator"  # it knows neither I, J nor model
     if config.TASKS == "auto" or is_coordinator:
         settings["TASKS"] = str(began_with.get("TASKS"))
@@ -947,10 +920,8 @@ def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
     if not store.names(""):
         others = list_experiments(config.GDRIVE_PATH)
-        say(
-            f"new experiment {config.EXPERIMENT_NAME}"
-            + (f"; there are also: {', '.join(others)}" if others else "")
-        )
+        also = f"; there are also: {', '.join(others)}" if others else ""
+        say(f"new experiment {config.EXPERIMENT_NAME}{also}")
         return
     nodes = sorted(store.sessions().keys() - {COORDINATOR})
     known = f"{', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else "nobody yet"
@@ -962,8 +933,8 @@ def announce(config: Config, store: DriveStore, say) -> None:
 def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
-    warmstart/<recipe>.safetensors is write-once; a claim file keeps the others from making it too. It is ignored
-    when its maker died or took ten minutes (making it twice is harmless).
+    warmstart/<recipe>.safetensors is write-once; a claim file keeps the others from making it too. It is
+    ignored when its maker died or took ten minutes (making it twice is harmless).
     """
     if config.WARM_START_STEPS == 0:
         return

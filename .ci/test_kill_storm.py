@@ -34,7 +34,7 @@ STARTED = r" start: |coordinator: round \d+ is open"
 ROUND = r"\w+ round \d+/\d+ "
 CHILDREN, STARTS = [], itertools.count()
 SERVER = multiprocessing.get_context("forkserver")  # it imports torch once, and each start is forked from it
-SERVER.set_forkserver_preload(["sapo"])
+SERVER.set_forkserver_preload(["sapo", "test_kill_storm"])
 
 
 def main(environ: dict, log: Path):
