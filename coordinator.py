@@ -283,8 +283,11 @@ class Swarm:
             self.post(self.store.heartbeat, node, self._beat(node))
         self._closing = True
         self._wake.set()
-        if self._thread.is_alive():
+        if self._thread.ident is not None:
             self._thread.join(patience)
+        else:  # it was never started
+            with contextlib.suppress(OSError):
+                self._write()
         return len(self._jobs)
 
     # -- the thread
@@ -380,8 +383,9 @@ class Swarm:
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
-        self.life.refresh(awaited := self._awaited(round_))
-        self._gone = {peer for peer in awaited if is_known_dead(self.life.about(peer))}
+        if late := self._awaited(round_) - published[round_, self.stages - 1]:
+            self.life.refresh(late)
+        self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
         self.refused = {key: retry_at for key, retry_at in self.refused.items() if key[0] >= oldest}
         with self._lock:
@@ -526,9 +530,8 @@ class Coordinator:
         per_round = (time.monotonic() - self.began) / max(1, round_ + 1 - self.first)
         eta = short_time(per_round * (self.max_rounds - 1 - round_))
         width = len(str(self.max_rounds))
-        self.say(
-            f"round {round_:0{width}d}/{self.max_rounds} | {reward} | {len(submitted)} nodes{behind} | eta {eta}"
-        )
+        who = f"{len(submitted)} nodes{behind}"
+        self.say(f"round {round_:0{width}d}/{self.max_rounds} | {reward} | {who} | eta {eta}")
 
 
 def short_time(seconds: float) -> str:
