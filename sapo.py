@@ -531,10 +531,11 @@ def report_round(run: Run, t: int) -> None:
 def short_line(t: int, max_rounds: int, s: dict) -> str:
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative)"
-    return (
-        f"round {t:0{len(str(max_rounds))}d}/{max_rounds} | reward {s['reward']:.2f}{held_out} | "
-        f"groups {groups} | {s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
+    seconds = (
+        f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
     )
+    counted = f"round {t:0{len(str(max_rounds))}d}/{max_rounds}"
+    return f"{counted} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
 
 
 def long_line(t: int, max_rounds: int, s: dict) -> str:
