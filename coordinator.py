@@ -14,6 +14,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import socket
 import statistics
@@ -574,7 +575,8 @@ def reward_rows(store, known: dict | None = None) -> list[dict]:
 def list_experiments(root) -> list[str]:
     """Names of the experiments below GDRIVE_PATH. One with a coordinator alone has no config.json yet."""
     found = [*Path(root).glob("experiments/*/config.json"), *Path(root).glob("experiments/*/state/rounds")]
-    return sorted({path.relative_to(root).parts[1] for path in found})
+    names = {path.relative_to(root).parts[1] for path in found}
+    return sorted(name for name in names if re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII))
 
 
 def rows_by(column: str, rows: list[dict]) -> dict:

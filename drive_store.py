@@ -130,7 +130,9 @@ class DriveStore:
 
     def create(self) -> None:
         """Make the experiment's folder. Only here: later a missing one means an unmounted drive."""
-        self.base.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(parents=True, exist_ok=True)
+        with DriveStore(self.root, None, self.owner).folder("/".join(self.place), make=True):
+            pass
 
     @contextlib.contextmanager
     def folder(self, path: str = "", make: bool = False, look: bool = False):

@@ -907,7 +907,9 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
     tasks = settings["TASKS"].split(",")
     if unknown := [task for task in tasks if task not in TASK_TABLE]:
         raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
-    differ = {n: f"{v} (there {began_with.get(n)})" for n, v in settings.items() if began_with.get(n) != v}
+    differ = {
+        n: f"{v!r} (there {began_with.get(n)!r:.80})" for n, v in settings.items() if began_with.get(n) != v
+    }
     fixed = ("MAX_STAGES",) if is_coordinator else SHARED_SETTINGS
     if wrong := [f"{name}={differ[name]}" for name in fixed if name in differ]:
         raise ConfigError(f"{path} disagrees; change {', '.join(wrong)} or EXPERIMENT_NAME")
@@ -1153,15 +1155,19 @@ def run_reader(config: Config, stop: StopButton) -> str:
         )
         return "invalid"
     began_with = store.open_config({}, only_read=True)
+
+    def given(name, otherwise):  # as set here, else as the run was started
+        found = [value for value in (getattr(config, name), began_with.get(name)) if type(value) is int]
+        default = getattr(Config, name)
+        return next((value for value in found if value != default and 0 < value <= 10**6), otherwise)
+
     if config.NODE_ROLE == "monitor":
         live = sys.stdout.isatty() or in_notebook()  # every 30 seconds there, once elsewhere
-        rounds = began_with.get("MAX_ROUNDS", config.MAX_ROUNDS)
+        rounds = given("MAX_ROUNDS", Config.MAX_ROUNDS)
         monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.requested)
         return "finished"
-    local = began_with.get("LOCAL_NODES", 1)  # rounds and nodes as set here, else as the run was started
-    given = next((n for n in (config.NUM_WORKERS, began_with.get("NUM_WORKERS")) if isinstance(n, int)), 4)
-    nodes = local if local > 1 else given
-    rounds = began_with.get("MAX_ROUNDS") if config.MAX_ROUNDS == Config.MAX_ROUNDS else config.MAX_ROUNDS
+    nodes = given("LOCAL_NODES", given("NUM_WORKERS", 4))
+    rounds = given("MAX_ROUNDS", Config.MAX_ROUNDS)
     problems = validate_experiment(store, rounds, nodes)
     print(
         "\n".join(

@@ -17,7 +17,10 @@ SECRET = "hf_NobodyMayEverSeeThisToken"
 
 @pytest.fixture
 def hub():
-    """A server that answers what huggingface_hub asks for, and keeps the files it is given. hub.down: it refuses all."""
+    """A server that answers what huggingface_hub asks for, and keeps the files that it is given.
+
+    hub.down: it refuses all.
+    """
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -27,18 +30,16 @@ def hub():
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             server.seen.append((self.path, self.headers.get("Authorization")))
             if self.path.endswith("/preupload/main"):
-                files = [
-                    {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
-                    for f in json.loads(body)["files"]
-                ]
-                return self.answer({"files": files})
+                about = {"uploadMode": "regular", "shouldIgnore": False}
+                return self.answer(
+                    {"files": [{"path": f["path"], **about} for f in json.loads(body)["files"]]}
+                )
             if self.path.endswith("/commit/main"):
                 for line in map(json.loads, body.splitlines()):
                     if line["key"] == "file":
                         server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-                return self.answer(
-                    {"commitUrl": server.url + "/me/x/commit/0", "commitOid": "0" * 40, "hookOutput": ""}
-                )
+                commit = {"commitUrl": server.url + "/me/x/commit/0", "commitOid": "0" * 40, "hookOutput": ""}
+                return self.answer(commit)
             return self.answer({"url": server.url + "/me/x", "name": "me/x", "id": "me/x"})
 
         def answer(self, data):
@@ -53,58 +54,36 @@ def hub():
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.url, server.seen, server.files, server.down = (
-        f"http://127.0.0.1:{server.server_port}",
-        [],
-        {},
-        False,
-    )
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    server.seen, server.files, server.down = [], {}, False
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield server
     server.shutdown()
 
 
+def train(hub, place: Path, **settings) -> subprocess.CompletedProcess:
+    settings |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(place / "hf"), "GDRIVE_PATH": str(place / "drive")}
+    environ = {**os.environ, **settings, "TEST_MODE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, ROOT / "sapo.py"]
+    run = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run
+
+
 @pytest.mark.parametrize("down", [False, True])
 def test_the_model_is_pushed_if_asked_for_and_a_refusal_stops_nothing(hub, tmp_path, down):
     hub.down = down
-    settings = {
-        "HF_ENDPOINT": hub.url, "HUGGINGFACE_ACCESS_TOKEN": SECRET, "HF_HOME": str(tmp_path / "hf"), "GDRIVE_PATH": str(tmp_path / "drive"),
-        "TEST_MODE": "1", "NODE_ID": "a", "EXPERIMENT_NAME": "e", "PYTHONDONTWRITEBYTECODE": "1",
-    }  # fmt: skip
-    run = subprocess.run(
-        [sys.executable, ROOT / "sapo.py"],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    run = train(hub, tmp_path, HUGGINGFACE_ACCESS_TOKEN=SECRET, NODE_ID="a", EXPERIMENT_NAME="e")
     if down:
         assert "push failed, training goes on" in run.stdout and not hub.files
     else:
         assert "pushed to me/e-a" in run.stdout, run.stdout[-2000:]
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.files)
         assert all(token == f"Bearer {SECRET}" for _, token in hub.seen)
-    everything = [
-        run.stdout,
-        run.stderr,
-        *(p.read_bytes().decode(errors="replace") for p in (tmp_path / "drive").rglob("*") if p.is_file()),
-    ]
-    assert not any(SECRET in text for text in everything)
+    files = [path.read_bytes() for path in (tmp_path / "drive").rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in text for text in [run.stdout.encode(), run.stderr.encode(), *files])
 
 
 def test_nothing_is_pushed_unless_a_token_is_set(hub, tmp_path):
-    settings = {
-        "HF_ENDPOINT": hub.url,
-        "HF_HOME": str(tmp_path / "hf"),
-        "GDRIVE_PATH": str(tmp_path / "drive"),
-        "TEST_MODE": "1",
-    }
-    run = subprocess.run(
-        [sys.executable, ROOT / "sapo.py"],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0 and not hub.seen
+    train(hub, tmp_path)
+    assert not hub.seen

@@ -170,8 +170,11 @@ class Swarm:
 
         self.until(more, "externals across the mounts", seconds)
 
-    def end(self, seconds: float = 90) -> dict:
-        """Stop all, wait until the remote has what they printed or saved; returns what was counted."""
+    def end(self, after_outage=False, seconds: float = 90) -> dict:
+        """Stop all, wait until the remote has what they printed or saved; returns what was counted.
+
+        Of the checkpoints due in an outage only the newest is kept for the folder.
+        """
         for process in self.processes:
             process.signal(signal.SIGINT)
         for process in self.processes:
@@ -183,7 +186,8 @@ class Swarm:
             assert rounds == sorted(set(rounds)), f"{process.name} went back: {rounds}"
             expected |= {(f"round_{r:06d}", f"{node}.json") for r in rounds for node in nodes}
             steps = zip([-1, *rounds], rounds, strict=False)
-            due = {r for before, r in steps if (r + 1) // INTERVAL > (before + 1) // INTERVAL} | {rounds[-1]}
+            due = {r for before, r in steps if (r + 1) // INTERVAL > (before + 1) // INTERVAL}
+            due = {rounds[-1]} | (set() if after_outage else due)
             saved |= {self.base / f"checkpoints/round_{r:06d}/{process.name}.pt" for r in due}
 
         def missing():
@@ -194,6 +198,7 @@ class Swarm:
         while missing() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not (lost := missing()), f"not on the remote: {lost}"
+        saved = list(self.base.glob("checkpoints/*/*.pt"))
         assert all(zipfile.ZipFile(path).testzip() is None for path in saved)
         for kind in ("rewards", "rollouts"):  # `timestamp` is set when a write is carried out
             for node in ("a", "b_0", "b_1"):
@@ -288,7 +293,7 @@ def test_training_goes_on_while_the_server_is_dead_and_nothing_is_lost(drive, te
     swarm.until(lambda: all(p.shows("outage over") for p in before), "the outage's end in both logs")
     swarm.until_crossed()
     assert swarm.coordinator.shows("folder fails") == swarm.coordinator.shows("is back")
-    tell(**swarm.end(), seconds=round(seconds), during=meanwhile)
+    tell(**swarm.end(after_outage=True), seconds=round(seconds), during=meanwhile)
 
 
 def test_mounts_that_crash_or_vanish_are_waited_for_and_never_refilled_on_the_local_disk(drive, tell):
@@ -311,7 +316,7 @@ def test_mounts_that_crash_or_vanish_are_waited_for_and_never_refilled_on_the_lo
     swarm.until_crossed()
     assert swarm.b.shows(r"outage: .*Errno 107") and not refilled
     assert swarm.coordinator.shows("drive not mounted")
-    tell(**swarm.end(), during=meanwhile)
+    tell(**swarm.end(after_outage=True), during=meanwhile)
 
 
 @pytest.mark.parametrize("drive", ["100m"], indirect=True)
@@ -339,7 +344,7 @@ def test_a_full_remote_stops_nobody_and_everything_arrives_once_there_is_room(dr
     swarm.until(lambda: swarm.b.shows("outage over"), "the outage's end in b's log")
     swarm.until_crossed()
     uploads = (drive.place / "rclone.A.log").read_text()
-    tell(**swarm.end(), during=meanwhile, uploads_failed=uploads.count("failed to upload"))
+    tell(**swarm.end(after_outage=True), during=meanwhile, uploads_failed=uploads.count("failed to upload"))
 
 
 def test_a_machine_whose_listings_are_a_minute_old_follows_in_leaps_and_says_so(drive, tell):
