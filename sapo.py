@@ -358,8 +358,8 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
 # -------- From round to round ---------------------------------------------------------------------
 
 
-class Superseded(Exception):
-    """A newer session of one of this process's nodes is running: this one must stop."""
+class Ended(Exception):
+    """The run ends early: "stopped" (Ctrl-C, SIGTERM, SIGUSR1) or "superseded" (by a newer session)."""
 
 
 def next_round(run: Run) -> int | None:
@@ -388,7 +388,10 @@ def wait_for_clock(run: Run, own: int) -> int:
     while True:
         run.stop.check()
         if swarm.superseded:
-            raise Superseded(f"a newer session of {', '.join(swarm.superseded)} is running; this one stops")
+            run.log.event(
+                "end", f"a newer session of {', '.join(swarm.superseded)} is running; this one stops"
+            )
+            raise Ended("superseded")
         if swarm.down:  # alone for now, and no faster than usual, so as not to run away from the swarm
             if time.monotonic() >= run.round_began + run.seconds_per_round:
                 return own
@@ -432,10 +435,6 @@ def rounds_to_keep(config: "Config") -> int:
     return max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE)
 
 
-class Stopped(Exception):
-    """Ctrl-C, the notebook's stop button, SIGTERM or SIGUSR1."""
-
-
 class StopButton:
     """A flag, set by a first signal and looked at between a round's steps. A second signal exits at once."""
 
@@ -454,7 +453,7 @@ class StopButton:
 
     def check(self) -> None:
         if self.requested:
-            raise Stopped
+            raise Ended("stopped")
 
     def _on_signal(self, number, frame) -> None:
         if self.requested:
@@ -523,9 +522,8 @@ def report_round(run: Run, t: int) -> None:
             f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
         )
         short = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
-        run.log.event(
-            "wait", f"round {t}: {short}; {newest} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t
-        )
+        text = f"round {t}: {short}; {newest} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})"
+        run.log.event("wait", text, round=t)
 
 
 def short_line(t: int, max_rounds: int, s: dict) -> str:
@@ -1000,15 +998,13 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         total = sum(node.total_reward for node in nodes) / len(nodes)
         log.event("end", f"finished; cumulative reward {total:.2f} per node")
         return "finished"
-    except Stopped:
-        swarm.state = "stopped"
-        if run.done not in (-1, *run.checkpoints):
-            save_checkpoint(run)
-        log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
-        return "stopped"
-    except Superseded as error:
-        log.event("end", str(error))
-        return "superseded"
+    except Ended as how:
+        if str(how) == "stopped":
+            swarm.state = "stopped"
+            if run.done not in (-1, *run.checkpoints):
+                save_checkpoint(run)
+            log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
+        return str(how)
     finally:
         close(run)
 
@@ -1087,9 +1083,7 @@ def close(run: Run) -> None:
         run.log.event("hub", f"an upload did not reach the Hub; the model lies in {run.scratch / 'hub'}")
     pending = run.swarm.close(patience=10.0)
     if pending:
-        run.log.say(
-            f"{pending} writes still wait for the shared folder; waiting up to 5 minutes (Ctrl-C gives up)"
-        )
+        run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
         pending = run.swarm.close(patience=300.0)
     if pending:
         print(f"{pending} writes did not reach the shared folder; a checkpoint may lie in {run.scratch}")
@@ -1139,42 +1133,33 @@ def new_swarm(config: Config, store: DriveStore, sessions: dict, log: Log) -> Sw
 
 def run_reader(config: Config, stop: StopButton) -> str:
     """monitor, validate or report: they change no experiment and load no model."""
-    store, shared = (DriveStore(config.GDRIVE_PATH, name) for name in (config.EXPERIMENT_NAME, None))
-    names = list_experiments(config.GDRIVE_PATH)
+    names, shared = list_experiments(config.GDRIVE_PATH), DriveStore(config.GDRIVE_PATH, None)
     if config.NODE_ROLE == "report" and names:
         rows = compare_experiments(config.GDRIVE_PATH)
         print(report_text(rows) if rows else f"report: no rewards below {config.GDRIVE_PATH}")
-        for name in (
-            write_report(rows, lambda name, data: shared.write(f"reports/{name}", data)) if rows else ()
-        ):
-            print(shared.base / "reports" / name)
+        written = write_report(rows, lambda name, data: shared.write(f"reports/{name}", data)) if rows else []
+        print("\n".join(str(shared.base / "reports" / name) for name in written))
         return "finished" if rows else "invalid"
     if config.EXPERIMENT_NAME not in names:
-        print(
-            f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; there are: {', '.join(names)}"
-        )
+        there = f"there are: {', '.join(names)}" if names else "there is none"
+        print(f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; {there}")
         return "invalid"
+    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
     began_with = store.open_config({}, only_read=True)
 
     def given(name, otherwise):  # as set here, else as the run was started
-        found = [value for value in (getattr(config, name), began_with.get(name)) if type(value) is int]
-        default = getattr(Config, name)
-        return next((value for value in found if value != default and 0 < value <= 10**6), otherwise)
+        both = (getattr(config, name), began_with.get(name))
+        known = [n for n in both if type(n) is int and 0 < n <= 10**6 and n != getattr(Config, name)]
+        return known[0] if known else otherwise
 
+    rounds, nodes = given("MAX_ROUNDS", Config.MAX_ROUNDS), given("LOCAL_NODES", given("NUM_WORKERS", 4))
     if config.NODE_ROLE == "monitor":
         live = sys.stdout.isatty() or in_notebook()  # every 30 seconds there, once elsewhere
-        rounds = given("MAX_ROUNDS", Config.MAX_ROUNDS)
         monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.requested)
         return "finished"
-    nodes = given("LOCAL_NODES", given("NUM_WORKERS", 4))
-    rounds = given("MAX_ROUNDS", Config.MAX_ROUNDS)
     problems = validate_experiment(store, rounds, nodes)
-    print(
-        "\n".join(
-            f"validate: {problem}"
-            for problem in [*problems, f"{store.base}: FAILED" if problems else "passed"]
-        )
-    )
+    for line in (*problems, f"{store.base}: " + ("FAILED" if problems else "passed")):
+        print(f"validate: {line}")
     return "invalid" if problems else "valid"
 
 
@@ -1189,11 +1174,11 @@ def get_experiment_status(path, name: str) -> dict:
 def get_experiment_metrics(path, name: str):
     """One row per node, round and stage: a pandas.DataFrame if there is pandas, else a list of dicts."""
     rows = reward_rows(DriveStore(path, name))
-    try:
+    with contextlib.suppress(ImportError):
         import pandas
-    except ImportError:
-        return rows
-    return pandas.DataFrame(rows)
+
+        return pandas.DataFrame(rows)
+    return rows
 
 
 def compare_experiments(path, names=None) -> list[dict]:
@@ -1202,10 +1187,7 @@ def compare_experiments(path, names=None) -> list[dict]:
     for name in names or list_experiments(path):
         try:
             summaries.append(summarize(DriveStore(path, name)))
-        except (
-            ValueError,
-            StoreError,
-        ) as error:  # one damaged config.json must not take the others' report away
+        except (ValueError, StoreError) as error:  # one damaged config.json: the others are reported
             print(f"experiment {name} is left out: {error}")
     return compare([summary for summary in summaries if summary])
 
@@ -1238,7 +1220,7 @@ def main(environ=None) -> int:
         where, why = error.filename or config.GDRIVE_PATH, error.strerror or error
         log.say(f"{where} cannot be used: {why} (GDRIVE_PATH={config.GDRIVE_PATH})")
         return 2
-    except (Stopped, KeyboardInterrupt):
+    except (Ended, KeyboardInterrupt):
         log.say(f"stopped; to go on:\n  {log.resume_line}")
         return 130
     finally:
