@@ -547,28 +547,26 @@ def short_time(seconds: float) -> str:
     )
 
 
-# -------- The readers: what an experiment's folder says. They change nothing in it ----------------
+# -------- The readers: what an experiment's folder says. They change nothing in it --------------------------
 
-OPEN_ROUNDS = 8  # so many of the newest rounds may still get rewards: from a slow node, over a slow drive
+FIGURES = ("timestamp", "completions", "local_groups", "informative_groups", "grad_norm", "held_out")
+
+
+def files_of(store, kind: str, rounds) -> list[tuple]:
+    """(round, stage, node) of every file of this kind ("rewards", "rollouts") in these rounds, in order."""
+    stages = [(round_, stage) for round_ in rounds for stage in store.stages(kind, round_)]
+    return [(*where, node) for where in stages for node in store.nodes(kind, *where)]
 
 
 def reward_rows(store, known: dict | None = None) -> list[dict]:
-    """Every reward of a registered node: a row per round, stage and node, in this order, as pandas likes it.
-
-    known: {round: its rows}, kept by who asks again and again, so that an old round is listed only once.
-    Neither a name that never registered nor a round beyond the clock counts: anybody could have put it there.
-    """
-    known = {} if known is None else known
-    clock, nodes = store.clock()[0], store.sessions()
+    """Every reward of a registered node, in order, as pandas likes it; `known` remembers old rounds."""
+    known, clock, nodes = {} if known is None else known, store.clock()[0], store.sessions()
     rounds = [r for r in store.rounds("rewards") if r <= clock]
     for round_ in rounds:
-        if round_ not in known or round_ > clock - OPEN_ROUNDS:
-            known[round_] = [
-                {**data, "experiment": store.base.name, "my_reward": data["reward"]}
-                for stage in store.stages("rewards", round_)
-                for node in store.nodes("rewards", round_, stage)
-                if node in nodes and (data := store.reward(round_, stage, node))
-            ]
+        if round_ not in known or round_ > clock - 8:  # a slow node may still add to the newest rounds
+            found = [store.reward(*key) for key in files_of(store, "rewards", [round_]) if key[2] in nodes]
+            sane = [row for row in found if row and all(0 <= row.get(name, 0) < 1e11 for name in FIGURES)]
+            known[round_] = [{**r, "experiment": store.base.name, "my_reward": r["reward"]} for r in sane]
     return [row for round_ in rounds for row in known[round_]]
 
 
@@ -581,10 +579,8 @@ def list_experiments(root) -> list[str]:
 
 def rows_by(column: str, rows: list[dict]) -> dict:
     """{value of this column: its rows}, the values in order."""
-    groups = {}
-    for row in rows:
-        groups.setdefault(row[column], []).append(row)
-    return dict(sorted(groups.items()))
+    ordered = sorted(rows, key=lambda row: row[column])
+    return {value: list(same) for value, same in itertools.groupby(ordered, lambda row: row[column])}
 
 
 def plain(value, width: int = 100) -> str:
@@ -625,412 +621,258 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
 
 def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     """What a finished run lacks, as sentences; an empty list means that everything is there."""
-    try:
-        config = store.read("config.json") or {}
-    except ValueError as error:
-        return [f"config.json: {error}"]
-    stages, shares = config.get("MAX_STAGES"), nodes > 1 and config.get("NUM_TRANSPLANT_TREES") != 0
-    if not isinstance(stages, int) or not 1 <= stages <= 100:
-        return [f"{store.base}: no config.json, or one without a MAX_STAGES from 1 to 100"]
-    rows, clock, last = reward_rows(store), store.clock()[0], max_rounds - 1
-    by_node, by_round = rows_by("node_id", rows), rows_by("round", rows)
-    saved = [n for r in store.rounds("checkpoints") for n in store.names(f"checkpoints/round_{r:06d}")]
-    unpaid = [t for t in range(max_rounds) if t not in by_round]
-    silent = [] if config.get("ROLLOUT_CLEANUP_ENABLED") else range(max_rounds)
-    silent = [t for t in silent if not any(store.nodes("rollouts", t, s) for s in range(stages))]
+    config, rows, clock = store.read_matching("config.json") or {}, reward_rows(store), store.clock()[0]
+    by_node, last = rows_by("node_id", rows), max_rounds - 1
+    nonzero = {name for row in rows for name in row if row[name]}
+    saved = [r for r in store.rounds("checkpoints") if store.names(f"checkpoints/round_{r:06d}")]
+    unpaid = sorted(set(range(max_rounds)) - {row["round"] for row in rows})
+    silent = [t for t in range(max_rounds) if not files_of(store, "rollouts", [t])]
+    late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
+    bare = [row for row in rows if not row.get("completions") or not row.get("local_groups")]
+    alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0
     checks = [  # (whether it is there, what to say if not)
+        (isinstance(config.get("MAX_STAGES"), int), f"{store.base}: no config.json with MAX_STAGES"),
         (clock >= last, f"the clock stands at round {clock}, expected {last}"),
         (len(by_node) >= nodes, f"{len(by_node)} nodes submitted rewards, expected {nodes}"),
-        (not unpaid, f"{len(unpaid)} rounds without rewards, such as round {min(unpaid, default='')}"),
-        (not silent, f"{len(silent)} rounds without rollouts, such as round {min(silent, default='')}"),
+        (not unpaid, f"rounds without rewards: {unpaid[:9]}"),
+        (not silent or config.get("ROLLOUT_CLEANUP_ENABLED"), f"rounds without rollouts: {silent[:9]}"),
+        (not late, f"no reward for the last round {last}: {', '.join(late)[:200]}"),
+        (not bare, f"{len(bare)} rewards without completions or local_groups"),
         (saved, "no checkpoint"),
-        (any(row.get("informative_groups") for row in rows), "no node trained on an informative group"),
-        (any(row.get("grad_norm") for row in rows), "every gradient is zero: nothing was learned"),
-        (not shares or any(row.get("external_groups") for row in rows), "no external group was drawn"),
+        ("informative_groups" in nonzero, "no node trained on an informative group"),
+        ("grad_norm" in nonzero, "every gradient is zero: nothing was learned"),
+        (alone or "external_groups" in nonzero, "no external group was drawn"),
     ]
-    for node, mine in by_node.items():
-        files = {*store.names(f"logs/{node}"), *store.names(f"models/{node}")}
-        lacking = ", ".join(sorted({"metrics.jsonl", "config.json", "tokenizer.json"} - files))
-        bare = [row["round"] for row in mine if not row.get("completions") or not row.get("local_groups")]
-        checks += [
-            (mine[-1]["round"] == last, f"{node}: no reward for the last round {last}"),
-            (not bare, f"{node} round {min(bare, default='')}: reward without completions or local_groups"),
-            (not lacking, f"{node}: logs/{node} and models/{node} lack {lacking}"),
-            (any(name.endswith(".safetensors") for name in files), f"{node}: no weights in models/{node}"),
-        ]
+    for node in by_node:
+        files = [*store.names(f"logs/{node}"), *store.names(f"models/{node}")]
+        files = {"weights" if name.endswith(".safetensors") else name for name in files}
+        lacking = ", ".join(sorted({"metrics.jsonl", "config.json", "tokenizer.json", "weights"} - files))
+        checks.append((not lacking, f"logs/{node} and models/{node} lack {lacking}"))
     return [problem for there, problem in checks if not there]
 
 
-# -------- Comparing experiments -------------------------------------------------------------------
-
-PAPER = (
-    "The paper's own (table 1: 8 x Qwen2.5-0.5B, 2000 rounds, one run each, summed over nodes): "
-    "8/0 561.79, 6/2 854.43 +52%, 4/4 1093.31 +94%, 2/6 945.87 +68%."
-)
-FEW_SEEDS = (
-    "An interval needs 3 seeds of both; 3 seeds allow no p below 0.05, 6 would do (4 if they do not pair)."
-)
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "LOCAL_OVERSAMPLE", "LOCAL_REPLAY", "EXTERNAL_FILTER")
+OF_SHARING = (*ARM, "FETCH_MAX_PEERS", "ROLLOUT_PUBLISH_FREQUENCY", "ROLLOUT_MAX_AGE")
 NO_SETTING = {  # may differ between repetitions; every other key of config.json, a new one too, is a setting
     "SEED", "EXPERIMENT_NAME", "created_at", "layout", "reasoning_gym", "TEST_MODE", "CONFIGS", "SEEDS",
-    "MAX_ROUNDS", "LOCAL_NODES", "NUM_WORKERS",  # the rounds and the nodes that were seen count instead
-    "MICRO_BATCH_SIZE", "EVAL_INTERVAL", "EVAL_SAMPLES", "CHECKPOINT_INTERVAL", "CHECKPOINT_KEEP",
-    "ROLLOUT_CLEANUP_ENABLED", "ROLLOUT_KEEP_LAST_N_ROUNDS", "ROLLOUT_ARCHIVE_OLD", "STALE_AFTER_SECONDS",
-    "COORDINATOR_ROUND_INTERVAL", "FETCH_TIMEOUT_SECONDS", "VERBOSE",
+    "VERBOSE", "MAX_ROUNDS", "LOCAL_NODES", "NUM_WORKERS", "MICRO_BATCH_SIZE", "EVAL_INTERVAL",
+    "EVAL_SAMPLES", "CHECKPOINT_INTERVAL", "CHECKPOINT_KEEP", "ROLLOUT_CLEANUP_ENABLED",
+    "ROLLOUT_KEEP_LAST_N_ROUNDS", "ROLLOUT_ARCHIVE_OLD", "STALE_AFTER_SECONDS",
+    "COORDINATOR_ROUND_INTERVAL", "FETCH_TIMEOUT_SECONDS",
 }  # fmt: skip
-NEAR_ZERO = 1e-3  # a cumulative reward of which no ratio can be taken
 
 
-def settings_of(config: dict) -> dict:
-    """What two runs must agree in to be repetitions of each other. What has no effect in this one is None."""
-    settings = {"LOCAL_OVERSAMPLE": 1, "LOCAL_REPLAY": 0, "EXTERNAL_FILTER": True}
-    settings |= {name: value for name, value in config.items() if name not in NO_SETTING}
-    if settings["NUM_TRANSPLANT_TREES"] == 0:
-        settings |= dict.fromkeys(("EXTERNAL_FILTER", "FETCH_MAX_PEERS", "ROLLOUT_PUBLISH_FREQUENCY"))
-        settings |= {} if settings["LOCAL_REPLAY"] else {"ROLLOUT_MAX_AGE": None}
-    return settings
-
-
-def arm_of(settings: dict) -> str:
-    """How a round gets its groups: 4/4, 8/0, 8/0 x2 (oversampled), 4/4 unfiltered, 4/4 +r4 (replay)."""
-    own, external, oversample, replay, filtered = (settings[name] for name in ARM)
-    text = f"{own}/{external}" + (f" x{oversample}" if oversample > 1 else "")
-    return text + (" unfiltered" if filtered is False else "") + (f" +r{replay}" if replay else "")
-
-
-def summarize(store) -> dict | None:
+def summarize(store, known: dict | None = None) -> dict | None:
     """One experiment as figures, None if it has no rewards. ValueError if config.json cannot be used."""
-    config, rows = store.read("config.json") or {}, reward_rows(store)
-    for name in ARM[:4]:
-        value = config.get(name, None if name in ARM[:2] else 0)
-        if not isinstance(value, int) or not 0 <= value <= 4096:
-            raise ValueError(f"config.json: {name} is {plain(value)}")
+    defaults = {"LOCAL_OVERSAMPLE": 1, "LOCAL_REPLAY": 0, "EXTERNAL_FILTER": True}
+    config, rows = defaults | (store.read("config.json") or {}), reward_rows(store, known)
+    for name in ARM:
+        if not isinstance(config.get(name), int) or not 0 <= config[name] <= 4096:
+            raise ValueError(f"config.json: {name} is {plain(config.get(name))}")
     if not rows:
         return None
+    own, external, oversample, replay, filtered = (config[name] for name in ARM)
+    arm = f"{own}/{external}" + f" x{oversample}" * (oversample > 1) + f" +r{replay}" * (replay > 0)
     nodes, rounds, found = len(rows_by("node_id", rows)), rows[-1]["round"] + 1, rows_by("round", rows)
+    settings = {n: config[n] for n in config if n not in NO_SETTING} | {"nodes": nodes, "rounds": rounds}
     by_round = [found.get(t, []) for t in range(rounds)]
-    curve = [average(row["reward"] for row in now) for now in by_round]
+    curve = [average(row["reward"] for row in now) or 0.0 for now in by_round]
     spent = [sum(row.get("completions", 0) for row in now) / nodes for now in by_round]
     return {
         "experiment": store.base.name,
-        "seed": plain(config.get("SEED")),
-        "settings": settings_of({**config, "nodes": nodes, "rounds": rounds}),
+        "seed": plain(json.dumps(config.get("SEED"))),
+        "arm": arm + " unfiltered" * (external > 0 and not filtered),
+        "baseline": f"{own + external}/0",  # a lone node that trains on as many groups
+        "settings": settings,
+        "key": json.dumps(settings, sort_keys=True),  # the same in two runs: they are repetitions
+        "task": json.dumps({n: settings[n] for n in sorted(settings) if n not in OF_SHARING}),
         "per_node": sum(row["reward"] for row in rows) / nodes,
         "final": smooth(curve)[-1],
         "held_out": average(row.get("held_out") for row in rows if row["round"] >= 0.9 * rounds),
-        "informative": average(row.get("informative_groups") for row in rows),
         "completions": sum(spent),
         "curve": curve,
-        "spent": list(itertools.accumulate(spent)),  # completions per node, so far
+        "spent": list(itertools.accumulate(spent)),
     }
 
 
 def compare(summaries: list[dict]) -> list[dict]:
     """A row for each group of repetitions, compared with its baseline; the best of equal settings first."""
-    groups, rows = {}, []
-    for summary in summaries:
-        groups.setdefault(json.dumps(summary["settings"], sort_keys=True), []).append(summary)
-    every = [runs[0]["settings"] for runs in groups.values()]
-    values = {n: {json.dumps(s.get(n, "unset")) for s in every} - {"null"} for s in every for n in s}
-    shown = sorted(n for n in values if len(values[n]) > 1 and n not in ARM)
-    for settings, runs in zip(every, groups.values(), strict=True):
-        own = settings["NUM_TRAIN_SAMPLES"] + settings["NUM_TRANSPLANT_TREES"]  # of a lone node's groups: all
-        base = settings_of(settings | dict(zip(ARM, (own, 0, 1, 0, None), strict=True)))
-        lone = groups.get(json.dumps(base, sort_keys=True), [])
-        others = {n: settings.get(n, "unset") for n in shown}
-        where = " ".join(plain(f"{n}={value}", 60) for n, value in others.items() if value is not None)
-        row = {"label": f"{arm_of(settings)} {where}".rstrip(), "arm": arm_of(settings), "where": where}
-        for name in ("per_node", "final", "held_out", "informative", "completions"):
-            row[name] = average(run[name] for run in runs)
-        row["cumulative"] = row["per_node"] * settings["nodes"]
-        row["cost"] = row["completions"] / max(1, average(r["completions"] for r in lone)) if lone else None
-        row |= {"baseline": arm_of(base), "runs": len(runs), "settings": settings, "members": runs}
-        rows.append(row | advantage(runs, lone))
-    return sorted(rows, key=lambda row: (row["where"], -row["per_node"]))
+    found, rows = [run for run in summaries if run], []
+    names = sorted({name for run in found for name in run["settings"]} - set(ARM))
+    differ = [n for n in names if len({json.dumps(run["settings"].get(n)) for run in found}) > 1]
+    for runs in rows_by("key", found).values():
+        arm, base, task, settings = (runs[0][name] for name in ("arm", "baseline", "task", "settings"))
+        where = " ".join(plain(f"{name}={settings.get(name, 'unset')}", 60) for name in differ)
+        row = {"label": f"{arm} {where}".rstrip(), "baseline": base, "runs": len(runs)}
+        row |= {n: average(r[n] for r in runs) for n in ("per_node", "final", "held_out", "completions")}
+        row["spread"] = statistics.stdev(run["per_node"] for run in runs) if len(runs) > 1 else None
+        row |= {"improvement": None, "low": None, "high": None, "p_value": None, "note": "baseline"}
+        if arm != base:
+            row |= advantage(runs, [run for run in found if run["arm"] == base and run["task"] == task])
+        rows.append(row | {"settings": settings, "members": runs})
+    return sorted(rows, key=lambda row: (row["members"][0]["task"], -row["per_node"]))
 
 
-def advantage(runs: list[dict], baseline: list[dict]) -> dict:
-    """How much more reward than the baseline, with a 95% interval and a p-value where there are seeds enough.
-
-    Logarithms are compared: seed by seed where both have the same seeds, else group with group (Welch).
-    Two runs of one seed are averaged, for they are no independent evidence.
-    """
-    ours, base = (
-        {seed: average(run["per_node"] for run in mine) for seed, mine in rows_by("seed", group).items()}
-        for group in (runs, baseline)
-    )
-    result = dict.fromkeys(("improvement", "low", "high", "p_value", "method"))
-    result |= {"seeds": " ".join(ours), "spread": statistics.stdev(ours.values()) if len(ours) > 1 else None}
-    if baseline is runs or not base:
-        return result | {"note": "baseline" if base else "no baseline"}
-    if min(*base.values(), *ours.values()) <= NEAR_ZERO:
-        return result | {"note": "baseline near 0" if min(base.values()) <= NEAR_ZERO else "reward near 0"}
-    paired = ours.keys() == base.keys()
-    a, b = ([math.log(values[seed]) for seed in sorted(values)] for values in (ours, base))
-    samples = [[x - y for x, y in zip(a, b, strict=True)]] if paired else [a, b]
-    center, method = average(a) - average(b), "paired by seed" if paired else "Welch"
-    result |= {"improvement": math.expm1(center), "p_value": p_value(a, b, paired), "method": method}
-    parts = [statistics.variance(s) / len(s) for s in samples] if min(map(len, samples)) > 2 else []
-    if not any(parts):
-        return result | {"note": "no spread" if parts else "too few seeds"}
+def advantage(runs: list[dict], lone: list[dict]) -> dict:
+    """Gain over the baseline, interval and p: Student's t, assuming log ratios roughly normal over seeds."""
+    seeds = [rows_by("seed", group).items() for group in (runs, lone)]  # two runs of one seed count once
+    ours, base = ({seed: average(r["per_node"] for r in same) for seed, same in group} for group in seeds)
+    if not base or min(base.values()) < 1e-3:
+        return {"note": "baseline near 0" if base else "no baseline with the same settings"}
+    ours, base = ({seed: math.log(max(x, 1e-3)) for seed, x in g.items()} for g in (ours, base))
+    samples, how = [[ours[seed] - base[seed] for seed in ours if seed in base]], "paired by seed"
+    if len(samples[0]) < 3:
+        samples, how = [list(ours.values()), [-x for x in base.values()]], "Welch"
+    mean = sum(map(average, samples))  # of the logarithm of the ratio, either way
+    gain = math.expm1(mean)
+    if min(map(len, samples)) < 3:
+        return {"improvement": gain, "note": f"{gain:+.0%}, too few seeds for an interval"}
+    parts = [statistics.variance(sample) / len(sample) + 1e-18 for sample in samples]  # never 0
     freedom = sum(parts) ** 2 / sum(v * v / (len(s) - 1) for v, s in zip(parts, samples, strict=True))
-    half = t_quantile(freedom) * math.sqrt(sum(parts))
-    return result | {"low": math.expm1(center - half), "high": math.expm1(center + half), "note": ""}
+    error = math.sqrt(sum(parts))
+    t = bisect.bisect(range(10**5), -0.05, key=lambda i: -p_value(i / 10**4, freedom)) / 10**4  # of p = 0.05
+    low, high, p = math.expm1(mean - t * error), math.expm1(mean + t * error), p_value(mean / error, freedom)
+    verb = "better" if low > 0 else "worse" if high < 0 else "not to be told apart"
+    note = f"{verb}, {gain:+.0%} (95% interval {low:+.0%} to {high:+.0%}, p = {p:.2g}, {how})"
+    return {"improvement": gain, "low": low, "high": high, "p_value": p, "note": note}
 
 
-def t_quantile(freedom: float, steps: int = 20000) -> float:
-    """97.5% quantile of Student's t. Of 2: 4.303. For t = sqrt(f) tan u, u has density cos(u)^(f - 1)."""
-    angles = [(i + 0.5) * math.pi / 2 / steps for i in range(steps)]
-    below = list(itertools.accumulate(math.cos(u) ** (freedom - 1) for u in angles))
-    return math.sqrt(freedom) * math.tan(angles[bisect.bisect(below, 0.95 * below[-1])])
-
-
-def p_value(a: list[float], b: list[float], paired: bool, limit: int = 20000) -> float | None:
-    """Two-sided p-value of mean(a) != mean(b): the share of relabelings that are at least as far apart.
-
-    paired: the two of a seed change places; else any do. Exact up to `limit`. None if none can be below 0.05.
-    """
-    rng, both, n = random.Random(0), [*a, *b], len(a)
-    pairs, total = list(zip(a, b, strict=paired)), 2**n if paired else math.comb(len(both), n)
-    if 2 / total > 0.05:
-        return None
-    every = itertools.product(*pairs) if paired else itertools.combinations(both, n)
-    if total > limit:  # drawn at random, and what was observed is one of them
-        drawn = (map(rng.choice, pairs) if paired else rng.sample(both, n) for _ in range(limit))
-        every = itertools.chain([a], drawn)
-    gaps = [abs(left / n - (sum(both) - left) / len(b)) for left in map(sum, every)]
-    return sum(gap >= abs(sum(a) / n - sum(b) / len(b)) - 1e-12 for gap in gaps) / len(gaps)
-
-
-def conclusion(row: dict) -> str:
-    """What a comparison says, as a sentence."""
-    gain, low, high, base = (row[name] for name in ("improvement", "low", "high", "baseline"))
-    if row["cost"] is None:
-        return f"{row['label']}: no {base} with the same settings to compare it with."
-    said = f"{row['label']}: {row['note']}" + (f", {gain:+.0%} against {base}" if gain is not None else "")
-    if low is not None:
-        verb = "beats" if low > 0 else "falls behind" if high < 0 else "cannot be told from"
-        by = f" by {abs(gain):.0%}" if low * high > 0 else ""
-        said = f"{row['label']} {verb} {base}{by} (95% interval {low:.0%} to {high:.0%}, {row['method']})"
-    cost = {1: "as many", 0.5: "half the"}.get(round(row["cost"], 2), f"{row['cost']:.2g} times the")
-    p = "" if row["p_value"] is None else f"; p = {row['p_value']:.3f}"
-    return f"{said} at {cost} completions{p}."
+def p_value(t: float, freedom: float, steps: int = 1000) -> float:
+    """Two-sided p of Student's t. Of t = 4.303 with 2 degrees of freedom: 0.05."""
+    start = math.atan(abs(t) / math.sqrt(freedom))  # the density of this angle goes with cos ** (freedom - 1)
+    width = (math.pi / 2 - start) / steps
+    beyond = width * sum(math.cos(start + (i + 0.5) * width) ** (freedom - 1) for i in range(steps))
+    whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
+    return beyond / whole
 
 
 def report_text(rows: list[dict]) -> str:
-    """The comparison as a table of at most 100 columns, then in sentences. Empty columns are left out."""
-
-    def show(value, form=".2f", before="", after=""):
-        return "" if value is None else before + format(value, form) + after
-
-    table = [("I/J", "runs", "reward per node", "gain", "p", "final", "held-out", "completions", "where")]
+    """The comparison as a table of at most 100 columns (indented: code in Markdown), then in sentences."""
+    lines = [f"    {'groups':34} runs reward per node     sd  final held-out completions"]
     for row in rows:
-        reward = show(row["per_node"]) + show(row["spread"], before=" ± ")
-        interval = show(row["low"], ".0%", " (") + show(row["high"], ".0%", " to ", ")")
-        gain = show(row["improvement"], "+.0%") + interval or row["note"]
-        last = [show(row["p_value"], ".3f"), show(row["final"]), show(row["held_out"])]
-        spent = show(row["completions"], ".0f")
-        table.append((row["arm"], str(row["runs"]), reward, gain, *last, spent, row["where"]))
-    columns = [column for column in zip(*table, strict=True) if any(column[1:])]
-    padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
-    # indented by four, it is a code block in Markdown
-    lines = ["    " + "  ".join(line)[:96].rstrip() for line in zip(*padded, strict=True)]
-    said = [conclusion(row) for row in rows if row["note"] != "baseline"]
-    return "\n".join([*lines, *("\n" + textwrap.fill(text, 100) for text in [*said, FEW_SEEDS, PAPER]), ""])
+        sd, held_out = ("-" if row[n] is None else f"{row[n]:.2f}" for n in ("spread", "held_out"))
+        figures = f"{sd:>6} {row['final']:6.2f} {held_out:>8} {row['completions']:11.0f}"
+        lines.append(f"    {row['label'][:34]:34} {row['runs']:4} {row['per_node']:15.2f} {figures}"[:100])
+    compared = [row for row in rows if row["note"] != "baseline"]
+    said = [textwrap.fill(f"{r['label']} against {r['baseline']}: {r['note']}.", 100) for r in compared]
+    return "\n\n".join(["\n".join(lines), *said]) + "\n"
 
 
 def write_report(rows: list[dict], write) -> list[str]:
     """Hand report.md, .csv, .json, curves.csv and, with matplotlib, report.png to write(name, data)."""
-    curves = [("label", "seed", "experiment", "round", "reward", "completions")]
-    for row in rows:
-        for run in row["members"]:
-            points = zip(itertools.count(), run["curve"], run["spent"], strict=False)
-            curves += [(row["label"], run["seed"], run["experiment"], *point) for point in points]
-    names = [name for name in rows[0] if name not in ("settings", "members")]
+    curves = [["label", "seed", "experiment", "round", "reward", "completions"]]
+    for label, run in [(row["label"], run) for row in rows for run in row["members"]]:
+        points = zip(itertools.count(), run["curve"], run["spent"], strict=False)
+        curves += [[label, run["seed"], run["experiment"], *point] for point in points]
     full = [{**row, "members": [run["experiment"] for run in row["members"]]} for row in rows]
+    table = [list(rows[0])[:-2], *(list(row.values())[:-2] for row in rows)]  # less settings and members
     files = {"report.md": report_text(rows).encode(), "report.json": json.dumps(full, indent=1).encode()}
-    files |= {"report.csv": as_csv([names, *([row[name] for name in names] for row in rows)])}
-    files |= {"curves.csv": as_csv(curves), "report.png": draw(report_panels(rows))}
-    files = {name: data for name, data in files.items() if data}
+    for name, lines in (("report.csv", table), ("curves.csv", curves)):
+        csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
+        files[name] = text.getvalue().encode()
+    if picture := draw(rows):
+        files["report.png"] = picture
     for name, data in files.items():
         write(name, data)
     return list(files)
 
 
-def as_csv(table) -> bytes:
-    """Lines of cells as CSV. A text that a spreadsheet would take for a formula gets a quote in front."""
-    risky, out = ("=", "+", "-", "@"), io.StringIO()
-    lines = [[f"'{c}" if isinstance(c, str) and c.startswith(risky) else c for c in line] for line in table]
-    csv.writer(out, lineterminator="\n").writerows(lines)
-    return out.getvalue().encode()
-
-
-SHARING, LONE, UNFILTERED = "#0072B2", "#D55E00", "#009E73"  # by Okabe and Ito, safe for the colour-blind
-
-
-def report_panels(rows: list[dict]) -> dict:
-    """Smoothed reward over rounds and completions, for `draw`: a colour for a family, a style for a line."""
-    panels, styles = {"round": [], "completions generated per node (log)": []}, {}
-    for row in rows:
-        external, filtered = row["settings"]["NUM_TRANSPLANT_TREES"], row["settings"]["EXTERNAL_FILTER"]
-        color = SHARING if external and filtered else UNFILTERED if external else LONE
-        style = next(styles.setdefault(color, itertools.cycle(("-", "--", "-.", ":"))))
-        heights = list(zip(*(smooth(run["curve"]) for run in row["members"]), strict=True))
-        spent = [average(now) for now in zip(*(run["spent"] for run in row["members"]), strict=True)]
-        for panel, x in zip(panels.values(), (range(len(spent)), spent), strict=True):
-            panel.append((plain(row["label"], 34), color, style, x, heights))
-    return panels
-
-
-def draw(panels: dict, ylabel: str = "mean reward (0 to 1), smoothed", size=(9, 4.2)) -> bytes | None:
-    """A panel for each {label of its x axis: lines}, as PNG, shown in a notebook. None without matplotlib.
-
-    A line: (name, colour, style, x values, for each of these the values whose mean and range are drawn).
-    """
+def draw(rows: list[dict]) -> bytes | None:
+    """Smoothed reward (mean and range) over rounds and completions, as PNG; None without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no picture: pip install matplotlib")
-        return None
-    figure, png = Figure(figsize=size, dpi=150, layout="constrained"), io.BytesIO()
-    axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
-    axes[0].set(ylabel=ylabel)
-    for axis, xlabel in zip(axes, panels, strict=True):
-        ends = []
-        for name, color, style, x, heights in panels[xlabel]:
-            heights = [[math.nan if y is None else y for y in now] for now in heights]
-            mean, low, high = ([f(now) for now in heights] for f in (statistics.fmean, min, max))
-            axis.plot(x, mean, style, color=color, linewidth=1.4)
-            axis.fill_between(x, low, high, color=color, alpha=0.08, linewidth=0)
-            ends.append((mean[-1], x[-1], name, color))
-        axis.set(xlabel=xlabel, xscale="log" if "(log)" in xlabel else "linear")
-        axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        place, gap = -1.0, axis.get_ylim()[1] * min(0.055, 1 / len(ends))
-        for y, x, name, color in sorted(ends):  # the names stand right of the panel, none on another
-            place, thread = max(y, place + gap), {"arrowstyle": "-", "color": color, "alpha": 0.4}
-            at = {"xytext": (1.03, place), "textcoords": axis.get_yaxis_transform(), "annotation_clip": False}
-            look = {"color": color, "fontsize": 8, "va": "center", "parse_math": False}
-            axis.annotate(name, (x, y), arrowprops=thread, **at, **look)
-    figure.savefig(png, format="png")
-    if in_notebook():
-        from IPython.display import Image, display
-
-        display(Image(data=png.getvalue(), width=int(100 * size[0])))
+        return print("no picture: pip install matplotlib")
+    figure, png = Figure((10, 4.2), dpi=150, layout="constrained"), io.BytesIO()
+    left, right = figure.subplots(1, 2, sharey=True)
+    for i, row in enumerate(sorted(rows, key=lambda row: row["final"])):
+        alone, filtered = row["settings"]["NUM_TRANSPLANT_TREES"] == 0, row["settings"]["EXTERNAL_FILTER"]
+        color = "#D55E00" if alone else "#0072B2" if filtered else "#009E73"  # safe for the colour-blind
+        curves = list(zip(*(smooth(run["curve"]) for run in row["members"]), strict=True))
+        mean, low, high = ([f(now) for now in curves] for f in (average, min, max))
+        spent = [average(now) for now in zip(*(run["spent"] for run in row["members"]), strict=True)]
+        for axis, x in ((left, range(len(mean))), (right, spent)):
+            axis.plot(x, mean, color=color, linestyle=("-", "--", "-.", ":")[i % 4])
+            axis.fill_between(x, low, high, color=color, alpha=0.08)
+        place, thread = (1.05, (i + 0.5) / len(rows)), {"arrowstyle": "-", "color": color, "relpos": (0, 0.5)}
+        look = {"textcoords": "axes fraction", "arrowprops": thread, "color": color, "parse_math": False}
+        right.annotate(plain(row["label"], 34), (spent[-1], mean[-1]), place, va="center", **look)
+    left.set(xlabel="round", ylabel="mean reward (0 to 1), smoothed", ylim=(0, None))
+    right.set(xlabel="completions generated per node (log)", xscale="log")
+    figure.savefig(png)
     return png.getvalue()
 
 
 def in_notebook() -> bool:
     """Whether this runs in a Jupyter kernel; that the package has been imported is not enough."""
-    ipython = sys.modules.get("IPython")
-    return "ipykernel" in sys.modules and ipython is not None and ipython.get_ipython() is not None
-
-
-# -------- Watching one experiment -----------------------------------------------------------------
+    return {"ipykernel", "IPython"} <= sys.modules.keys() and sys.modules["IPython"].get_ipython() is not None
 
 
 def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
-    """An experiment as text that fits the terminal: clock, times, nodes, latest rollout, what looks wrong."""
+    """An experiment as text that fits the terminal: clock, nodes, what looks wrong, latest rollout."""
     screen = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((110, 1000))
     life.refresh()
-    clock, by_node, recent = store.clock()[0], rows_by("node_id", rows), []
-    for round_ in [r for r in store.rounds("rollouts") if clock - 3 < r <= clock]:
-        for stage in store.stages("rollouts", round_):
-            recent += [(round_, stage, node) for node in store.nodes("rollouts", round_, stage)]
-    for round_, _, node in recent:
-        life.note(node, "rollouts", round_, age=math.inf)  # how old they are at the first look is not known
+    clock, by_node = store.clock()[0], rows_by("node_id", rows)
     for node, mine in by_node.items():
         life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
-    nodes = [n for n in life.sessions if life.about(n).get("role") != "coordinator"]
-    nodes.sort(key=lambda node: (not life.is_live(node), node))
-    live, gigabytes = sum(map(life.is_live, nodes)), shutil.disk_usage(store.base).free / 1e9
-    lines = [f"{store.base.name}: round {clock} of {max_rounds}, {len(nodes)} nodes registered, {live} live"]
-    waiting = f"waiting for a first {'reward' if nodes else 'worker'}"
-    lines += [progress(rows, max_rounds) if rows else waiting, ""]
-    lines += [f"{'node':20} {'state':5} {'round':>6} {'reward':>7} {'total':>8}  trend"]
-    tail = [f"! {warning}" for warning in health_warnings(store, life, rows, clock, recent, gigabytes)[:4]]
-    tail = ["", *tail, f"storage: {gigabytes:.1f} GB free. Ctrl-C leaves, the swarm goes on"]
-    room = max(2, screen.lines - len(lines) - len(tail) - 1)
-    fit = len(nodes) if len(nodes) <= room else room - 1
-    for node in nodes[:fit]:
-        state = "left" if life.has_left(node) else "live" if life.is_live(node) else "dead"
+    live, nodes = life.live_workers(), life.workers()
+    lines = [f"{store.base.name}: round {clock} of {max_rounds}, {len(live)} of {len(nodes)} workers live"]
+    lines += [] if rows else [f"waiting for a first {'reward' if nodes else 'worker'}"]
+    for node in sorted(nodes, key=lambda node: (node not in live, node)):
+        state = "live" if node in live else "left" if life.has_left(node) else "dead"
         rewards = [row["reward"] for row in by_node.get(node, [])]
-        last = f"{by_node[node][-1]['round']:6} {rewards[-1]:7.2f} {sum(rewards):8.2f}  " if rewards else ""
-        bars = ("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in smooth(rewards)[-20:])
-        lines.append(f"{node:20.20} {state:5} {last}{''.join(bars)}")
-    lines += [f"and {len(nodes) - fit} more"] if len(nodes) > fit else []
-    lines += latest_rollout(store, recent) if room >= fit + 4 else []
-    return "\n".join(line[: screen.columns] for line in [*lines, *tail])
+        trend = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in smooth(rewards)[-20:])
+        lines.append(f"{node:20.20} {state}  {len(rewards):5} rewards, in all {sum(rewards):8.2f}  {trend}")
+    recent = files_of(store, "rollouts", [r for r in store.rounds("rollouts") if clock - 3 < r <= clock])
+    tail = health_warnings(store, life, rows, clock, recent)[:4]
+    tail += [f"storage: {shutil.disk_usage(store.base).free / 1e9:.1f} GB free (Ctrl-C: the swarm goes on)"]
+    with contextlib.suppress(OSError, ValueError, IndexError):  # there is none, or it is damaged
+        group = store.fetch(*recent[-1])[0]
+        best = max(group["completions"], key=lambda c: c["claimed"] or 0)["response"]
+        tail += [plain(f"latest rollout, by {recent[-1][2]}: {group['prompt']!r}"), plain(f"best: {best!r}")]
+    lines = lines[: max(4, screen.lines - len(tail) - 2)]  # the first says how many workers there are
+    return "\n".join(line[: screen.columns] for line in [*lines, "", *tail])
 
 
-def progress(rows: list[dict], max_rounds: int) -> str:
-    """Stage, mean reward and times; the time left is guessed from the last 20 rounds."""
-    times = {row["round"]: row["timestamp"] for row in rows}
-    first, last = list(times)[-20:][0], rows[-1]["round"]
-    left = (times[last] - times[first]) / max(1, last - first) * (max_rounds - 1 - last)
-    seconds = (age_of(times[last]), times[last] - rows[0]["timestamp"], left)
-    ago, running, left = (short_time(max(0.0, s)) for s in seconds)
-    mean = average(mine[-1]["reward"] for mine in rows_by("node_id", rows).values())
-    return f"stage {rows[-1]['stage']} | mean reward {mean:.3f}, {ago} ago | running {running} | eta {left}"
-
-
-def latest_rollout(store, recent: list[tuple]) -> list[str]:
-    """The newest question, its best and its worst completion, and what their writer says that they earned."""
-    for round_, stage, node in recent[-1:]:
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            group = store.fetch(round_, stage, node)[0]
-            best_first = sorted(group["completions"], key=lambda c: -(c["claimed"] or 0))
-            shown = [(c["claimed"], plain(repr(c["response"]))) for c in (best_first[0], best_first[-1])]
-            lines = [f"  {claimed!s:5.5} {response}" for claimed, response in shown]
-            return ["", f"latest rollout, by {node}: {plain(repr(group['prompt']))}", *lines]
-    return []
-
-
-def health_warnings(store, life, rows, clock: int, recent: list[tuple], gigabytes: float) -> list[str]:
+def health_warnings(store, life, rows, clock: int, recent: list[tuple]) -> list[str]:
     """What looks wrong, each with what to do about it, the worst first."""
-    live, workers = life.live_workers(), life.workers()
-    finished = all(map(life.has_left, workers))
-    idle = min(map(life.silence, live), default=0.0)
+    live, finished = life.live_workers(), all(map(life.has_left, life.workers()))
+    idle, full = min(map(life.silence, live), default=0.0), shutil.disk_usage(store.base).free < 1e9
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
-    often = [node for node in live if starts[node] > 5]
+    often = ", ".join(node for node in live if starts[node] > 5)
     informative = [row.get("informative_groups", 0) for row in rows if row["round"] > clock - 10]
-    unusable = ", ".join(f"{count} {plain(why)}" for why, count in store.skipped.items())
+    unusable = ", ".join(f"{count} {plain(why)}" for why, count in store.skipped.items() if count)
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live and not finished, "no live worker: start one with its old NODE_ID to resume it"),
         (live and clock > 1 and not recent, "no rollouts in three rounds: too short, or another folder?"),
         (idle > life.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
         (informative and not any(informative), "no informative group: WARM_START_STEPS, NUM_SHOTS, TASKS?"),
-        (often, f"started more than five times: {', '.join(often)}. Do two machines share this NODE_ID?"),
-        (gigabytes < 1, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
+        (often, f"started more than five times: {often}. Do two machines share this NODE_ID?"),
+        (full, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
         (unusable, f"unusable files: {unusable}"),
     ]
-    return [warning for is_so, warning in checks if is_so]
+    return [f"! {warning}" for is_so, warning in checks if is_so]
 
 
 def monitor(store, stale_after: float, max_rounds: int, once=False, should_stop=lambda: False) -> None:
-    """Show the dashboard every 30 seconds in place of the last, in a notebook with a chart; once if asked."""
-    life, known, clear = Life(store, stale_after), {}, "\033[2J\033[H" if sys.stdout.isatty() else ""
-    while not should_stop():
+    """Show the dashboard every 30 s in place of the last, in a notebook with a picture; once if asked."""
+    life, known = Life(store, stale_after), {}
+    while True:
         try:
-            rows = reward_rows(store, known)
-            text = dashboard(store, life, rows, max_rounds)
+            text = dashboard(store, life, reward_rows(store, known), max_rounds)
         except OSError as error:
             if once:
                 raise
-            rows, text = [], f"the shared folder cannot be read ({plain(error)}); trying on"
+            text = f"the shared folder cannot be read ({plain(error)}); trying on"
         if in_notebook():
-            from IPython.display import clear_output
+            from IPython.display import Image, clear_output, display
 
             clear_output(wait=True)
-        print(clear + text, flush=True)
-        if in_notebook() and rows:
-            by_round = {t: [row["reward"] for row in now] for t, now in rows_by("round", rows).items()}
-            line = (store.base.name, SHARING, "-", list(by_round), list(by_round.values()))
-            draw({"round": [line]}, "reward (0 to 1): mean and range of nodes")
-        if once:
-            return
-        deadline = time.monotonic() + 30.0
-        while not should_stop() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError, ValueError):  # no config.json yet, or no matplotlib
+                display(Image(draw(compare([summarize(store, known)])), width=900))
+        print("\033[2J\033[H" * sys.stdout.isatty() + text, flush=True)
+        for _ in range(150):
+            if once or should_stop():
+                return
             time.sleep(0.2)
