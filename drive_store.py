@@ -1,17 +1,16 @@
 """The shared folder: everything that nodes tell one another goes through the files written and read here.
 
-Contract
-    Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) has a name that
-                is used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file
-                or the whole file. The first complete one counts; a second writer leaves it as it is.
-    Rewritten   current_state.json and heartbeats are for people; logs are appended. On a mounted drive such
-                files may arrive late or never, so nothing depends on them alone.
-    Tolerant    A stranger may write anything here. Readers bound size, type and depth; they parse or raise
-                BadFile. One's *own* unreadable state is a StoreError, never "round 0".
-    Inside      No read, write, rename or delete leaves the folder: each folder on the way to a file is opened
-                without following links, and so is the file.
-    Impatient   A call does its work once or raises OSError. No threads, no retries: whoever calls decides how
-                long to go on. The Swarm's thread (coordinator.py) goes on for ever, a reader does not.
+Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) has a name that is
+            used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file or the
+            whole file. The first complete one counts; a second writer leaves it as it is.
+Rewritten   current_state.json and heartbeats are for people; logs are appended. On a mounted drive such files
+            may arrive late or never, so nothing depends on them alone.
+Tolerant    A stranger may write anything here. Readers bound size, type and depth; they parse or raise
+            BadFile. One's *own* unreadable state is a StoreError, never "round 0".
+Inside      No read, write, rename or delete leaves the folder: each folder on the way to a file is opened
+            without following links, and so is the file.
+Impatient   A call does its work once or raises OSError. No threads, no retries: whoever calls decides how
+            long to go on. The Swarm's thread (coordinator.py) goes on for ever, a reader does not.
 
 Assumption: link and rename are atomic for readers on one machine. Across machines a stale or partial file may
 show for a while; it does not parse, and is read again later. The README shows the folder as a tree.
@@ -43,6 +42,7 @@ GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; 
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
 MAX_GAP = 100  # a round this far above all others is a stranger's joke, not the clock
 MAX_CLOCK_SKEW = 86400  # seconds: a session from further ahead is not counted
+AFRESH = "start a new EXPERIMENT_NAME"
 COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not hold up who opens it
 NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM}
@@ -60,9 +60,7 @@ def check_name(name: str, variable: str) -> str:
     """Return `name` if it is safe as a file name everywhere, else raise ValueError. Paths are built of it."""
     for_windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or for_windows:
-        allowed = (
-            "1 to 64 letters, digits, '.', '_', '-', no '.' at either end, no name that Windows reserves"
-        )
+        allowed = "1 to 64 letters, digits, '.', '_', '-', no '.' at either end, no name of Windows' own"
         raise ValueError(f"{variable}={name!r}: use {allowed}")
     return name
 
@@ -96,9 +94,8 @@ def parse_json(data: bytes) -> dict:
     if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
         raise BadFile("too many elements")
     try:
-        text = data.decode("utf-8")
-        parsed = json.loads(text, parse_constant=finite, parse_float=finite)
-        if "\\ud" in text or "\\uD" in text:  # "\ud800" parses, but no file or log can hold it
+        parsed = json.loads(data.decode("utf-8"), parse_constant=finite, parse_float=finite)
+        if b"\\ud" in data or b"\\uD" in data:  # "\ud800" parses, but no file or log can hold it
             json.dumps(parsed, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         raise BadFile("not valid JSON" if data else "empty file") from error
@@ -141,13 +138,13 @@ class DriveStore:
         look: list each folder before asking it for a part. An NFS client that asked for an absent name goes
         on saying for half a minute that it is absent; a folder just opened and listed is up to date.
         """
+
+        def step(part, outer=None):
+            fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=outer)
+            opened.callback(os.close, fd)
+            return fd
+
         with contextlib.ExitStack() as opened:
-
-            def step(part, outer=None):
-                fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=outer)
-                opened.callback(os.close, fd)
-                return fd
-
             try:
                 fd = step(os.path.realpath(self.root))  # the user's own path may hold links
                 for part in self.place:
@@ -191,7 +188,6 @@ class DriveStore:
         raise BadFile("not a regular file that this user may use")
 
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
-        """Contents of a file; BadFile if it is larger or none that may be read."""
         with self.open(path) as file:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
@@ -219,18 +215,22 @@ class DriveStore:
     def write(self, path: str, source, keep=None) -> bool:
         """Write a file through a temp file: readers see the old one, or none, or the whole new one.
 
-        source: bytes or an open binary file. keep: called with the contents of a file that has the name
+        source: bytes, or the path of a local file. keep: called with the contents of a file that has the name
         already; where it says True that file stays, and False is returned. A crash leaves a temp file.
         """
         parent, _, name = path.rpartition("/")
         temp = secrets.token_hex(8)
-        source = io.BytesIO(source) if isinstance(source, bytes) else source
-        with self.folder(f"tmp/{self.owner}", make=True) as tmp, self.folder(parent, make=True) as folder:
+        data = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")
+        with (
+            data,
+            self.folder(f"tmp/{self.owner}", make=True) as tmp,
+            self.folder(parent, make=True) as folder,
+        ):
             try:
                 with open(
                     os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=tmp), "wb"
                 ) as file:
-                    shutil.copyfileobj(source, file, 1 << 20)
+                    shutil.copyfileobj(data, file, 1 << 20)
                     file.flush()
                     os.fsync(file.fileno())
                     size = file.tell()
@@ -255,11 +255,6 @@ class DriveStore:
         """Replace a JSON file that is a convenience for people."""
         self.write(path, dump_json(data))
 
-    def copy(self, local_file, path: str) -> None:
-        """Copy a local file to `path`, replacing what is there."""
-        with open(local_file, "rb") as file:
-            self.write(path, file)
-
     def append(self, path: str, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first. BadFile: what lies there is not ours."""
         data = text.encode("utf-8", "replace")
@@ -278,19 +273,15 @@ class DriveStore:
         """Delete a file, a link, or a folder with all in it. prune: its folder too, if that is empty then."""
         parent, _, name = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError), self.folder(parent) as folder:
-            if stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+            if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+                os.unlink(name, dir_fd=folder)
+            else:
                 with contextlib.suppress(RecursionError):  # a stranger's thousand folders in one another stay
                     shutil.rmtree(name, dir_fd=folder)  # goes by descriptors too, and refuses a link
-            else:
-                os.unlink(name, dir_fd=folder)
         if prune:
             outer, _, inner = parent.rpartition("/")
             with contextlib.suppress(OSError), self.folder(outer) as folder:
                 os.rmdir(inner, dir_fd=folder)
-
-    def sweep(self) -> None:
-        """Remove the temp files that a killed process of this name left."""
-        self.delete(f"tmp/{self.owner}")
 
     def can_write(self) -> bool:
         """Whether the folder takes a small file now. Then a failing write has a reason of its own path."""
@@ -327,16 +318,15 @@ class DriveStore:
         other = any(re.fullmatch(r"round_(\d{1,5}|\d{6}\.json)", name) for name in names)
         try:
             began_with = self.read("config.json")
-            other = other or (began_with or {"layout": LAYOUT}).get("layout") != LAYOUT
-            if began_with is None and not other and not only_read:
+            if began_with is None and not (other or only_read):
                 self.write_once("config.json", {"layout": LAYOUT, **settings})
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
-            why = f"{error}; restore it or start a new EXPERIMENT_NAME"
-            raise StoreError(f"{self.base / 'config.json'}: {why}") from error
-        if other:
-            why = "was written by another version of this program, which this one cannot continue"
-            raise StoreError(f"{self.base} {why}. Nothing was changed; start a new EXPERIMENT_NAME")
+            raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or {AFRESH}") from error
+        if other or (began_with or {"layout": LAYOUT}).get("layout") != LAYOUT:
+            raise StoreError(
+                f"{self.base} was written by another version of this program: nothing changed; {AFRESH}"
+            )
         return began_with or settings
 
     def open_round(self, round_: int, by: str) -> None:
@@ -401,13 +391,11 @@ class DriveStore:
             "timestamp": time.time(),
         }
         data |= {**about, "rollouts": groups}
-        try:
-            check_rollouts(data, round_, stage, node_id)
-            if len(dump_json(data)) > MAX_JSON_BYTES:
-                raise BadFile(f"larger than {MAX_JSON_BYTES} bytes")
-        except BadFile as error:
-            lower = "lower MAX_NEW_TOKENS, NUM_GENERATIONS or NUM_TRAIN_SAMPLES"
-            raise BadFile(f"nobody would read these rollouts ({error}): {lower}") from error
+        check_rollouts(data, round_, stage, node_id)
+        if len(dump_json(data)) > MAX_JSON_BYTES:
+            raise BadFile(
+                f"nobody would read over {MAX_JSON_BYTES} bytes: lower NUM_GENERATIONS or MAX_NEW_TOKENS"
+            )
         return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{node_id}.json", data)
 
     def fetch(self, round_: int, stage: int, node_id: str) -> list[dict]:
@@ -420,11 +408,11 @@ class DriveStore:
     def retire_rollouts(self, before_round: int, archive: bool) -> None:
         """Delete, or move to archives/, the rollouts of all rounds before this one.
 
-        A round is renamed away first, so that what somebody puts in its place meanwhile is not touched.
+        A round is renamed away first: what somebody puts in its place meanwhile is not touched.
         """
         to = DriveStore(self.root, None, self.owner) if archive else self
+        aside = f"archives/{self.base.name}/rollouts" if archive else f"tmp/{self.owner}"
         for name in [bucket(r) for r in self.rounds("rollouts") if r < before_round]:
-            aside = f"archives/{self.base.name}/rollouts" if archive else f"tmp/{self.owner}"
             with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
                 with contextlib.suppress(FileNotFoundError):  # somebody else was faster
                     os.rename(name, name, src_dir_fd=source, dst_dir_fd=goal)
@@ -471,8 +459,7 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[di
     """Structure of a rollout file -> its groups; BadFile with the reason if any of it is out of bounds.
 
     A group: {key: (round, stage, node, index), task, seed, prompt, completions: [{response, finished,
-    claimed}]}; claimed is the writer's own reward: for people to see, never to learn from. Extra keys are
-    ignored. One bad group rejects the file: its writer is not trusted with the rest.
+    claimed}]}; claimed is the writer's own reward: for people, never to learn from. Extra keys are ignored.
     """
 
     def need(condition, reason):
@@ -500,7 +487,7 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[di
             need(isinstance(completion, dict), "completion is no object")
             response, finished, claimed = (completion.get(k) for k in ("response", "finished", "reward"))
             need(isinstance(response, str), "response is no text")
-            need(len(response) <= MAX_RESPONSE_CHARS, "response too long")
+            need(len(response) <= MAX_RESPONSE_CHARS, f"response over {MAX_RESPONSE_CHARS} characters")
             need(isinstance(finished, bool), "finished is no boolean")
             need("reward" not in completion or is_number(claimed), "reward is no finite number")
             kept.append({"response": response, "finished": finished, "claimed": claimed})

@@ -770,7 +770,7 @@ def checkpoint_path(run: Run, round_: int) -> str:
 def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
     """In the Swarm's thread: copy a checkpoint to the folder, delete all but the newest CHECKPOINT_KEEP."""
     if local.exists():  # else a newer one took its place
-        run.store.copy(local, checkpoint_path(run, round_))
+        run.store.write(checkpoint_path(run, round_), local)
         run.checkpoints.append(round_)
         for old in run.checkpoints[: -run.config.CHECKPOINT_KEEP]:
             run.store.delete(checkpoint_path(run, old), prune=True)
@@ -832,7 +832,7 @@ def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
         for file in sorted(save_locally(run, node, "models").iterdir()):
-            run.swarm.post(run.store.copy, file, f"models/{node.id}/{file.name}")
+            run.swarm.post(run.store.write, f"models/{node.id}/{file.name}", file)
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
     tokens = run.config.MAX_NEW_TOKENS
@@ -1031,7 +1031,7 @@ def prepare(run: Run) -> None:
     """Resume, sweep what a killed session left, look at the folder, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
     resume(run)
-    store.sweep()
+    store.delete(f"tmp/{store.owner}")  # temp files that a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()
     for t in range(
@@ -1101,7 +1101,7 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR)
     store.create()
     join_experiment(config, store, log.say, only_read=True)
-    store.sweep()
+    store.delete(f"tmp/{store.owner}")  # temp files that a killed process of this name left
     session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity(), **versions()})
     swarm = new_swarm(config, store, {COORDINATOR: session}, log)
     swarm.start()
