@@ -623,7 +623,7 @@ def task_hash() -> str:
 
 # -------- Models ------------------------------------------------------------------------------------------
 
-# How the embedded model learns to answer; only the first style is rewarded. See the README, "The tiny model".
+# How the embedded model learns to answer; only the first style is rewarded. See .github/STUDY.md, "The tiny model".
 ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}")
 
 

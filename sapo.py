@@ -733,6 +733,12 @@ def config_table(config: Config) -> str:
     return "\n".join(lines)
 
 
+def help_text() -> str:
+    """Every variable with its default and what it does, as `python sapo.py --help` prints it."""
+    lines = [f"{f.name:27} {f.default!s:8.8} {f.metadata['help']}" for f in fields(Config)]
+    return "\n".join(["usage: NAME=value … python sapo.py      (environment variables only)", *lines])
+
+
 def resume_line(config: Config, environ) -> str:
     """The command that resumes this node: what was set and what was made up; never the secret."""
     given = {f.name: environ[f.name] for f in fields(config) if environ.get(f.name) and f.name != SECRET}
@@ -1229,6 +1235,8 @@ def main(environ=None) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] and not in_notebook():  # --help, -h, help: nothing is set by arguments
+        sys.exit(help_text())
     status = main()
     if status and not in_notebook():  # in a notebook the cell just ends
         sys.exit(status)
