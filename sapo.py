@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
     from coordinator import Coordinator, Swarm, compare, experiment_status, in_notebook, is_known_dead
     from coordinator import list_experiments, monitor, process_identity, report_text, reward_rows, short_time
-    from coordinator import summarize, validate_experiment, write_report
+    from coordinator import summarize, validate_experiment, write_report, write_winners
     from drive_store import COORDINATOR, BadFile, DriveStore, StoreError, bucket, check_name
     from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
     from grpo import BadQuestion, Codec, ConfigError, Group, Question, find_answer, generate, halving_on_oom
@@ -417,6 +417,8 @@ def finish_round(run: Run, t: int) -> None:
     due = intervals[0] < intervals[1]  # also where the round in which it was due was skipped
     run.done, run.rounds_worked = t, run.rounds_worked + 1
     report_round(run, t)
+    if last and run.swarm.alone:  # elsewhere whoever opens the next round does this
+        run.swarm.post(write_winners, run.store, t)
     if due or last:
         run.swarm.flush_log()  # first: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
@@ -1235,8 +1237,7 @@ def main(environ=None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and not in_notebook():  # --help, -h, help: nothing is set by arguments
-        sys.exit(help_text())
-    status = main()
+    wants_help = sys.argv[1:] and not in_notebook()  # --help, -h, help: nothing is set by arguments
+    status = print(help_text()) if wants_help else main()
     if status and not in_notebook():  # in a notebook the cell just ends
         sys.exit(status)
