@@ -210,8 +210,14 @@ class Swarm:
         return self.sessions.keys() <= self.nodes.keys() and not any(self._published.values())
 
     def start(self) -> None:
-        """One look in the foreground (or OSError), so that nothing is decided blindly; then the thread."""
+        """One look in the foreground (or OSError): nothing is decided blindly. Then the thread.
+
+        The nodes of one process draw from each other's older rounds too: after a restart these are read again.
+        """
         self._look()
+        older = range(max(0, self.round - self.max_age), self.round) if self.max_peers else ()
+        for key in itertools.product(older, range(self.stages), self.nodes if len(self.nodes) > 1 else ()):
+            self._fetch_one(key)
         self._thread.start()
 
     def post(self, function, *args) -> None:

@@ -109,7 +109,8 @@ class Run:
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one
     done: int = -1  # last round finished (or skipped)
-    checkpoints: list = field(default_factory=list)  # rounds after which there is one, oldest first
+    saved: int = -1  # last round after which a checkpoint was made
+    checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
     max_rows: int = 1024  # completions per forward pass in the update
@@ -756,7 +757,9 @@ def save_checkpoint(run: Run) -> None:
 
     While the folder is away only the newest one waits. A full disk costs the checkpoint, not the training.
     """
-    nodes = {}
+    if run.done <= run.saved:
+        return  # it may be on its way
+    nodes, run.saved = {}, run.done
     for node in run.nodes:
         nodes[node.id] = {"model": node.model.state_dict(), "optimizer": node.optimizer.state_dict()}
         nodes[node.id] |= {"total_reward": node.total_reward, "trained": sorted(map(list, node.trained))}
@@ -805,7 +808,8 @@ def resume(run: Run) -> None:
             path = run.store.base / checkpoint_path(run, round_)
             run.log.event("resume", f"{path} cannot be used ({type(error).__name__}); trying the one before")
             continue
-        run.done, run.checkpoints = round_, sorted(r for r in rounds if r <= round_)
+        run.done = run.saved = round_
+        run.checkpoints = sorted(r for r in rounds if r <= round_)
         run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
         return
     if rounds:
@@ -1009,8 +1013,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     except Ended as how:
         if str(how) == "stopped":
             swarm.state = "stopped"
-            if run.done not in (-1, *run.checkpoints):
-                save_checkpoint(run)
+            save_checkpoint(run)
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
         return str(how)
     finally:
