@@ -9,7 +9,11 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python3 || command -v python)}
-export NUM_WORKERS=${NUM_WORKERS:-4}
+if [ $# -gt 0 ]; then  # --help, -h, help: nothing is set by arguments
+  sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+  exec "$python" "$here/sapo.py" --help
+fi
+export NUM_WORKERS=${NUM_WORKERS:-4} MODEL_NAME=${MODEL_NAME:-tiny}  # several large models seldom fit one machine
 [[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"; exit 2; }
 
 # Threads are shared out fairly: without this every worker starts one per core and all of them crawl.
