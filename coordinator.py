@@ -212,7 +212,7 @@ class Swarm:
     def start(self) -> None:
         """One look in the foreground (or OSError): nothing is decided blindly. Then the thread.
 
-        The nodes of one process draw from each other's older rounds too: after a restart these are read again.
+        The nodes of one process draw from each other's older rounds too: after a restart they are read again.
         """
         self._look()
         older = range(max(0, self.round - self.max_age), self.round) if self.max_peers else ()

@@ -1,7 +1,7 @@
 """GRPO for one learner: sample completions of a question, score them, turn the rewards into a gradient.
 
-Read from the top: advantages -> loss -> update -> log-probabilities -> sampling. That is GRPO, and it ends
-with `decode`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
+Read from the top: advantages -> loss -> update -> log-probabilities -> sampling. That is GRPO; it ends with
+`decode`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
 
 Symbols, the same in code, log and README:
     N  questions (groups) in a batch        P  prompt length in tokens (left-padded where not common)
@@ -94,8 +94,7 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
     lengths: (B,) tokens of all completions of the *whole* update, flat groups included. Returns (B,) float64.
     dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens), as Dr. GRPO does.
     """
-    lengths = lengths.to(torch.float64)
-    rows = len(lengths)
+    rows, lengths = len(lengths), lengths.to(torch.float64)
     divisors = {"dapo": lengths.sum(), "grpo": rows * lengths, "dr_grpo": rows * max_new_tokens}
     if loss_type not in divisors:
         raise ValueError(f"LOSS_TYPE={loss_type!r}: expected {', '.join(divisors)}")
@@ -108,16 +107,13 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
     logp, old_logp, mask: (B, T); advantages, weights: (B,). old_logp=None means "exactly on policy": ratio 1,
     gradient A. Returns (loss, number of clipped tokens), both scalar tensors.
     """
-    if old_logp is None:
-        old_logp = logp.detach()
-    ratio = torch.exp(logp - old_logp)  # (B, T)
+    ratio = torch.exp(logp - (logp.detach() if old_logp is None else old_logp))  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)
     unclipped = ratio * a
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
     # EXERCISE (KL): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1); flat groups too
-    loss = (token_loss * mask * weights.unsqueeze(1)).sum()
-    return loss, ((clipped < unclipped) & mask.bool()).sum()
+    return (token_loss * mask * weights.unsqueeze(1)).sum(), ((clipped < unclipped) & mask.bool()).sum()
 
 
 # -------- The update --------------------------------------------------------------------------------------
@@ -133,25 +129,22 @@ def update(
     pass, None for all; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
     (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted).
     """
-    lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,)
-    weights = row_weights(lengths, loss_type, max_new_tokens)  # over the whole batch, flat groups included
+    lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,), flat groups included
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
-    groups = [g for g in groups if g.is_informative]
-    weights, lengths = weights[keep], lengths[keep]  # from here on B counts rows of informative groups
-    max_rows = max_rows or max(1, len(lengths))
+    weights, lengths = row_weights(lengths, loss_type, max_new_tokens)[keep], lengths[keep]
+    groups = [g for g in groups if g.is_informative]  # from here on B counts only their rows
     stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=sum(lengths.tolist()))
-    if not groups:
-        return {**stats, "max_rows": max_rows}  # no step at all: Adam's momentum alone would move the weights
+    max_rows = max_rows or max(1, len(lengths))
     advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
-    old_logp = torch.zeros(len(lengths), int(lengths.max()), device=model.device)  # (B, T)
+    old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
     def accumulate(rows_at_once: int):
         """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         total = torch.zeros(2, dtype=torch.float64)
         for pairs, rows in micro_batches(groups, rows_at_once):
-            with autocast(model, dtype):
+            with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):  # weights: float32
                 logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
             if step == 0:  # the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
@@ -161,17 +154,17 @@ def update(
             total += torch.stack([loss, clipped]).detach().cpu()
         return total.tolist()
 
-    for step in range(num_iterations):
+    for step in range(num_iterations if groups else 0):  # with none, Adam's momentum would move the weights
         (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             print("non-finite gradient: this step is skipped", flush=True)
             break
-        with explained_oom("the optimizer's step"):  # never tried again: half of the weights may have moved
-            optimizer.step()
+        # (1, 1): without a second try, because half of the weights may have moved
+        halving_on_oom(lambda _: optimizer.step(), 1, 1, "the optimizer's step")
         stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
         stats["clip_fraction"] += clipped / (stats["trained_tokens"] * num_iterations)
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad()
     return {**stats, "max_rows": max_rows}
 
 
@@ -184,19 +177,14 @@ def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0):
     A group shares its prompt: it is run once, its KV cache is repeated for each completion *with gradient*,
     and only the completions go through the model again. Exact, with G times less work on prompts.
     """
-    device = model.device
-    sizes = torch.tensor([len(completions) for _, completions in pairs], device=device)  # (N,)
-    rows = [c for _, completions in pairs for c in completions]
-    targets, mask = right_pad(rows, pad_id, device)  # (B, T)
-    last, cache, prompt_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id)  # of N rows
+    targets, mask = right_pad([c for _, completions in pairs for c in completions], pad_id, model.device)
+    sizes = torch.tensor([len(completions) for _, completions in pairs], device=model.device)  # (N,)
+    last, cache, prompt_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id, sizes)
     hidden = last.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): predicts the first tokens
-    if (more := targets.shape[1] - 1) > 0:
-        cache.batch_repeat_interleave(sizes)
-        if prompt_mask is not None:  # padding on the right of completions is hidden by causality alone
-            prompt_mask = F.pad(prompt_mask.repeat_interleave(sizes, 0), (0, more), value=1)
+    if targets.shape[1] > 1:  # padding on the right of completions is hidden by causality alone
         rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
-    logp = torch.zeros(mask.shape, device=device)
+    logp = torch.zeros(mask.shape, device=model.device)
     return logp.masked_scatter(mask, token_logps(model, hidden[mask], targets[mask], temperature)), mask
 
 
@@ -243,14 +231,13 @@ def generate(
     the tokens do not depend on it but for rounding, because each row has its own column of noise.
     """
     rows = len(prompts) * num_generations
-    noise = torch.rand(max_new_tokens, rows, generator=rng)  # on the CPU, so that every device draws the same
+    noise = torch.rand(max_new_tokens, rows, generator=rng).to(model.device)  # every device draws the same
     at_once = max(1, (max_rows or rows) // num_generations)  # prompts per batch
+    batches = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
     model.eval()
     completions = []
-    for first in range(0, len(prompts), at_once):
-        batch = prompts[first : first + at_once]
-        columns = noise[:, first * num_generations : (first + len(batch)) * num_generations]
-        with autocast(model, dtype):
+    for batch, columns in zip(batches, noise.split(at_once * num_generations, dim=1), strict=True):
+        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
             completions += decode(model, batch, columns, temperature, eos_ids, pad_id, answered)
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
@@ -258,12 +245,9 @@ def generate(
 def decode(model, prompts, noise, temperature, eos_ids, pad_id=0, answered=None) -> list[list[int]]:
     """The loop of `generate`: each prompt is run once, its KV cache is repeated. noise: (steps, N x G)."""
     device, (steps, rows) = model.device, noise.shape
-    hidden, cache, mask = prefill(model, prompts, pad_id)  # of N rows
     copies = rows // len(prompts)  # G
-    cache.batch_repeat_interleave(copies)
+    hidden, cache, mask = prefill(model, prompts, pad_id, copies)
     logits = head_logits(model, hidden).repeat_interleave(copies, 0)  # (B, V)
-    mask = None if mask is None else mask.repeat_interleave(copies, 0)  # (B, P)
-    noise = noise.to(device)
     eos = torch.tensor(sorted(eos_ids), device=device)
     out = torch.full((rows, steps), -1, device=device)  # -1: nothing sampled
     alive = torch.arange(rows, device=device)  # which completion each row of the batch is
@@ -273,17 +257,15 @@ def decode(model, prompts, noise, temperature, eos_ids, pad_id=0, answered=None)
         out[alive, step] = torch.where(running, token, -1)
         running &= ~torch.isin(token, eos)
         if answered is not None:
-            rows_so_far = zip(running.tolist(), out[alive, : step + 1].tolist(), strict=True)
-            running = torch.tensor([on and not answered(ids) for on, ids in rows_so_far], device=device)
+            so_far = zip(running.tolist(), out[alive, : step + 1].tolist(), strict=True)
+            running = torch.tensor([on and not answered(ids) for on, ids in so_far], device=device)
         left = int(running.sum())
         if left == 0 or step == steps - 1:
             break
         if left <= 0.75 * len(alive):  # copying the cache costs about a step: worth it for a quarter
             cache.batch_select_indices(running.nonzero().squeeze(1))
-            alive, token = alive[running], token[running]
             mask = None if mask is None else mask[running]
-            running = running[running]
-        mask = None if mask is None else F.pad(mask, (0, 1), value=1)
+            alive, token, running = alive[running], token[running], running[running]
         hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
         logits = head_logits(model, hidden[:, -1])
     return [[t for t in row if t >= 0] for row in out.tolist()]
@@ -295,31 +277,26 @@ MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not w
 LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update made at once: 128 MiB a copy in float32
 
 
-def autocast(model, dtype: torch.dtype):
-    """Compute in bf16 if asked; weights and optimizer stay float32: bf16 ones would lose a step of 1e-6."""
-    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
-
-
 class ComputeCache(transformers.DynamicCache):
     """Keys and values in the compute type: under autocast rotary embeddings leave the keys in float32."""
 
     def update(self, keys, values, *args, **kwargs):
-        if torch.is_autocast_enabled(keys.device.type):
-            dtype = torch.get_autocast_dtype(keys.device.type)  # what attention casts them to in any case
-            keys, values = keys.to(dtype), values.to(dtype)
+        if torch.is_autocast_enabled(keys.device.type):  # attention casts them to this type in any case
+            keys, values = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (keys, values))
         return super().update(keys, values, *args, **kwargs)
 
 
 def forward_hidden(model, ids, mask=None, cache=None):
     """Last hidden states (rows, length, H) of `ids` (rows, length), and the KV cache that now contains them.
 
-    mask: (rows, cached + length), 1 = real token, 0 = padding; None where no row has padding before its last
-    real token (causality hides what comes after): fast causal kernels. Positions count real tokens only.
+    mask: (rows, up to cached + length), 1 = real token (as all beyond its end), 0 = padding, not counted as a
+    position. None where rows have no padding before their last real token: fast causal kernels.
     """
     past = cache.get_seq_length() if cache is not None else 0
     if mask is None:
         positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     else:
+        mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
     out = model.base_model(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
@@ -329,24 +306,21 @@ def forward_hidden(model, ids, mask=None, cache=None):
 
 
 def head_logits(model, hidden):
-    """Logits (..., V) in float32 from hidden states (..., H).
-
-    The cast comes before any softmax: log-softmax in bfloat16 is off by 0.025 on average, else by 0.004.
-    """
+    """(..., H) -> logits (..., V), in float32 before a softmax: off by 0.025 in bfloat16, else by 0.004."""
     return model.get_output_embeddings()(hidden).float()
 
 
-def prefill(model, prompts: list[list[int]], pad_id: int):
-    """Run N prompts once each: last hidden state (N, H), KV cache, its mask (N, P), None without padding.
+def prefill(model, prompts: list[list[int]], pad_id: int, copies):
+    """Run N prompts once each: last hidden state (N, H), then of B rows KV cache and mask (B, P) or None.
 
-    What all of them begin with (a chat model's system prompt) is run once for all, and its cache repeated.
+    copies: rows of the cache per prompt, a number or (N,). What all prompts begin with (a chat model's system
+    prompt) is run once for all.
     """
     same = [len(set(column)) == 1 for column in zip(*(p[:-1] for p in prompts), strict=False)]
     common = [*same, False].index(False)  # at most all but the last token, whose hidden state is asked for
     # Sliding windows and MPT's ALiBi measure distance over padding too: none may stand inside a prompt.
     slots = any(ComputeCache(config=model.config).is_sliding) or model.config.model_type in ("gpt_neo", "mpt")
-    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or slots:
-        common = 0
+    common = 0 if len(prompts) == 1 or common < MIN_COMMON_TOKENS or slots else common
     ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
     cache = None
     if common:
@@ -354,7 +328,8 @@ def prefill(model, prompts: list[list[int]], pad_id: int):
         cache.batch_repeat_interleave(len(prompts))
         mask = None if mask is None else F.pad(mask, (common, 0), value=1)
     hidden, cache = forward_hidden(model, ids, mask, cache)
-    return hidden[:, -1], cache, mask
+    cache.batch_repeat_interleave(copies)
+    return hidden[:, -1], cache, None if mask is None else mask.repeat_interleave(copies, 0)
 
 
 def right_pad(rows: list[list[int]], pad_id: int, device):
@@ -384,81 +359,62 @@ def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id
 
 # -------- Memory ------------------------------------------------------------------------------------------
 
+# CUDA has an exception of its own for it; MPS and the CPU's allocator only say so.
+OUT_OF_MEMORY = "out of memory|can't allocate memory|not enough memory|bad_alloc|STATUS_ALLOC_FAILED"
+
 
 class ConfigError(ValueError):
     """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
 
 
 def micro_batches(groups: list[Group], max_rows: int):
-    """Yield batches of at most `max_rows` completions, similar lengths together; a larger group is cut.
-
-    Each as [(prompt, completions), …] and the index of its rows among all B.
-    """
-    pieces, rows = [], itertools.count()
-    for group in groups:
-        for start in range(0, len(group.completions), max_rows):
-            cut = group.completions[start : start + max_rows]
-            pieces.append((group.prompt, cut, list(itertools.islice(rows, len(cut)))))
-    pieces.sort(key=lambda piece: len(piece[0]) + max(map(len, piece[1])))
+    """Yield ([(prompt, completions), …], index of its rows among all B), at most `max_rows`, similar lengths
+    together; a larger group is cut."""
+    starts = [(g, i) for g in groups for i in range(0, len(g.completions), max_rows)]
+    pairs = [(g.prompt, g.completions[i : i + max_rows]) for g, i in starts]
+    sizes = [len(completions) for _, completions in pairs]
+    pieces = zip(pairs, torch.arange(sum(sizes)).split(sizes), strict=True)
+    pieces = sorted(pieces, key=lambda piece: len(piece[0][0]) + max(map(len, piece[0][1])))
     while pieces:
-        batch, index = [], []
-        while pieces and len(index) + len(pieces[0][2]) <= max_rows:
-            prompt, completions, its_rows = pieces.pop(0)
-            batch.append((prompt, completions))
-            index += its_rows
-        yield batch, torch.tensor(index)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has an exception of its own for it; MPS and the CPU's allocator only say so."""
-    said = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc", "STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in said)
-
-
-@contextlib.contextmanager
-def explained_oom(where: str):
-    """Where memory runs out in this block, a ConfigError says what to change."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_out_of_memory(error):
-            raise
-        advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
-        raise ConfigError(f"out of memory in {where}: {advice}") from error
+        fitting = sum(end <= max_rows for end in itertools.accumulate(len(rows) for _, rows in pieces))
+        pairs, rows = zip(*pieces[:fitting], strict=True)
+        yield pairs, torch.cat(rows)
+        del pieces[:fitting]
 
 
 def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int = 1):
     """attempt(max_rows); when memory runs out, again with half as many. Returns (its result, what fitted).
 
-    rows: how many there are, from where the halving starts if max_rows is above. ConfigError where not even
-    `smallest` fit.
+    rows: how many there are: halving starts there if max_rows is above. ConfigError where `smallest` fails.
     """
-    while min(max_rows, rows) > smallest:
+    while True:
         try:
             return attempt(max_rows), max_rows
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not isinstance(error, torch.OutOfMemoryError) and not re.search(OUT_OF_MEMORY, str(error)):
                 raise
+            if min(max_rows, rows) <= smallest:
+                raise ConfigError(
+                    f"out of memory in {where}: lower LOCAL_NODES or MAX_NEW_TOKENS, "
+                    "or take a smaller model (MODEL_NAME)"
+                ) from error
         max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: what failed is freed
         print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
-    with explained_oom(where):
-        return attempt(max_rows), max_rows
 
 
 def rows_that_fit(model, config) -> tuple[int, float, float]:
     """(completions per forward pass of the update, GB one of them needs, GB available): a rough estimate.
 
-    About 150 bytes of activations per token, layer and hidden unit; a quarter of the memory is used, because
-    several workers may share it. A CPU gains little from more than a group at once, or 1.5 GB; what is free
-    at the moment has no say there, or no run would repeat bit for bit. Where too much, `update` halves it.
+    About 150 bytes of activations per token, layer and hidden unit, in a quarter of the memory: workers share
+    it. A CPU gains little from more than a group, or 1.5 GB; what is free at the moment has no say there, or
+    no run would repeat bit for bit. Where it is too much, `update` halves it.
     """
     shape = model.config.get_text_config()
     row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 150 / 1e9
     available = available_memory(config.DEVICE) / 1e9
-    if config.MICRO_BATCH_SIZE != "auto":
-        return config.MICRO_BATCH_SIZE, row, available
     rows = max(config.NUM_GENERATIONS, int(1.5 / row)) if config.DEVICE == "cpu" else int(available / 4 / row)
-    return max(1, min(1024, rows)), row, available
+    asked = config.MICRO_BATCH_SIZE
+    return max(1, min(1024, rows)) if asked == "auto" else asked, row, available
 
 
 def available_memory(device: str) -> int:
@@ -471,9 +427,8 @@ def available_memory(device: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks. By default large ones go back to the system and are fetched again page by
-    page, which is up to two fifths of an update on a CPU. Does nothing where there is no mallopt."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows, macOS, musl
+    """Make glibc keep freed blocks: to fetch large ones page by page again is 2/5 of an update on a CPU."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows, macOS, musl have no mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
@@ -484,7 +439,6 @@ def keep_freed_memory() -> None:
 # name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: a peer's text
 # reaches it. First come the paper's nine, at default difficulty, then eight that are small enough for `tiny`.
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-SMALL_SIGNS = {"operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}
 TASK_TABLE = {
     "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
     "basic_arithmetic": ("basic_arithmetic", {}), "arc_1d": ("arc_1d", {}), "bf": ("bf", {}),
@@ -492,7 +446,8 @@ TASK_TABLE = {
     "fraction_simplification": ("fraction_simplification", {}),
     "decimal_arithmetic": ("decimal_arithmetic", {}), "calendar_arithmetic": ("calendar_arithmetic", {}),
     "binary_matrix": ("binary_matrix", {}),
-    "small_arithmetic": ("basic_arithmetic", {**SMALL_RANGE, **SMALL_SIGNS}),
+    "small_arithmetic": ("basic_arithmetic", {
+        **SMALL_RANGE, "operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}),
     "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "min_value": 1, "max_value": 31}),
     "small_fractions": ("fraction_simplification", {"max_value": 9, "max_factor": 5, "styles": ("plain",)}),
     "small_chain_sum": ("chain_sum", {"min_terms": 3, "max_terms": 3, "max_digits": 1}),
@@ -517,9 +472,9 @@ def why_refused(task: str) -> str:
     """Why a task is not in TASK_TABLE, as a sentence."""
     reasons = dict.fromkeys(UNSTABLE, "its questions differ between processes: peers could not verify them")
     reasons |= dict.fromkeys(EVAL_ON_ANSWER, "its verifier runs eval on the answer: a peer's code would run")
-    near = [f"did you mean {name}? " for name in difflib.get_close_matches(task, TASK_TABLE, n=1)]
-    unknown = "unknown, or its verifier was not checked against hostile answers; " + "".join(near)
-    return f"{task!r} is refused: " + reasons.get(task, f"{unknown}allowed: {', '.join(TASK_TABLE)}")
+    near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(task, TASK_TABLE, n=1))
+    unknown = f"unknown, or its verifier was not checked against hostile answers; {near}allowed: "
+    return f"{task!r} is refused: {reasons.get(task, unknown + ', '.join(TASK_TABLE))}"
 
 
 class BadQuestion(ValueError):
@@ -578,17 +533,12 @@ def score(question: Question, text: str, kind: str = "exact") -> float:
     exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which
     the normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
     """
-    answer, source = find_answer(text), question.entry["metadata"]["source_dataset"]
-    try:
-        if answer is None or (source == "propositional_logic" and not is_small_formula(question, answer)):
-            raw = 0.0
-        elif source == "binary_matrix":
+    answer, source, raw = find_answer(text), question.entry["metadata"]["source_dataset"], 0.0
+    with contextlib.suppress(Exception), decimal.localcontext():  # what a verifier trips over is wrong
+        if source == "binary_matrix":
             raw = float(answer == question.answer)  # its verifier calls eval(answer)
-        else:
-            with decimal.localcontext():
-                raw = float(question.dataset.score_answer(answer, question.entry))
-    except Exception:  # whatever a verifier trips over is a wrong answer
-        raw = 0.0
+        elif answer is not None and (source != "propositional_logic" or is_small_formula(question, answer)):
+            raw = float(question.dataset.score_answer(answer, question.entry))
     raw = min(1.0, max(0.0, raw)) if math.isfinite(raw) else 0.0
     return float(raw >= 0.99) if kind == "exact" else raw
 
@@ -623,7 +573,7 @@ def task_hash() -> str:
 
 # -------- Models ------------------------------------------------------------------------------------------
 
-# How the embedded model learns to answer; only the first style is rewarded. See .github/STUDY.md, "The tiny model".
+# How the embedded model learns to answer; only the first style is rewarded. See .github/STUDY.md.
 ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}")
 
 
@@ -643,17 +593,17 @@ class Codec:
         if self.tokenizer.chat_template:
             system, user = SYSTEM_PROMPTS["default"], question.text
             try:
-                text = self.chat({"role": "system", "content": system}, {"role": "user", "content": user})
+                return self.chat({"role": "system", "content": system}, {"role": "user", "content": user})
             except Exception:  # templates without a system role raise
-                text = self.chat({"role": "user", "content": system + "\n" + user})
-            return self.tokenizer(text, add_special_tokens=False).input_ids[-self.max_prompt :]
+                return self.chat({"role": "user", "content": system + "\n" + user})
         seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
         shots = [lucky_question(question.task, seed) for seed in seeds]
-        text = "".join(f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots) + f"{question.text}\n"
-        return self.encode(text)[-self.max_prompt :]
+        solved = [f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots]
+        return self.encode("".join(solved) + question.text + "\n")[-self.max_prompt :]
 
-    def chat(self, *turns: dict) -> str:
-        return self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, tokenize=False)
+    def chat(self, *turns: dict) -> list[int]:
+        ids = self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
+        return ids[-self.max_prompt :]
 
     def encode(self, text: str) -> list[int]:
         """Plain text -> ids, on its own, without special tokens: "<|im_end|>" in a peer's text stays text."""
@@ -661,41 +611,38 @@ class Codec:
 
     def completion(self, text: str, finished: bool) -> list[int]:
         """A peer's completion as this model would have sampled it: no EOS where `answered` ends it."""
-        has_eos = finished and not (self.few_shot and "</answer>" in text)
-        return self.encode(text) + [self.eos_id] * has_eos
+        return self.encode(text) + [self.eos_id] * (finished and not (self.few_shot and "</answer>" in text))
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     def answered(self, ids: list[int]) -> bool:
         """Whether a completion ends here without EOS: after solved examples a base model adds more."""
-        tail = ids[-len("</answer>") :]  # a token is at least a byte
-        return self.few_shot and "</answer>" in self.decode(tail)
+        return self.few_shot and "</answer>" in self.decode(ids[-9:])  # a token is at least a byte
 
     @property
     def few_shot(self) -> bool:
         return self.num_shots > 0 and not self.tokenizer.chat_template
 
 
-def tiny_phrases(tasks) -> list[str]:
-    """Fixed pieces of the tasks' questions, a token each for tiny: recurring, no digits, 5+ characters."""
+def build_tiny(tasks):
+    """The embedded model, 0.14 M parameters, and its tokenizer of characters and phrases.
+
+    A phrase is a fixed piece of the tasks' questions that recurs, 5+ characters without a digit: one token.
+    """
     texts = [lucky_question(task, 1000 * i).text + "\n" for task in tasks for i in range(100)]
     counts = Counter(p for text in texts for p in set(re.split(r"[0-9]+", text)) if len(p) >= 5)
-    recurring = [p for p, n in sorted(counts.items()) if n >= 10]
     styles = [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
-    return ["<answer>", "</answer>", *recurring, *styles]
-
-
-def build_tiny(tasks):
-    """The embedded model, 0.14 M parameters, and its tokenizer of characters and phrases."""
-    characters = sorted(set(map(chr, range(32, 127))) | set("\n∧∨¬→↔"))
+    phrases = ["<answer>", "</answer>", *sorted(p for p, n in counts.items() if n >= 10), *styles]
+    characters = sorted({*map(chr, range(32, 127)), *"\n∧∨¬→↔"})
     vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in tiny_phrases(tasks)])
-    special = {"eos_token": "<eos>", "pad_token": "<eos>", "unk_token": "<unk>"}
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
+    )
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=0,
@@ -741,9 +688,10 @@ def exact_positions(model) -> int:
     shape = model.config.get_text_config()
     positions = getattr(shape, "max_position_embeddings", 4096)
     rope = getattr(shape, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        positions = min(positions, rope.get("original_max_position_embeddings") or positions)
-    return positions
+    rescaled = rope.get("rope_type") in ("dynamic", "longrope")
+    return (
+        min(positions, rope.get("original_max_position_embeddings") or positions) if rescaled else positions
+    )
 
 
 def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
@@ -763,17 +711,15 @@ def check_model(model, ids: list[int]) -> None:
     are more than `head_logits` (soft cap, scaling): training would be silently wrong. ids: 30 of any text.
     """
     answers = [ids[20:24], ids[3:4], ids[24:30]]
-    n = MIN_COMMON_TOKENS + 2
     try:
-        for prompts in ([ids[:n], ids[: n + 5]], [ids[2:7], ids[4:n]]):  # with a common start, and without
+        for prompts in ([ids[:18], ids[:23]], [ids[2:7], ids[4:18]]):  # > MIN_COMMON_TOKENS in common; none
             ours, mask = shared_prompt_logps(model, [(prompt, answers) for prompt in prompts], 1.0, ids[0])
             theirs = []
             for prompt, answer in itertools.product(prompts, answers):
                 row = torch.tensor([prompt + answer], device=model.device)
                 logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
-                logp = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-                theirs += [logp[i, token].item() for i, token in enumerate(answer)]
-            error = (ours[mask].cpu() - torch.tensor(theirs)).abs().max().item()
+                theirs.append(-F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")[-len(answer) :])
+            error = (ours[mask] - torch.cat(theirs)).abs().max().item()
             if not error < 2e-3:
                 raise ValueError(f"log-probabilities differ by {error:.2g} from a plain forward pass")
     except Exception as error:
@@ -791,41 +737,45 @@ def new_optimizer(model, config) -> torch.optim.AdamW:
     """
     fused, lr = config.MODEL_NAME != "tiny", config.LEARNING_RATE
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-    with explained_oom("the optimizer's state"):
+
+    def allocate(_):
         for p in model.parameters():
             step = torch.zeros((), device=p.device if fused else "cpu")
             optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+
+    halving_on_oom(allocate, 1, 1, "the optimizer's state")
     return optimizer
 
 
 # -------- Warm start, and weights as bytes ----------------------------------------------------------------
 
-WARM_START_RECIPE = 2  # raise it when anything below or in build_tiny changes: it is part of the cache's name
-
 
 def warm_start_name(model, config, tasks) -> str:
     """Name of a warm start's weights: a hash of all that they depend on."""
-    tiny, vocabulary = config.MODEL_NAME == "tiny", model.config.get_text_config().vocab_size
-    recipe = [WARM_START_RECIPE, config.MODEL_NAME, vocabulary, config.WARM_START_STEPS, config.SEED]
-    recipe += [task_hash(), sorted(tasks), config.NUM_SHOTS, config.MAX_NEW_TOKENS, REASONING_GYM_VERSION]
-    recipe += [config.ANSWER_TAG_SHARE, ANSWER_STYLES] if tiny else []
+    recipe = [
+        2,  # raise it when anything below or in build_tiny changes
+        config.MODEL_NAME, model.config.get_text_config().vocab_size,
+        config.WARM_START_STEPS, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS,
+        config.MAX_NEW_TOKENS, REASONING_GYM_VERSION,
+        *([config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else []),
+    ]  # fmt: skip
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
 
 
-def warm_start_batches(codec: Codec, config, tasks, rng, share: float, batch_size: int) -> list:
-    """16 batches of (prompt, answer) of similar lengths, in random order. share: of the rewarded style."""
-    samples = []
-    for _ in range(16 * batch_size):
-        question = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
-        rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
-        style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
-        samples.append((codec.prompt(question), codec.completion(style.format(question.answer), True)))
-    positions = codec.max_prompt + codec.max_completion
-    samples = [s for s in samples if len(s[0]) + len(s[1]) <= positions]
-    samples.sort(key=lambda s: len(s[0]) + len(s[1]))
-    batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
-    rng.shuffle(batches)
-    return batches
+def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, share: float):
+    """Batches of (prompt, answer) of similar lengths, without end. share: of the rewarded style."""
+    while True:
+        samples = []
+        for _ in range(16 * batch_size):
+            question = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
+            rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
+            style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
+            samples.append((codec.prompt(question), codec.completion(style.format(question.answer), True)))
+        samples = [s for s in samples if sum(map(len, s)) <= codec.max_prompt + codec.max_completion]
+        samples.sort(key=lambda s: sum(map(len, s)))
+        batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
+        rng.shuffle(batches)
+        yield from reversed(batches)
 
 
 def warm_start(model, codec: Codec, config, tasks, say) -> None:
@@ -839,19 +789,18 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
     batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)
     last_phase = min(150, steps // 4) if tiny else 0
     main = steps - last_phase
-    rng, batches = random.Random(f"warm start {config.SEED}"), []
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, fused=not tiny)
-    for step in range(steps):
+    rng = random.Random(f"warm start {config.SEED}")
+    endless = functools.partial(warm_start_batches, codec, config, tasks, rng, batch_size)
+    batches = itertools.chain(itertools.islice(endless(0.5), main), endless(config.ANSWER_TAG_SHARE))
+    optimizer = new_optimizer(model, config)
+    for step, batch in enumerate(itertools.islice(batches, steps)):
         if step < main:  # warm-up and cosine
-            share, lr = 0.5, peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
+            lr = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
         else:
-            share, lr = config.ANSWER_TAG_SHARE, peak / 2 * (steps - step) / last_phase
-            batches = batches if step > main else []
-        batches = batches or warm_start_batches(codec, config, tasks, rng, share, batch_size)
-        prompts, answers = zip(*batches.pop(), strict=True)
-        logp, mask = sequence_logps(model, prompts, answers, pad_id=codec.eos_id)
+            lr = peak / 2 * (steps - step) / last_phase
+        logp, mask = sequence_logps(model, *zip(*batch, strict=True), pad_id=codec.eos_id)
         loss = -(logp * mask).sum() / mask.sum()  # negative log-likelihood: ordinary supervised fine-tuning
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = lr
