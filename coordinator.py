@@ -181,6 +181,7 @@ class Swarm:
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
         self._gone = set()  # awaited peers whose process is known to be dead
+        self._set_aside = set()  # writes that failed because of their own path
         self._given_up = set()  # peers that were waited for in vain before anybody had published
         self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
         self._wanted = self._closing = False  # somebody waits for news; nothing more will be posted
@@ -353,14 +354,21 @@ class Swarm:
             job.function(*job.args)
             return True
         except Exception as error:  # one job stops neither the queue nor training
-            if isinstance(error, OSError):
+            first = job.args[:1] if isinstance(job.args[0], str) else job.args[:3]
+            what = " ".join(
+                [job.function.__name__, *(str(arg) for arg in first if isinstance(arg, str | int))]
+            )
+            if isinstance(error, OSError) and what not in self._set_aside:
                 if not self.store.can_write():
                     raise
                 job.tries, job.retry_at = job.tries + 1, time.monotonic() + 2**job.tries
                 if job.tries < 6 and not self._closing:
                     return False
-            what = [job.function.__name__, *(arg for arg in job.args if isinstance(arg, str))][:2]
-            self.note("error", f"{' '.join(what)} was set aside: {error}")
+            if (
+                what not in self._set_aside
+            ):  # once: what is said goes into a log, perhaps the very one that fails
+                self._set_aside.add(what)
+                self.note("error", f"{what} was set aside: {error}")
             return True
 
     def _look(self) -> None:

@@ -45,6 +45,8 @@ def main(environ: dict, log: Path):
     os.dup2(out, 1), os.dup2(out, 2)
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     os.environ |= environ
+    if "UID" in environ:
+        os.setuid(int(environ["UID"]))
     sys.exit(importlib.import_module("sapo").main(environ))
 
 
