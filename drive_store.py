@@ -414,10 +414,12 @@ class DriveStore:
         aside = f"archives/{self.base.name}/rollouts" if archive else f"tmp/{self.owner}"
         for name in [bucket(r) for r in self.rounds("rollouts") if r < before_round]:
             with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
+                late = name in os.listdir(goal)  # files that came after their round had been taken away
+                new = f"{name}.{secrets.token_hex(4)}" if late else name
                 with contextlib.suppress(FileNotFoundError):  # somebody else was faster
-                    os.rename(name, name, src_dir_fd=source, dst_dir_fd=goal)
+                    os.rename(name, new, src_dir_fd=source, dst_dir_fd=goal)
             if not archive:
-                self.delete(f"{aside}/{name}")
+                self.delete(f"{aside}/{new}")
 
     def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
         """Publish a node's reward of a round and stage; the first one stands."""

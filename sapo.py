@@ -118,11 +118,8 @@ class Run:
     began: float = field(default_factory=time.monotonic)
     round_began: float = 0.0
     rounds_worked: int = 0
-    last_informative: int = -1  # round in which there was an informative group, or the lack of one was said
-
-    @property
-    def seconds_per_round(self) -> float:
-        return (time.monotonic() - self.began) / max(1, self.rounds_worked)
+    seconds_per_round: float = 0.0  # so far
+    barren: int = 0  # rounds in a row without any informative group
 
 
 # -------- The six steps of a round ----------------------------------------------------------------
@@ -417,6 +414,7 @@ def finish_round(run: Run, t: int) -> None:
     intervals = [(round_ + 1) // config.CHECKPOINT_INTERVAL for round_ in (run.done, t)]
     due = intervals[0] < intervals[1]  # also where the round in which it was due was skipped
     run.done, run.rounds_worked = t, run.rounds_worked + 1
+    run.seconds_per_round = (time.monotonic() - run.began) / run.rounds_worked
     report_round(run, t)
     if last and run.swarm.alone:  # elsewhere whoever opens the next round does this
         run.swarm.post(write_winners, run.store, t)
@@ -508,10 +506,9 @@ def report_round(run: Run, t: int) -> None:
     run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
     for node in run.nodes:
         run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
-    if mean["informative_groups"]:
-        run.last_informative = t
-    if t - run.last_informative == 10:
-        run.last_informative = t
+    run.barren = 0 if mean["informative_groups"] else run.barren + 1
+    if run.barren == 10:
+        run.barren = 0
         rates = "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}"
         todo = (
             "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS or easier TASKS"
@@ -868,7 +865,7 @@ def push_to_hub(run: Run, node: Node, last: bool) -> None:
 
     While one is under way none but the last model's is begun, and that one waits for its turn.
     """
-    config, under_way = run.config, uploads()
+    config, under_way = run.config, [thread for thread in uploads() if thread.name == f"hub {node.id}"]
     if not config.HUGGINGFACE_ACCESS_TOKEN or (under_way and not last):
         return
     round_, local = run.done, save_locally(run, node, f"hub/{run.done}")
@@ -890,11 +887,11 @@ def push_to_hub(run: Run, node: Node, last: bool) -> None:
             run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
         shutil.rmtree(local, ignore_errors=True)
 
-    threading.Thread(target=push, name="hub", daemon=True).start()
+    threading.Thread(target=push, name=f"hub {node.id}", daemon=True).start()
 
 
 def uploads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "hub"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("hub ")]
 
 
 # -------- Roles -----------------------------------------------------------------------------------
