@@ -354,10 +354,11 @@ class Swarm:
             job.function(*job.args)
             return True
         except Exception as error:  # one job stops neither the queue nor training
-            first = job.args[:1] if isinstance(job.args[0], str) else job.args[:3]
-            what = " ".join(
-                [job.function.__name__, *(str(arg) for arg in first if isinstance(arg, str | int))]
-            )
+            named = [
+                arg for arg in job.args[:3] if isinstance(arg, str | int)
+            ]  # round, stage and node, or a path
+            named = named[:1] if named and isinstance(named[0], str) else named
+            what = " ".join(map(str, [job.function.__name__, *named]))
             if isinstance(error, OSError) and what not in self._set_aside:
                 if not self.store.can_write():
                     raise

@@ -1,0 +1,413 @@
+"""What else coordinator.py holds: life, the clock and its role, the Swarm's thread, and the readers."""
+
+import csv
+import errno
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from coordinator import Life, boot_id, dashboard, experiment_status, is_known_dead
+from coordinator import is_round_over, list_experiments, p_value, pid_start, process_identity, report_text
+from coordinator import reward_rows, validate_experiment, write_report
+from drive_store import COORDINATOR, DriveStore
+from sapo import Config, compare_experiments
+from test_drive_store import refuse
+from test_sapo import new_store, new_swarm, put, swarm, until, wire_file
+
+# -------- Life --------------------------------------------------------------------------------------------
+
+
+def test_life_is_judged_by_the_readers_clock_and_by_any_evidence(tmp_path, monkeypatch):
+    store, now, wall = new_store(tmp_path), [1000.0], time.time()
+    life = Life(store, stale_after=300)
+
+    def beat(node, age, **data):
+        put(store, f"heartbeats/{node}.json", {"node_id": node, "time": wall - age, **data})
+
+    def live_after(seconds):
+        now[0] += seconds
+        life.refresh()
+        return life.live_workers()
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: wall - 3600)
+    sessions = {node: store.register(node, "worker", {}) for node in ("behind", "fresh", "gone")}
+    store.register(COORDINATOR, "coordinator", {})
+    monkeypatch.setattr(time, "time", lambda: wall)
+    for node, age in (("behind", 600), ("fresh", 5), ("gone", 3600)):
+        beat(node, age)
+    assert live_after(0) == ["fresh"], "at the first look timestamps count"
+    beat("behind", 590)  # its clock is still ten minutes behind, but it moves
+    assert [live_after(40), live_after(262), live_after(50)] == [["behind", "fresh"], ["behind"], []]
+    assert life.silence("nobody") == math.inf
+    life.note("gone", "rollouts", 5)  # any evidence counts, but once, and nothing older
+    assert live_after(299) == ["gone"] and not life.note("gone", "rollouts", 4) and live_after(2) == []
+    beat("fresh", 0, session=sessions["fresh"], state="done")
+    assert live_after(0) == [] and life.has_left("fresh"), "it said goodbye"
+    assert store.register("fresh", "worker", {}) > sessions["fresh"] and live_after(0) == ["fresh"]
+
+
+@pytest.mark.skipif(boot_id() is None, reason="only Linux tells")
+def test_a_dead_process_of_this_host_is_not_live_at_once(tmp_path):
+    store = new_store(tmp_path)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    about = {**process_identity(), "pid": child.pid, "pid_start": pid_start(child.pid)}
+    store.register("child", "worker", about)
+    store.register("me", "worker", process_identity())
+    life = Life(store, 300)
+    life.refresh()
+    assert life.live_workers() == ["child", "me"]
+    child.kill()
+    until(lambda: life.live_workers() == ["me"])  # a zombie is dead
+    child.communicate()
+    assert life.live_workers() == ["me"]
+    assert is_known_dead({**process_identity(), "pid_start": "1"})  # the pid was given to another process
+    strange = [{**about, "pid": pid} for pid in (None, "1", -1, 0, 10**30, [1])]
+    assert not any(map(is_known_dead, [{}, {**about, "host": "b"}, {**about, "boot_id": "b"}, *strange]))
+
+
+# -------- The clock ---------------------------------------------------------------------------------------
+
+
+def test_a_round_is_over_by_time_by_completion_or_by_either():
+    for elapsed, live, submitted, *expected in [  # of an interval of 10 -> time, completion, hybrid
+        (99, "", "", 0, 0, 0), (9, "ab", "", 0, 0, 0), (10, "ab", "", 1, 0, 1), (9, "ab", "a", 0, 0, 0),
+        (10, "ab", "a", 1, 0, 1), (9, "ab", "ab", 0, 1, 1), (9, "a", "ab", 0, 1, 1), (9, "", "a", 0, 1, 1),
+        (10, "ab", "abc", 1, 1, 1),
+    ]:  # fmt: skip
+        strategies = ("time", "completion", "hybrid")
+        over = [is_round_over(each, elapsed, 10, list(live), list(submitted)) for each in strategies]
+        assert over == [bool(e) for e in expected], (elapsed, live, submitted)
+
+
+def start_clock(drive, rounds=3, strategy="completion", **settings):
+    """A coordinator in a thread, with a worker n1 that is registered; (store, [its exit status], clock)."""
+    store, ended = new_store(drive), []
+    store.register("n1", "worker", {})
+    settings = {"NODE_ROLE": "coordinator", "MAX_ROUNDS": rounds, "ROUND_ADVANCE": strategy, **settings}
+    threading.Thread(target=lambda: ended.append(swarm(drive, "x", **settings)), daemon=True).start()
+    until(lambda: store.clock()[0] >= 0)
+    return store, ended, lambda: store.clock()[0]
+
+
+def reward(store, round_, node="n1"):
+    store.submit_reward(round_, 0, node, {"reward": 0.5})
+
+
+def test_the_clock_holds_round_0_until_the_first_reward_then_advances_and_finishes(tmp_path):
+    store, ended, clock = start_clock(tmp_path, strategy="time", COORDINATOR_ROUND_INTERVAL=0.02)
+    time.sleep(0.2)
+    assert clock() == 0, "the worker is live, but it may be downloading its model"
+    reward(store, 0)
+    until(lambda: clock() == 2)  # by time, rewarded or not
+    time.sleep(0.1)
+    assert not ended, "the last round waits for its worker"
+    reward(store, 2)
+    until(lambda: ended)
+    beat = store.read_heartbeat(COORDINATOR)
+    assert ended == [0] and (beat["round"], beat["state"]) == (2, "done")
+    assert store.read("winners/round_000002.json") == {"n1": 0.5}
+
+
+def test_the_clock_waits_in_round_0_for_as_many_workers_as_are_expected_or_one_interval(tmp_path):
+    store, _, clock = start_clock(tmp_path, NUM_WORKERS=2, COORDINATOR_ROUND_INTERVAL=1.5)
+    reward(store, 0)
+    time.sleep(0.5)
+    assert clock() == 0
+    until(lambda: clock() == 1)
+    reward(store, 1)
+    until(lambda: clock() == 2)
+    reward(store, 2)
+
+
+def test_the_clock_follows_others_never_rewinds_and_yields_to_a_newer_session(tmp_path):
+    store, ended, clock = start_clock(tmp_path, rounds=100)
+    store.open_round(5, "n1")
+    reward(store, 0), reward(store, 5)
+    until(lambda: clock() == 6)
+    (store.base / "state/rounds/round_000006.coordinator.json").unlink()  # a stale listing
+    time.sleep(0.1)
+    assert clock() == 5, "nothing below its own round is opened again"
+    reward(store, 6)
+    until(lambda: clock() == 7)
+    store.register(COORDINATOR, "coordinator", {})
+    until(lambda: ended)
+    assert ended == [3]
+
+
+def test_the_clock_goes_on_after_an_outage_and_ends_when_nobody_is_left(tmp_path):
+    store, ended, clock = start_clock(tmp_path, STALE_AFTER_SECONDS=1)
+    reward(store, 0)
+    until(lambda: clock() == 1)
+    away = store.base.rename(tmp_path / "away")
+    time.sleep(1.2)
+    assert not store.base.exists() and not ended
+    away.rename(store.base)
+    reward(store, 1)
+    until(lambda: ended, timeout=20)
+    assert ended == [0] and clock() == 2
+
+
+def test_a_lost_clock_is_resumed_from_the_rewards_and_a_signal_ends_the_coordinator(tmp_path):
+    store = new_store(tmp_path)
+    for round_ in (11, 12, 999_999):  # the last is a lone outlier
+        reward(store, round_)
+    child = os.fork()
+    if child == 0:
+        os._exit(swarm(tmp_path, "x", NODE_ROLE="coordinator", MAX_ROUNDS=100))
+    try:
+        until(lambda: store.clock()[0] == 12 and store.read_heartbeat(COORDINATOR))
+    finally:
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert store.read_heartbeat(COORDINATOR)["state"] == "stopped"
+
+
+# -------- The Swarm's thread ------------------------------------------------------------------------------
+
+
+def test_a_folder_that_hangs_never_holds_up_the_trainer_and_lost_writes_are_counted(tmp_path):
+    hang = threading.Event()
+    ours, _ = new_swarm(new_store(tmp_path))
+    ours.start()
+    ours.post(hang.wait)
+    ours.post(print)
+    began = time.monotonic()
+    assert (ours.superseded, ours.clock, ours.missing(0, 0)) == ([], -1, set())
+    assert ours.close(patience=0.2) >= 2 and time.monotonic() - began < 2
+    hang.set()
+
+
+def test_neither_a_bug_nor_an_obstacle_stops_the_queue(tmp_path):
+    store = new_store(tmp_path)
+    ours, events = new_swarm(store)
+    put(store, "rewards/round_000001/stage_0/n1.json/x"), put(store, "rewards/round_000002")
+    ours.start()
+    ours.post(lambda: 1 / 0)
+    for round_ in (1, 2, 3):
+        ours.post(store.submit_reward, round_, 0, "n1", {"reward": 0.5})
+    until(lambda: store.reward(3, 0, "n1"))
+    assert not ours.down and ours.close(patience=5) == 0
+    assert [kind for kind, _ in events] == ["error"] * 3
+
+
+def test_a_full_disk_is_an_outage_of_writing_in_which_reading_goes_on_and_the_log_is_gathered(
+    tmp_path, monkeypatch
+):
+    store = new_store(tmp_path)
+    ours, events = new_swarm(store)
+    ours.start()
+    with monkeypatch.context() as full:
+        refuse(full, "fsync", errno.ENOSPC)
+        ours.post(store.submit_reward, 1, 0, "n1", {"reward": 0.5})
+        until(lambda: ours.down)
+        ours.lines.append(("logs/n1/stdout.log", "said meanwhile"))
+        assert [kind for kind, _ in events] == ["outage"] and "No space" in events[0][1]
+    until(lambda: not ours.down)
+    assert ours.close(patience=5) == 0 and store.reward(1, 0, "n1")
+    assert (store.base / "logs/n1/stdout.log").read_text() == "said meanwhile\n"
+
+
+def test_a_file_that_arrives_late_is_read_and_old_rounds_are_forgotten(tmp_path):
+    store = new_store(tmp_path)
+    path = put(store, "rollouts/round_000000/stage_0/n2.json", b'{"format"')
+    ours, events = new_swarm(store, max_age=2)
+    ours.start()
+    assert list(ours.refused) == [(0, 0, "n2")] and events == [("reject", "n2: not valid JSON")]
+    path.write_text(json.dumps(wire_file("n2", round=0)))
+    until(lambda: ours.groups_of(0))
+    assert not ours.refused and len(events) == 1
+    for ours.round in (2, 3):
+        until(lambda: ours.looked_at == ours.round)
+        assert bool(ours.groups_of(0)) == (ours.round == 2)
+    ours.close(patience=5)
+
+
+def test_rounds_that_workers_open_are_no_sign_of_the_coordinators_life(tmp_path):
+    store = new_store(tmp_path)
+    store.register(COORDINATOR, "coordinator", {"host": "elsewhere", "pid": 1})
+    ours, _ = new_swarm(store, stale_after=1.0)
+    ours.start()
+    assert ours.is_led
+    for round_ in range(3):
+        store.open_round(round_, "n1")
+        time.sleep(0.5)
+    until(lambda: not ours.is_led)
+    store.open_round(3, COORDINATOR)
+    until(lambda: ours.is_led)
+    ours.close(patience=5)
+
+
+# -------- Readers: status, validation, the dashboard ------------------------------------------------------
+
+SETTINGS = {spec.name: spec.default for spec in Config.__dataclass_fields__.values()}
+SETTINGS |= {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4, "layout": 2}
+
+
+def finished_run(folder, name="x", rewards=(0.25, 0.25), completions=16, **settings) -> DriveStore:
+    store = DriveStore(folder, name, "n1")
+    store.create()
+    store.open_config(SETTINGS | settings)
+    store.register(COORDINATOR, "coordinator", {})
+    figures = dict(
+        completions=completions, local_groups=2, external_groups=1, informative_groups=1, grad_norm=1
+    )
+    for node in ("n1", "n2"):
+        store.register(node, "worker", process_identity())
+        model = [f"models/{node}/{file}" for file in ("config.json", "tokenizer.json", "model.safetensors")]
+        for path in (f"logs/{node}/metrics.jsonl", "checkpoints/round_000002/n1.pt", *model):
+            put(store, path)
+        for round_, value in enumerate(rewards):
+            store.open_round(round_, "c")
+            store.publish(round_, 0, node, {}, wire_file()["rollouts"])
+            store.submit_reward(round_, 0, node, {"reward": value, "timestamp": 100.0 + round_, **figures})
+    return store
+
+
+def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
+    store = finished_run(tmp_path)
+    stranger = {"round": 1, "stage": 0, "reward": 0.5, "timestamp": 5.0}
+    put(store, "rewards/round_000001/stage_0/n9.json", stranger | {"node_id": "n9"})  # who never registered
+    put(
+        store, "rewards/round_000007/stage_0/n1.json", stranger | {"node_id": "n1", "round": 7}
+    )  # never opened
+    rows = [(row["round"], row["stage"], row["node_id"], row["my_reward"]) for row in reward_rows(store)]
+    assert rows == [(t, 0, node, 0.25) for t in range(2) for node in ("n1", "n2")]
+    assert experiment_status(store) == {
+        "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 2, "peer_ids": ["n1", "n2"],
+        "last_updated": 101.0, "duration_seconds": 1.0, "cumulative_rewards": {"n1": 0.5, "n2": 0.5},
+        "latest_checkpoint": str(store.base / "checkpoints/round_000002"),
+    }  # fmt: skip
+    empty = experiment_status(new_store(tmp_path / "empty"))
+    assert (empty["current_round"], empty["cumulative_rewards"], empty["latest_checkpoint"]) == (-1, {}, None)
+    put(store, tmp_path / "experiments/not a name/config.json")
+    assert list_experiments(tmp_path) == ["x"] and list_experiments(tmp_path / "no") == []
+
+
+def test_old_rounds_are_listed_once_however_often_the_rows_are_asked_for(tmp_path, monkeypatch):
+    store, known, calls = finished_run(tmp_path, rewards=[0.5] * 20), {}, []
+    first = reward_rows(store, known)
+    refuse(monkeypatch, "listdir", 0, lambda *_: calls.append(1))
+    assert reward_rows(store, known) == first and len(calls) < 12 * 8
+
+
+def test_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path):
+    assert validate_experiment(finished_run(tmp_path / "whole"), 2, 2) == []
+    for path, problem in {
+        "config.json": "no config.json", "state/rounds/round_000001.c.json": "clock stands at round 0",
+        "logs/n2": "metrics.jsonl", "rewards/round_000001/stage_0/n2.json": "no reward for the last round 1: n2",
+        "checkpoints": "no checkpoint", "models/n2/config.json": "config.json", "rollouts/round_000000": "rollouts",
+        "models/n2/tokenizer.json": "tokenizer.json", "models/n2/model.safetensors": "weights",
+    }.items():  # fmt: skip
+        shutil.rmtree(tmp_path / "part", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "part")
+        store = DriveStore(tmp_path / "part", "x")
+        lost = store.base / path
+        shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+        problems = validate_experiment(store, 2, 2)
+        assert problem in " ".join(problems), (path, problems)
+    whole = DriveStore(tmp_path / "whole", "x")
+    for problem in ("the clock stands at round 1, expected 2", "2 nodes submitted rewards, expected 3"):
+        assert problem in validate_experiment(whole, 3, 3)
+    put(whole, "config.json", b"")
+    assert "empty file" in validate_experiment(DriveStore(tmp_path / "whole", "x"), 2, 2)[0]
+
+
+def test_the_dashboard_shows_who_lives_and_what_is_wrong_and_no_strangers_control_characters(tmp_path):
+    store, day_ago = finished_run(tmp_path), time.time() - 86400
+    put(store, f"peers/far.{int(day_ago * 1000):013d}-01234567.json", {"node_id": "far", "role": "worker"})
+    put(store, "heartbeats/far.json", {"node_id": "far", "time": day_ago})
+    session = store.register("n3", "\x1b[2J", {"model": "\x07" * 99})
+    put(store, "heartbeats/n3.json", {"node_id": "n3", "session": session, "round": "\x1b[2J" + "9" * 10**5})
+    evil = wire_file("n3", prompt="\x1b[2J", response="\x1b[2J\n")
+    put(store, "rollouts/round_000001/stage_0/n3.json", evil)
+    text = dashboard(store, Life(store, 300), reward_rows(store), 2)
+    assert all(c.isprintable() for line in text.splitlines() for c in line)
+    states = {line.split()[0]: line.split()[1] for line in text.splitlines() if line[:2] in ("n1", "fa")}
+    assert (
+        states == {"n1": "live", "far": "dead"} and "round 1 of 2" in text and "latest rollout, by n3" in text
+    )
+    text = dashboard(new_store(tmp_path / "empty"), Life(new_store(tmp_path / "empty"), 300), [], 2)
+    assert "! no round is open" in text and "waiting for a first worker" in text
+
+
+# -------- Comparing experiments ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("t", "freedom"), [(12.7062, 1), (4.30265, 2), (2.57058, 5), (2.04227, 30)])
+def test_p_is_students(t, freedom):
+    assert p_value(t, freedom) == pytest.approx(0.05, abs=1e-5) and p_value(0.0, freedom) == pytest.approx(
+        1.0
+    )
+
+
+def test_runs_that_differ_in_any_setting_are_never_averaged_and_only_the_seed_may_differ(tmp_path):
+    changes = {
+        "a": {},
+        "b": {"SEED": 2},
+        "c": {"LOSS_TYPE": "grpo"},
+        "d": {"A_NEW_ONE": 1},
+        "e": {"MAX_ROUNDS": 9},
+    }
+    for name, change in changes.items():
+        finished_run(tmp_path, name, **change)
+    rows = compare_experiments(tmp_path)
+    assert sorted(row["runs"] for row in rows) == [1, 1, 3]
+    labels = " ".join(row["label"] for row in rows)
+    assert "LOSS_TYPE=grpo" in labels and "A_NEW_ONE=1" in labels and "SEED" not in labels
+
+
+def test_a_report_names_gain_interval_cost_and_baseline_and_is_written_in_every_form(tmp_path):
+    ours, base = (0.40, 0.44, 0.52, 0.48), (0.20, 0.22, 0.24, 0.25)
+    for seed, (high, low) in enumerate(zip(ours, base, strict=True)):
+        finished_run(tmp_path, f"a{seed}", [high] * 20, completions=16, SEED=seed)
+        lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0, SEED=seed)
+        finished_run(tmp_path, f"b{seed}", [low] * 20, completions=32, **lone)
+    rows = compare_experiments(tmp_path)
+    logs = [math.log(x / y) for x, y in zip(ours, base, strict=True)]
+    half = 3.182446 * statistics.stdev(logs) / 2  # Student's t of 3 degrees of freedom
+    expected = [math.expm1(statistics.fmean(logs) + d) for d in (-half, 0, half)]
+    assert [rows[0][name] for name in ("low", "improvement", "high")] == pytest.approx(expected, rel=1e-4)
+    assert [row["label"] for row in rows] == ["4/4", "8/0"] and rows[0]["per_node"] == pytest.approx(
+        20 * 0.46
+    )
+    text, files = report_text(rows), {}
+    assert "4/4 against 8/0: better, +10" in text and "paired by seed" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert (
+        set(write_report(rows, files.__setitem__))
+        == files.keys()
+        >= {"report.md", "report.csv", "curves.csv"}
+    )
+    assert [row["label"] for row in json.loads(files["report.json"])] == ["4/4", "8/0"]
+    assert len(list(csv.reader(io.StringIO(files["curves.csv"].decode())))) == 1 + 8 * 20
+    assert files.get("report.png", b"\x89PNG")[:4] == b"\x89PNG"
+    put(new_store(tmp_path), "config.json", {"NUM_TRAIN_SAMPLES": "2"})
+    assert [row["runs"] for row in compare_experiments(tmp_path)] == [4, 4], (
+        "one damaged does not hide the others"
+    )
+
+
+def test_a_gain_is_claimed_only_where_it_can_be(tmp_path):
+    """Ways to have no interval: no baseline; too few seeds; a baseline of nothing."""
+    finished_run(tmp_path, "a")
+    notes = [compare_experiments(tmp_path)[0]["note"]]
+    for reward_ in (0.2, 0.0):
+        lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0)
+        (
+            finished_run(tmp_path / str(reward_), "b", [reward_] * 2, **lone),
+            finished_run(tmp_path / str(reward_), "a"),
+        )
+        rows = compare_experiments(tmp_path / str(reward_))
+        notes += [row["note"] for row in rows if row["label"] == "4/4"]
+    assert notes[0] == "no baseline with the same settings" and notes[2] == "baseline near 0"
+    assert notes[1].endswith("too few seeds for an interval")

@@ -1,0 +1,325 @@
+"""What else drive_store.py holds: other file systems, races, every odd file and name, retention."""
+
+import errno
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+
+import pytest
+from drive_store import BadFile, DriveStore, bucket, check_name, check_rollouts
+from drive_store import parse_json
+from test_sapo import BIG, contents, in_another_process, new_store, put, wire_file
+
+PEER = "rollouts/round_000001/stage_0/p.json"
+
+
+def fail_with(number, *_, **__):
+    raise OSError(number, os.strerror(number))
+
+
+def refuse(monkeypatch, name, number, condition=lambda *args: True):
+    """os.<name> fails with this errno where the condition holds of its arguments."""
+    real = getattr(os, name)
+    fake = lambda *a, **k: fail_with(number) if condition(*a) else real(*a, **k)  # noqa: E731
+    monkeypatch.setattr(os, name, fake)
+
+
+# -------- One file ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["links", "no links"])
+def links(request, monkeypatch) -> bool:
+    """Whether the file system has hard links: FAT, and many a mounted drive, has not."""
+    if request.param == "no links":
+        refuse(monkeypatch, "link", errno.EPERM)
+    return request.param == "links"
+
+
+@pytest.mark.parametrize("old", [None, b"{}", b"", b'{"torn": ', b"\0" * 9, b"[1]"])
+def test_the_first_complete_file_of_a_name_stands(tmp_path, links, old):
+    store = new_store(tmp_path)
+    if old is not None:
+        put(store, "a.json", old)
+    assert store.write_once("a.json", BIG) == (old != b"{}") and not store.write_once("a.json", {"late": 1})
+    assert json.loads((store.base / "a.json").read_bytes()) == ({} if old == b"{}" else BIG)
+    store.rewrite("a.json", {"new": 1})
+    assert contents(store.base).keys() == {"a.json"} and store.read("a.json") == {"new": 1}
+
+
+def test_of_two_threads_racing_for_a_name_one_wins_whole(tmp_path, links):
+    stores, start, wins = [new_store(tmp_path, f"n{i}") for i in range(2)], threading.Barrier(2), [[], []]
+
+    def write_all(me):
+        for i in range(20):
+            start.wait()
+            wins[me].append(stores[me].write_once(f"{i}.json", {"by": me, **BIG}))
+
+    threads = [threading.Thread(target=write_all, args=(me,)) for me in range(2)]
+    for call in ("start", "join"):
+        [getattr(thread, call)() for thread in threads]
+    for i, won in enumerate(zip(*wins, strict=True)):
+        data = json.loads((stores[0].base / f"{i}.json").read_bytes())
+        assert data["text"] == BIG["text"] and won[data["by"]] and (sum(won) == 1 or not links)
+
+
+@pytest.mark.parametrize("can_append", [True, False])
+def test_a_log_grows_by_whole_lines_also_where_nothing_can_be_appended(tmp_path, monkeypatch, can_append):
+    store = new_store(tmp_path)
+    path = put(store, "logs/n1/stdout.log", b"one\ntor")
+    if not can_append:  # rclone's default, without a cache
+        refuse(monkeypatch, "open", errno.EPERM, lambda name, flags, *_: flags & os.O_APPEND)
+    for text in ("two\n", "three\n"):
+        store.append("logs/n1/stdout.log", text)
+    assert path.read_text().splitlines() == ["one", "tor", "two", "three"]
+
+
+def test_temp_files_are_swept_by_their_owner_only(tmp_path):
+    for owner in ("b", "bb", "a.b"):
+        assert in_another_process(lambda owner=owner: die_in_the_middle(new_store(tmp_path, owner))) == 9
+    store = new_store(tmp_path, "b")
+    assert len(contents(store.base)) == 3
+    store.delete("tmp/" + store.owner)
+    assert sorted(path.split("/")[1] for path in contents(store.base)) == ["a.b", "bb"]
+
+
+def die_in_the_middle(store):
+    os.fsync = lambda *_: os._exit(9)
+    store.rewrite("a.json", BIG)
+
+
+GOOD_NAMES = ["a", "node_1", "A-b.c", "x" * 64, "0", "-", "com10", "console", "a.json"]
+BAD_NAMES = ["", ".", "..", "a/b", "../a", "/a", "a\\b", "a b", "a\n", "\na", ".a", "a.", "x" * 65, "C:a",
+             "CON", "nul.json", "com1", "Lpt9.x", "nod\u0435", "\uff4eode", "\u0663", "a\0", "a\u202e", "~a"]  # fmt: skip
+
+
+def test_names_are_safe_on_every_file_system():
+    assert [check_name(name, "NODE_ID") for name in GOOD_NAMES] == GOOD_NAMES
+    for name in BAD_NAMES:
+        with pytest.raises(ValueError, match="^NODE_ID="):
+            check_name(name, "NODE_ID")
+        with pytest.raises(ValueError, match="^EXPERIMENT_NAME="):
+            DriveStore("/nowhere", name)
+
+
+# -------- What a stranger may leave -----------------------------------------------------------------------
+
+SOME = {"response": "", "finished": False}
+WRONG = {  # field -> values that must be refused there
+    "format": [None, 2, "1", [1]], "peer_id": [None, "q", 1, "P"], "round": [None, 2, "1", [1]],
+    "stage": [None, 1, "0"], "timestamp": [None, True, "now", 10**400, [1]],
+    "rollouts": [None, [], "0", 1, {"0": None}, {"0": []}, {str(i): {} for i in range(4097)},
+                 *({index: {}} for index in ("", "x", "-1", "00", "1234567", "\u0663", "1\n"))],
+    "task": [None, 1, ["gcd"], "x" * 65], "seed": [None, True, -1, 1.0, "1", 2**53],
+    "prompt": [None, 1, ["?"], "x" * 16385], "response": [None, 1, ["x"], "x" * 32769],
+    "completions": [None, {}, "xx", 2, [], [SOME], [SOME] * 65, [SOME, None], [SOME, []]],
+    "finished": [None, 0, 1, "true"], "reward": [None, True, "1", 10**400],
+}  # fmt: skip
+
+
+def test_a_wrong_value_in_any_field_rejects_the_file_and_what_is_sound_is_read_whole():
+    for field, value in [(field, value) for field, values in WRONG.items() for value in values]:
+        with pytest.raises(BadFile, match=field if field in ("seed", "reward", "format") else r"\w+ \w+"):
+            check_rollouts(wire_file(**{field: value}), 1, 0, "p")
+    for size in (2, 64):
+        data = wire_file(completions=[{**SOME, "reward": 0.5, "new": 1}] * size)
+        [group] = check_rollouts(data | {"new": 1}, 1, 0, "p")
+        assert group.keys() == {"key", "task", "seed", "prompt", "completions"}, "no answer is passed on"
+        assert group["completions"] == [{**SOME, "claimed": 0.5}] * size
+    odd = (
+        r'{"a": "\ud83d\ude00 \\ud800", "b": [1e308, ' + "9" * 4000 + '], "c": ' + "[" * 100 + "]" * 100 + "}"
+    )
+    assert parse_json(odd.encode())["a"] == "\U0001f600 \\ud800"
+
+
+@pytest.mark.parametrize(
+    "kind", ["link", "dangling", "loop", "fifo", "folder", "forbidden", "file above", "loop above"]
+)
+def test_what_is_no_regular_file_is_rejected_without_waiting_or_leaving_it_open(tmp_path, monkeypatch, kind):
+    store, began = new_store(tmp_path), time.monotonic()
+    path = put(store, PEER, wire_file())
+    targets = {
+        "link": put(store, "elsewhere.json", wire_file()),
+        "dangling": tmp_path / "nothing",
+        "loop": path,
+    }
+    if kind.endswith("above"):
+        shutil.rmtree(path := store.base / "rollouts/round_000001")
+        path.symlink_to(path) if kind == "loop above" else path.write_bytes(b"")
+    elif kind == "forbidden":
+        refuse(monkeypatch, "open", errno.EACCES, lambda name, *_: name == "p.json")
+    else:
+        path.unlink()
+        os.mkfifo(path) if kind == "fifo" else path.mkdir() if kind == "folder" else path.symlink_to(
+            targets[kind]
+        )
+    os.close(lowest := os.dup(0))
+    with pytest.raises(BadFile):
+        store.fetch(1, 0, "p")
+    os.close(again := os.dup(0))
+    assert again == lowest and time.monotonic() - began < 2
+    assert store.nodes("rollouts", 1, 0) == ([] if kind.endswith("above") else ["p"])
+
+
+def test_copies_temp_files_and_foreign_names_are_in_no_listing(tmp_path):
+    store = new_store(tmp_path)
+    session = store.register("n1", "worker", {})
+    store.open_round(2, "n1")
+    store.submit_reward(2, 0, "n1", {"reward": 0.5})
+    strays = ["n1 (1).json", "n 9.json", ".n3.json", "desktop.ini", "Icon\r", "n4.json.tmp", "nod\u0435.json",
+              "n5.sync-conflict-1.json", "round_000007.n1 (1).json", f"n1.{session} (1).json"]  # fmt: skip
+    for place, name in itertools.product(("rewards/round_000002/stage_0", "peers", "state/rounds"), strays):
+        put(store, f"{place}/{name}")
+    put(store, "state/rounds/round_7.n1.json")
+    future = f"{int(time.time() * 1000) + 10**9:013d}"
+    put(store, f"peers/n1.{future}-01234567.json")  # a session of the year after next is not the newest
+    for alias in (
+        "round_000002/0",
+        "round_2/stage_0",
+        "round_000003 (1)/stage_0",
+        "round_00000\u0662/stage_0",
+    ):
+        put(store, f"rewards/{alias}/n1.json")
+    for path in (
+        "round_000003 (1)/n1.pt",
+        "round_000003/n1.pt (1)",
+        "round_000004/n1.pt",
+        "round_000012/n1.pt",
+    ):
+        put(store, f"checkpoints/{path}")
+    assert (
+        store.nodes("rewards", 2, 0) == ["n1"]
+        and store.rounds("rewards") == [2]
+        and store.stages("rewards", 2) == [0]
+    )
+    assert (store.sessions(), store.clock(), store.checkpoints("n1")) == (
+        {"n1": session},
+        (2, {"n1"}),
+        [12, 4],
+    )
+
+
+def test_a_reward_or_registration_that_says_something_else_than_its_name_is_nobodys(tmp_path):
+    store = new_store(tmp_path)
+    whole = {"node_id": "n1", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 1.0}
+    wrong = [{"reward": value} for value in (2, -0.1, True, None, "1")] + [
+        {"timestamp": None},
+        {"held_out": "x"},
+    ]
+    wrong += [{"round": 7}, {"stage": 1}, {"node_id": "n2"}, {"completions": "x"}, {"text": "x" * 70_000}]
+    for change in wrong:
+        put(store, "rewards/round_000001/stage_0/n1.json", whole | change)
+        assert store.reward(1, 0, "n1") is None, change
+    put(store, "rewards/round_000001/stage_0/n1.json", whole | {"new": [1]})
+    assert store.reward(1, 0, "n1")["reward"] == 0.5
+    session = store.register("n1", "worker", {"host": "b"})
+    shutil.copy(store.base / f"peers/n1.{session}.json", store.base / f"peers/n2.{session}.json")
+    assert store.registration("n1", session)["host"] == "b" and store.registration("n2", session) is None
+
+
+# -------- The folder --------------------------------------------------------------------------------------
+
+
+def test_a_vanished_folder_is_an_error_and_is_never_made_anew(tmp_path):
+    store = new_store(tmp_path / "drive")
+    shutil.rmtree(store.root)
+    calls = [
+        lambda: store.write_once("a.json", {}), lambda: store.read("a.json"), lambda: store.append("logs/a", "x"),
+        store.clock, store.sessions, lambda: store.names("peers"), lambda: store.fetch(1, 0, "p"),
+        lambda: store.heartbeat("n1", {}), lambda: store.retire_rollouts(9, True), lambda: store.open_config({}),
+    ]  # fmt: skip
+    for number, call in enumerate(calls):
+        with pytest.raises(OSError, match="drive not mounted"):
+            call()
+        assert not store.root.exists(), number
+
+
+def test_a_fault_is_an_error_and_never_taken_for_nothing_there(tmp_path, monkeypatch):
+    store = new_store(tmp_path)
+    store.open_round(3, "n1")
+    store.heartbeat("n1", {})
+    put(store, "config.json")
+    for name, read in {"listdir": store.clock, "open": lambda: store.read("config.json")}.items():
+        with monkeypatch.context() as broken, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            refuse(broken, name, errno.EIO)
+            read()
+    refuse(monkeypatch, "open", errno.EIO, lambda name, *_: name == "n1.json")
+    assert (
+        store.clock()[0] == 3 and store.read_heartbeat("n1") is None
+    )  # rclone fails on a file just rewritten
+
+
+def test_reading_a_peer_costs_the_same_among_8_and_300_peers(tmp_path, monkeypatch):
+    costs, calls = [], []
+    for name in ("open", "listdir", "scandir", "stat"):
+        refuse(monkeypatch, name, 0, lambda *_, name=name: calls.append(name))
+    for peers in (8, 300):
+        store = new_store(tmp_path / str(peers))
+        for i in range(peers):
+            put(store, PEER.replace("p.json", f"p{i}.json"), wire_file(f"p{i}"))
+        calls.clear()
+        assert len(store.fetch(1, 0, "p3")) == 1
+        costs.append(Counter(calls))
+    assert costs[0] == costs[1] and costs[0]["listdir"] == 0
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_retention_takes_whole_old_rounds_and_nothing_else(tmp_path, archive):
+    store = new_store(tmp_path)
+    for round_, node in itertools.product(range(4), ("n1", "human")):
+        store.publish(round_, 0, node, {}, wire_file()["rollouts"])
+    store.retire_rollouts(2, archive)
+    assert store.rounds("rollouts") == [2, 3] and len(contents(store.base)) == 4
+    assert len(contents(tmp_path / "archives/x/rollouts") if archive else range(4)) == 4
+
+
+@pytest.mark.parametrize("before", ["archived", "too deep to delete"])
+def test_retention_goes_on_where_files_of_a_retired_round_come_late(tmp_path, before):
+    store, folder = new_store(tmp_path), tmp_path / "experiments/x/rollouts/round_000000"
+    put(store, "rollouts/round_000000/stage_0/n1.json")
+    if before == "too deep to delete":
+        for _ in range(1500):
+            (folder := folder / "d").mkdir()
+    try:
+        for _ in range(2):
+            store.retire_rollouts(2, archive=before == "archived")
+            assert store.rounds("rollouts") == []
+            put(store, "rollouts/round_000000/stage_0/late.json")
+        assert (
+            before != "archived" or (tmp_path / "archives/x/rollouts/round_000000/stage_0/n1.json").exists()
+        )
+    finally:
+        subprocess.run(["rm", "-rf", tmp_path / "experiments"], check=True)  # pytest cannot either
+
+
+def test_rollouts_that_no_reader_would_take_are_not_published(tmp_path):
+    store, group = new_store(tmp_path), wire_file()["rollouts"]["0"]
+    for groups in (
+        {"0": wire_file(response="x" * 40_000)["rollouts"]["0"]},
+        {"0": group | {"answer": "x" * 9 * 10**6}},
+    ):
+        with pytest.raises(BadFile, match="over 32768 characters|MAX_NEW_TOKENS"):
+            store.publish(1, 0, "n1", {}, groups)
+    assert store.publish(1, 0, "n1", {}, {"0": group}) and not store.publish(1, 0, "n1", {}, {})
+    assert len(store.fetch(1, 0, "n1")) == 1
+
+
+def test_the_newest_session_wins_even_if_its_clock_is_ten_minutes_behind(tmp_path, monkeypatch):
+    store, now = new_store(tmp_path), time.time
+    first = store.register("n1", "worker", {})
+    monkeypatch.setattr(time, "time", lambda: now() - 600)
+    second = new_store(tmp_path, "elsewhere").register("n1", "worker", {})
+    assert second > first and store.sessions() == {"n1": second}
+
+
+def test_with_a_checkpoint_its_folder_goes_unless_somebody_elses_is_in_it(tmp_path):
+    store = new_store(tmp_path)
+    for path in ("round_000001/n1.pt", "round_000002/n1.pt", "round_000002/n2.pt"):
+        put(store, f"checkpoints/{path}")
+    for round_ in (1, 2):
+        store.delete(f"checkpoints/{bucket(round_)}/n1.pt", prune=True)
+    assert store.rounds("checkpoints") == [2] and store.checkpoints("n2") == [2]

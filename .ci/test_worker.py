@@ -1,0 +1,412 @@
+"""What else a worker holds: settings, resuming, two stages, other models, the Hub, a lost folder."""
+# ruff: noqa: F811, fixtures are imported
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import sapo
+import torch
+from drive_store import COORDINATOR, DriveStore, bucket
+from test_grpo import base_models  # noqa: F401
+from test_sapo import PROJECT, TASKS, UNTRAINED, Config, at_call, config_error, config_of, contents, events_of
+from test_sapo import drive, own_temp_folder, unbroken  # noqa: F401
+from test_sapo import (
+    fields,
+    group_by_hand,
+    in_another_process,
+    make_question,
+    read_config,
+    rewards_of,
+    rows_of,
+)
+from test_sapo import score, state_of, swarm, until, write_peer
+
+# -------- Settings ----------------------------------------------------------------------------------------
+
+DEFAULTS = dict(
+    GDRIVE_PATH="auto", EXPERIMENT_NAME="default", NODE_ROLE="worker", NODE_ID="auto", MODEL_NAME="auto",
+    SEED=42, TEST_MODE=False, MAX_ROUNDS=2000, MAX_STAGES=1, NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0,
+    NUM_GENERATIONS=8, LOCAL_NODES=1, TASKS="auto", NUM_SHOTS="auto", WARM_START_STEPS="auto",
+    ANSWER_TAG_SHARE=0.02, LEARNING_RATE="auto", TEMPERATURE=1.0, MAX_NEW_TOKENS="auto", CLIP_LOW=0.2,
+    CLIP_HIGH=0.28, NUM_ITERATIONS=1, LOSS_TYPE="dapo", MICRO_BATCH_SIZE="auto", DTYPE="auto", DEVICE="auto",
+    REWARD="exact", EXTERNAL_FILTER=True, LOCAL_OVERSAMPLE=1, COORDINATOR_ROUND_INTERVAL=60.0,
+    ROUND_ADVANCE="hybrid", ROLLOUT_PUBLISH_FREQUENCY="stage", ROLLOUT_MAX_AGE=4, FETCH_MAX_PEERS=10,
+    FETCH_TIMEOUT_SECONDS=30.0, ROLLOUT_CLEANUP_ENABLED=False, ROLLOUT_KEEP_LAST_N_ROUNDS=10,
+    ROLLOUT_ARCHIVE_OLD=False, CHECKPOINT_INTERVAL=10, CHECKPOINT_KEEP=2, EVAL_INTERVAL=0, EVAL_SAMPLES=64,
+    STALE_AFTER_SECONDS=300.0, HUGGINGFACE_ACCESS_TOKEN="", HF_REPO="auto", NUM_WORKERS="auto", CONFIGS="",
+    SEEDS="",
+)  # fmt: skip
+
+
+def test_every_variable_of_the_specification_exists_with_its_default():
+    assert DEFAULTS.items() <= {spec.name: spec.default for spec in fields(Config)}.items()
+
+
+def test_a_variable_more_as_in_an_exercise_breaks_no_test_of_settings_or_layout(tmp_path):
+    for name in ("drive_store", "grpo", "coordinator", "sapo", "test_sapo"):
+        shutil.copy(PROJECT / f"{name}.py", tmp_path)
+    text = (tmp_path / "sapo.py").read_text()
+    more, before = '    KL_BETA: float = var(0.0, "weight of the KL", low=0, high=10)\n', "    LOSS_TYPE: str"
+    (tmp_path / "sapo.py").write_text(text.replace(before, more + before))
+    chosen = "value or unset or near_misses or leaves_import or top_level or main_guard"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sapo.py", "-k", chosen]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 40, done.stdout
+
+
+@pytest.mark.parametrize(
+    "gpu, bf16", [(False, False), (True, False), (True, True)], ids=["cpu", "T4", "A100"]
+)
+def test_auto_follows_the_hardware_and_the_model(monkeypatch, gpu, bf16):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    auto = config_of()
+    assert (auto.DEVICE, auto.DTYPE) == ("cuda" if gpu else "cpu", "bfloat16" if bf16 else "float32")
+    assert auto.MODEL_NAME == ("Gensyn/Qwen2.5-0.5B-Instruct" if gpu else "tiny")
+    for model, values in {"tiny": (0, 1750, 3e-4, 10), "gpt2": (2, 0, 1e-6, 256)}.items():
+        c = config_of(MODEL_NAME=model)
+        assert (c.NUM_SHOTS, c.WARM_START_STEPS, c.LEARNING_RATE, c.MAX_NEW_TOKENS) == values
+
+
+def test_names_and_places_are_chosen_and_the_coordinators_seat_is_kept_free(monkeypatch):
+    first, second = (read_config({})[0] for _ in range(2))
+    assert first.NODE_ID != second.NODE_ID and re.fullmatch("node_[0-9a-f]{8}", first.NODE_ID)
+    assert read_config({"LOCAL_NODES": "3"})[0].NODE_ID == "node" and first.GDRIVE_PATH == "rl-swarm"
+    assert config_of(NODE_ROLE="coordinator").NODE_ID == COORDINATOR
+    assert "seat" in config_error(NODE_ID="Coordinator") and config_of(NODE_ID="x" * 64)
+    assert "NODE_ID" in config_error(NODE_ID="x" * 63, LOCAL_NODES="2")
+    assert "no token has" in config_error(HUGGINGFACE_ACCESS_TOKEN="hf_\u200babc")
+    monkeypatch.setattr(Path, "is_dir", lambda self: str(self) == "/content/drive/MyDrive")
+    assert config_of().GDRIVE_PATH == "/content/drive/MyDrive/rl-swarm"
+
+
+def test_test_mode_changes_defaults_each_of_which_can_be_set():
+    names = ("MAX_ROUNDS", "NUM_TRAIN_SAMPLES", "NUM_GENERATIONS", "MODEL_NAME")
+    assert [getattr(config_of(TEST_MODE=True), name) for name in names] == [3, 4, 4, "tiny"]
+    for name in (*names, "WARM_START_STEPS"):
+        text = "gpt2" if name == "MODEL_NAME" else "5"
+        assert str(getattr(config_of(TEST_MODE=True, **{name: text}), name)) == text
+
+
+def test_retention_covers_resuming_and_the_oldest_externals():
+    for given, kept in (("23", 24), ("24", 24), ("30", 30)):
+        settings = dict(CHECKPOINT_INTERVAL="20", ROLLOUT_KEEP_LAST_N_ROUNDS=given)
+        config, warnings = read_config({"ROLLOUT_CLEANUP_ENABLED": "1", **settings})
+        assert sapo.rounds_to_keep(config) == kept and bool(warnings) == (given == "23")
+
+
+def test_settings_that_disagree_with_the_experiment_are_refused_with_both_values(
+    drive, unbroken, base_models, capsys
+):
+    shutil.copytree(unbroken, folder := drive / "experiments/differs")
+    kept = {path: data for path, data in contents(folder).items() if path[:4] in ("conf", "rewa", "chec")}
+    for variable, ours, theirs in [
+        ("SEED", 7, "42"), ("TASKS", "small_gcd", ",".join(TASKS)), ("REWARD", "verifier", "exact"),
+        ("MAX_STAGES", 2, "1"), ("LOCAL_NODES", 3, "node_1"), ("MODEL_NAME", base_models / "llama", "tiny"),
+    ]:  # fmt: skip
+        settings = {"MAX_ROUNDS": 20, "MAX_NEW_TOKENS": 8, **UNTRAINED, variable: ours}
+        assert swarm(drive, "differs", **settings) == 2
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert variable in last and str(ours) in last and theirs in last
+        assert kept.items() <= contents(folder).items()
+
+
+def test_a_coordinator_that_comes_first_does_not_decide_what_the_workers_train_on(tmp_path):
+    settings = dict(MAX_ROUNDS=1, LOCAL_NODES=1, **UNTRAINED)
+    role = dict(NODE_ROLE="coordinator", TASKS="bf", **settings)
+    thread = threading.Thread(target=lambda: swarm(tmp_path, "first", **role), daemon=True)
+    thread.start()
+    until(lambda: (tmp_path / "experiments/first/state/rounds").exists())
+    assert swarm(tmp_path, "first", TASKS=" gcd, lcm ", SEED=7, **settings) == 0
+    thread.join(30)
+    config = json.loads((tmp_path / "experiments/first/config.json").read_text())
+    assert (config["TASKS"], config["SEED"]) == ("gcd,lcm", 7) and not thread.is_alive()
+
+
+def test_a_folder_that_cannot_be_used_is_named_with_its_variable(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert swarm(tmp_path / "file", "x", **UNTRAINED) == 2
+    assert f"GDRIVE_PATH={tmp_path / 'file'}" in capsys.readouterr().out
+    assert swarm(tmp_path, "none", NODE_ROLE="monitor") == 1
+    assert "no experiment 'none'" in capsys.readouterr().out
+
+
+# -------- Going on ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["truncated", "empty", "wrong bytes in a tensor", "something else"])
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(drive, unbroken, damage):
+    name = f"damaged_{damage}".replace(" ", "_")
+    shutil.copytree(unbroken, folder := drive / "experiments" / name)
+    path = folder / "checkpoints/round_000013/node.pt"
+    data = bytearray(path.read_bytes())
+    largest = max(zipfile.ZipFile(path).infolist(), key=lambda record: record.file_size)
+    data[largest.header_offset + 1000] ^= 64  # nothing but the checksum tells
+    path.write_bytes({"truncated": data[: len(data) // 2], "empty": b""}.get(damage, data))
+    if damage == "something else":
+        torch.save({"next_round": 99}, path)
+    assert swarm(drive, name, MAX_ROUNDS=15) == 0, "MAX_ROUNDS may grow"
+    texts = [event["text"] for event in events_of(drive, name, "resume")]
+    assert "round_000013" in texts[0] and "cannot be used" in texts[0] and "after round 11" in texts[-1]
+    assert rewards_of(drive, "unbroken").items() < rewards_of(drive, name).items()
+
+
+def test_with_all_checkpoints_damaged_nothing_starts_over(drive, unbroken, capsys):
+    shutil.copytree(unbroken, folder := drive / "experiments/all_damaged")
+    for path in folder.glob("checkpoints/*/*.pt"):
+        path.write_bytes(b"damaged")
+    kinds = ("checkpoints", "rewards", "rollouts", "state", "models")
+    before = [contents(folder / kind) for kind in kinds]
+    assert swarm(drive, "all_damaged", MAX_ROUNDS=20) == 2 and "can be used" in capsys.readouterr().out
+    assert [contents(folder / kind) for kind in kinds] == before
+
+
+def test_a_newer_session_makes_the_older_one_stop_with_status_3(drive, monkeypatch):
+    def start_again():
+        DriveStore(drive, "twins").register("node_1", "worker", {})
+        time.sleep(1)
+
+    at_call(monkeypatch, "finish_round", 3, start_again)
+    assert swarm(drive, "twins", MAX_ROUNDS=14, **UNTRAINED) == 3
+    assert max(t for t, _, _ in rewards_of(drive, "twins")) == 2
+    assert "newer session of node_1" in events_of(drive, "twins", "end")[-1]["text"]
+
+
+def test_a_second_signal_ends_the_process_at_once(drive, monkeypatch):
+    began, child = time.monotonic(), os.fork()
+    if child == 0:
+        at_call(monkeypatch, "policy_gradient", 3, lambda: time.sleep(60))
+        os._exit(swarm(drive, "hurry", **UNTRAINED))
+    until(lambda: (drive / "experiments/hurry/rewards/round_000000").exists())
+    for _ in range(2):
+        time.sleep(0.7)
+        os.kill(child, signal.SIGTERM)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130 and time.monotonic() - began < 30
+
+
+def test_the_rows_of_a_killed_run_are_in_the_log_up_to_its_checkpoint(drive, unbroken, monkeypatch):
+    def work():
+        first = drive / "experiments/rows/checkpoints/round_000003/node.pt"
+        at_call(monkeypatch, "policy_gradient", 11, lambda: (until(first.exists), os._exit(9)))
+        swarm(drive, "rows", MAX_ROUNDS=6)
+
+    assert in_another_process(work) == 9 and swarm(drive, "rows", MAX_ROUNDS=6) == 0
+    lines = (drive / "experiments/rows/logs/node_0/metrics.jsonl").read_text().splitlines()
+    rows = {row["round"]: row for row in map(json.loads, lines)}
+    assert rows.keys() == set(range(6))
+    for reward in rows_of(drive, "rows", "node_0"):
+        row = rows[reward["round"]]
+        assert row["my_reward"] == reward["reward"] and row["experiment"] == "rows"
+        assert reward.keys() - row.keys() <= {"session"}, "every figure is in the log too"
+
+
+# -------- Sharing and rewards -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frequency, files", [("generation", 8), ("stage", 8), ("round", 4)])
+def test_every_publish_frequency_shares_with_two_stages(drive, frequency, files):
+    name = f"per_{frequency}"
+    settings = dict(MAX_STAGES=2, ROLLOUT_PUBLISH_FREQUENCY=frequency, EXTERNAL_FILTER=False, MAX_ROUNDS=2)
+    assert swarm(drive, name, **settings, **UNTRAINED) == 0
+    late = 0 if frequency == "round" else 2  # before the last stage of round 0 nothing is there yet
+    assert [row["external_groups"] for row in rows_of(drive, name)] == [late, late, 2, 2, 2, 2, 2, 2]
+    assert len(contents(drive / "experiments" / name / "rollouts")) == files
+
+
+def test_the_reward_is_the_mean_over_all_own_completions(drive, unbroken):
+    assert swarm(drive, "oversample", LOCAL_OVERSAMPLE=2) == 0
+    for name, published in (("unbroken", 2), ("oversample", 4)):
+        for row in rows_of(drive, name, "node_0"):
+            file, scores = f"{name}/rollouts/{bucket(row['round'])}/stage_0/node_0.json", []
+            groups = json.loads((drive / "experiments" / file).read_text())["rollouts"].values()
+            for group in groups:
+                question = make_question(group["task"], group["seed"])
+                scores += [score(question, completion["response"]) for completion in group["completions"]]
+            assert len(groups) == published and row["local_groups"] == 2, "all are published, I trained on"
+            assert row["reward"] == sum(scores) / len(scores) and row["completions"] == len(scores)
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_the_filter_decides_whether_flat_externals_are_trained_on(drive, filtered):
+    write_peer(drive, f"filter_{filtered}", "human", [group_by_hand(1, right=4), group_by_hand(2)])
+    settings = dict(MAX_ROUNDS=1, EXTERNAL_FILTER=filtered, NUM_TRANSPLANT_TREES=9)
+    assert swarm(drive, f"filter_{filtered}", **settings, **UNTRAINED) == 0
+    row = rows_of(drive, f"filter_{filtered}", "node_0")[0]
+    assert row["external_groups"] == (1 if filtered else 4) and row["informative_groups"] == 1
+
+
+def test_seeds_without_a_question_stop_nobody(drive, monkeypatch):
+    """A node's own is replaced by the next; a stranger's is a rejection."""
+    bad, original = 1488473454406226, sapo.stream_seed
+    prompt = make_question("decimal_arithmetic", bad + 1).text
+    strange = group_by_hand(1) | {"task": "decimal_arithmetic", "seed": bad, "prompt": prompt}
+    write_peer(drive, "unlucky", "human", [strange])
+    monkeypatch.setattr(sapo, "stream_seed", lambda *a: bad if a[4] == "question" else original(*a))
+    assert swarm(drive, "unlucky", TASKS="decimal_arithmetic", MAX_ROUNDS=1, **UNTRAINED) == 0
+    assert rows_of(drive, "unlucky")[0]["rejected"] == 1
+    own = (drive / "experiments/unlucky/rollouts/round_000000/stage_0/node_0.json").read_text()
+    assert {group["seed"] for group in json.loads(own)["rollouts"].values()} == {bad + 1}
+
+
+def test_three_different_models_learn_from_one_another(drive, base_models, monkeypatch):
+    statuses, load, one = {}, sapo.load_model, threading.Lock()
+
+    def load_alone(*args):
+        with one:  # from_pretrained changes globals of torch while it runs
+            return load(*args)
+
+    def work(name):
+        own = {} if name == "tiny" else {"MODEL_NAME": base_models / name, "MAX_NEW_TOKENS": 8, **UNTRAINED}
+        settings = dict(LOCAL_NODES=1, MAX_ROUNDS=4, FETCH_TIMEOUT_SECONDS=10, NUM_TRANSPLANT_TREES=4, **own)
+        statuses[name] = swarm(drive, "mixed", NODE_ID=name, EXTERNAL_FILTER=False, **settings)
+
+    monkeypatch.setattr(sapo, "load_model", load_alone)
+    threads = [threading.Thread(target=work, args=(name,)) for name in ("llama", "gpt2")]
+    for thread in threads:
+        thread.start()
+    work("tiny")
+    for thread in threads:
+        thread.join(timeout=60)
+    assert statuses == dict.fromkeys(("tiny", "llama", "gpt2"), 0)
+    for name in statuses:
+        path = drive / f"experiments/mixed/checkpoints/round_000003/{name}.pt"
+        used = {peer for _, _, peer, _ in torch.load(path, weights_only=True)["nodes"][name]["trained"]}
+        assert used == statuses.keys() - {name}
+        assert any(row["grad_norm"] > 0 for row in rows_of(drive, "mixed", name))
+
+
+def test_held_out_figures_disturb_nothing_and_the_functions_for_notebooks_agree(drive, unbroken):
+    assert swarm(drive, "held_out", EVAL_INTERVAL=2, EVAL_SAMPLES=8, MAX_ROUNDS=4) == 0
+    rows = rows_of(drive, "held_out", "node_0")
+    assert ["held_out" in row for row in rows] == [False, True, False, True] and 0 <= rows[1]["held_out"] <= 1
+    rewards, status = rewards_of(drive, "unbroken"), sapo.get_experiment_status(drive, "unbroken")
+    assert rewards_of(drive, "held_out").items() <= rewards.items()
+    assert status["current_round"] == 13 and status["num_active_peers"] == 0
+    total = sum(reward for key, reward in rewards.items() if key[2] == "node_0")
+    assert status["cumulative_rewards"]["node_0"] == pytest.approx(total)
+    assert state_of(drive, "unbroken")["node_0"]["total_reward"] == pytest.approx(total)
+    assert len(sapo.get_experiment_metrics(drive, "unbroken")) == 28
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_retention_takes_old_rounds_and_nothing_else(drive, archive):
+    name = f"retention_{archive}"
+    write_peer(drive, name, "human", [group_by_hand(1)])
+    settings = dict(ROLLOUT_KEEP_LAST_N_ROUNDS=4, CHECKPOINT_INTERVAL=2, ROLLOUT_MAX_AGE=2, MAX_ROUNDS=8)
+    settings |= dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_ARCHIVE_OLD=archive, **UNTRAINED)
+    assert swarm(drive, name, **settings) == 0 and len(rewards_of(drive, name)) == 16
+    left = sorted(path[:12] for path in contents(drive / "experiments" / name / "rollouts"))
+    assert left == [bucket(t) for t in range(4, 8) for _ in range(2)]
+    assert len(contents(drive / "archives" / name)) == (9 if archive else 0)
+
+
+def test_validate_passes_a_test_mode_run_and_what_is_missing_fails_it(drive):
+    own = {"TEST_MODE": True, "LOCAL_NODES": 1, "NODE_ID": "solo", "NUM_WORKERS": 1}
+    assert swarm(drive, "tested", **own) == 0 and len(rows_of(drive, "tested")) == 3
+    assert swarm(drive, "tested", NODE_ROLE="validate", **own) == 0
+    assert swarm(drive, "tested", NODE_ROLE="validate", **{**own, "NUM_WORKERS": 2}) == 1
+    shutil.rmtree(drive / "experiments/tested/models")
+    assert swarm(drive, "tested", NODE_ROLE="validate", **own) == 1
+
+
+# -------- What may go wrong -------------------------------------------------------------------------------
+
+
+def test_training_goes_on_where_the_folder_vanishes_in_the_first_round(drive, monkeypatch):
+    folder = drive / "experiments/early"
+    away, returned = folder.with_name("early_away"), []
+
+    def vanish():
+        folder.rename(away)
+        time.sleep(1)  # time enough to notice
+        threading.Timer(6, lambda: (returned.append(time.time()), away.rename(folder))).start()
+
+    at_call(monkeypatch, "policy_gradient", 1, vanish)
+    assert swarm(drive, "early", MAX_ROUNDS=4, **UNTRAINED) == 0
+    lines = (folder / "logs/node_0/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[2])["timestamp"] < returned[0]
+
+
+def test_a_missing_signal_is_named_also_after_resuming(drive):
+    settings = dict(NUM_TRANSPLANT_TREES=0, CHECKPOINT_INTERVAL=13, **UNTRAINED)
+    told = []
+    for rounds in (13, 30):
+        assert swarm(drive, "silence", MAX_ROUNDS=rounds, **settings) == 0
+        told.append([event["round"] for event in events_of(drive, "silence", "no signal")])
+    assert told[0] == [9] and len(told[1]) > 1
+
+
+@pytest.mark.parametrize("lies", ["list", "torn", "link to zeros", "a dead maker's"])
+def test_what_lies_in_the_place_of_a_claim_or_a_warm_start_blocks_nobody(tmp_path, lies):
+    assert swarm(tmp_path, "first", MAX_ROUNDS=1, WARM_START_STEPS=2) == 0
+    (weights,) = (tmp_path / "warmstart").glob("*")
+    good, dead = weights.read_bytes(), json.dumps(sapo.process_identity() | {"pid_start": "1"})
+    weights.unlink()
+    if lies == "link to zeros":
+        weights.symlink_to("/dev/zero")
+    else:
+        weights.write_bytes(good[:-9])
+        claim = {"list": "[]", "torn": '{"pid"', "a dead maker's": dead}[lies]
+        weights.with_suffix(".claim").write_text(claim)
+    assert swarm(tmp_path, "second", MAX_ROUNDS=1, WARM_START_STEPS=2) == 0
+    assert contents(tmp_path / "warmstart") == {weights.name: good}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands for huggingface_hub.HfApi: uploads wait for hub.ready, and are then listed in hub.pushed."""
+
+    class Hub:
+        ready, pushed = threading.Event(), []
+
+        def __init__(self, token):
+            assert token == "hf_x"
+
+        def whoami(self):
+            return {"name": "me"}
+
+        def create_repo(self, repo, exist_ok):
+            assert self.ready.wait(60)
+
+        def upload_folder(self, repo_id, folder_path, commit_message):
+            self.pushed.append((repo_id, commit_message, "model.safetensors" in os.listdir(folder_path)))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    yield Hub
+    Hub.ready.set()
+
+
+@pytest.mark.parametrize("patience", [60.0, 0.2])
+def test_the_last_model_reaches_the_hub_or_is_kept_however_slow_it_is(
+    drive, hub, monkeypatch, capsys, patience
+):
+    if patience > 1:  # no push is through before training is over
+        at_call(monkeypatch, "save_models", 1, hub.ready.set)
+    monkeypatch.setattr(sapo, "HUB_PATIENCE", patience)
+    settings = dict(LOCAL_NODES=1, HUGGINGFACE_ACCESS_TOKEN="hf_x", HF_REPO="me/ours", CHECKPOINT_INTERVAL=1)
+    assert swarm(drive, f"slow_{patience}", **settings, **UNTRAINED) == 0
+    if patience > 1:
+        assert hub.pushed == [("me/ours", f"after round {t}", True) for t in (0, 2)]
+    else:
+        kept = re.search(r"did not reach the Hub; the model lies in (\S+)", capsys.readouterr().out)[1]
+        assert not hub.pushed and len(list(Path(kept).glob("2/*/model.safetensors"))) == 1
+
+
+def test_with_each_checkpoint_every_nodes_model_is_pushed(drive, hub, monkeypatch):
+    at_call(monkeypatch, "sample_batch", 3, lambda: (hub.ready.set(), time.sleep(1)))
+    settings = dict(HUGGINGFACE_ACCESS_TOKEN="hf_x", CHECKPOINT_INTERVAL=1, MAX_ROUNDS=2)
+    assert swarm(drive, "both", **settings, **UNTRAINED) == 0
+    pushed = {(repo, message) for repo, message, _ in hub.pushed}
+    assert pushed == {(f"me/both-node_{i}", f"after round {t}") for i in range(2) for t in range(2)}
