@@ -319,7 +319,7 @@ def test_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path):
     for problem in ("the clock stands at round 1, expected 2", "2 nodes submitted rewards, expected 3"):
         assert problem in validate_experiment(whole, 3, 3)
     put(whole, "config.json", b"")
-    assert "empty file" in validate_experiment(DriveStore(tmp_path / "whole", "x"), 2, 2)[0]
+    assert "no config.json" in validate_experiment(DriveStore(tmp_path / "whole", "x"), 2, 2)[0]
 
 
 def test_the_dashboard_shows_who_lives_and_what_is_wrong_and_no_strangers_control_characters(tmp_path):
