@@ -207,8 +207,8 @@ def test_work_is_halved_only_for_want_of_memory_and_the_smallest_that_fails_is_e
         tried.append(rows)
         raise error
 
-    for error, said in ((torch.OutOfMemoryError(), "lower LOCAL_NODES"), (RuntimeError("shapes"), "shapes")):
-        with pytest.raises((ConfigError, RuntimeError), match=said):  # noqa: B007 (attempt uses it)
+    for error, said in ((torch.OutOfMemoryError(), "lower LOCAL_NODES"), (RuntimeError("shapes"), "shapes")):  # noqa: B007 (attempt raises it)
+        with pytest.raises((ConfigError, RuntimeError), match=said):
             halving_on_oom(attempt, 2**30, 15, "generation", smallest=3)
     assert tried == [2**30, 8, 4, 3, 2**30]
     assert halving_on_oom(lambda rows: rows, 8, 15, "generation") == (8, 8)

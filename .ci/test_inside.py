@@ -26,7 +26,7 @@ FILES = [  # that a worker, the coordinator or a reader writes
     "experiments/x/state/current_state.json", "experiments/x/state/rounds/round_000001.a.json",
     "experiments/x/winners/round_000001.json", "experiments/x/models/a/config.json",
     "experiments/x/models/a/model.safetensors", "experiments/x/rollouts/round_000001/stage_0/a.json",
-    "experiments/x/rewards/round_000001/stage_0/a.json", "experiments/x/checkpoints/round_000001/a.pt",
+    "experiments/x/rewards/round_000001/stage_0/a.json",
     "reports/report.md", "reports/report.csv", "reports/curves.csv",
 ]  # fmt: skip
 FOLDERS = {  # name of a case -> folders that are links at the same time
