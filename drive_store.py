@@ -2,15 +2,14 @@
 
 Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) has a name that is
             used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file or the
-            whole file. The first complete one counts; a second writer leaves it as it is.
+            whole one. The first complete one counts; a second writer leaves it as it is.
 Rewritten   current_state.json and heartbeats are for people; logs are appended. On a mounted drive such files
-            may arrive late or never, so nothing depends on them alone.
-Tolerant    A stranger may write anything here. Readers bound size, type and depth; they parse or raise
-            BadFile. One's *own* unreadable state is a StoreError, never "round 0".
-Inside      No read, write, rename or delete leaves the folder: each folder on the way to a file is opened
-            without following links, and so is the file.
-Impatient   A call does its work once or raises OSError. No threads, no retries: whoever calls decides how
-            long to go on. The Swarm's thread (coordinator.py) goes on for ever, a reader does not.
+            may arrive late or never: nothing depends on them alone.
+Tolerant    A stranger may write anything. Readers bound size, type and depth; they parse or raise BadFile.
+            One's *own* unreadable state is a StoreError, never "round 0".
+Inside      No read, write, rename or delete leaves the folder: no part of a path is followed if it is a link.
+Impatient   A call does its work once or raises OSError: no threads, no retries. Whoever calls decides how
+            long to go on: the Swarm's thread (coordinator.py) for ever, a reader not at all.
 
 Assumption: link and rename are atomic for readers on one machine. Across machines a stale or partial file may
 show for a while; it does not parse, and is read again later. The README shows the folder as a tree.
@@ -45,6 +44,7 @@ MAX_CLOCK_SKEW = 86400  # seconds: a session from further ahead is not counted
 AFRESH = "start a new EXPERIMENT_NAME"
 COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not hold up who opens it
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM}
 
 
@@ -104,10 +104,6 @@ def parse_json(data: bytes) -> dict:
     return parsed
 
 
-def dump_json(data: dict) -> bytes:
-    return json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1).encode("utf-8", "replace")
-
-
 class DriveStore:
     """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
 
@@ -120,6 +116,7 @@ class DriveStore:
         self.place = ("experiments", check_name(experiment, "EXPERIMENT_NAME")) if inside else ()
         self.base = self.root.joinpath(*self.place)
         self.owner = check_name(owner, "NODE_ID")
+        self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
 
@@ -221,15 +218,9 @@ class DriveStore:
         parent, _, name = path.rpartition("/")
         temp = secrets.token_hex(8)
         data = io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb")
-        with (
-            data,
-            self.folder(f"tmp/{self.owner}", make=True) as tmp,
-            self.folder(parent, make=True) as folder,
-        ):
+        with data, self.folder(self.tmp, make=True) as tmp, self.folder(parent, make=True) as folder:
             try:
-                with open(
-                    os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=tmp), "wb"
-                ) as file:
+                with open(os.open(temp, NEW_FILE, 0o666, dir_fd=tmp), "wb") as file:
                     shutil.copyfileobj(data, file, 1 << 20)
                     file.flush()
                     os.fsync(file.fileno())
@@ -247,13 +238,16 @@ class DriveStore:
                 with contextlib.suppress(OSError):
                     os.unlink(temp, dir_fd=tmp)
 
-    def write_once(self, path: str, data: dict) -> bool:
-        """Write a JSON file unless a readable one is there; returns whether ours was written."""
-        return self.write(path, dump_json(data), keep=lambda old: parse_json(old) is not None)
+    def write_once(self, path: str, data: dict, keep=lambda old: parse_json(old) is not None) -> bool:
+        """Write a JSON file unless a readable one is there; whether ours was written. Too large: BadFile."""
+        text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1).encode("utf-8", "replace")
+        if len(text) > MAX_JSON_BYTES:
+            raise BadFile(f"over {MAX_JSON_BYTES} bytes are not read: lower NUM_GENERATIONS, MAX_NEW_TOKENS")
+        return self.write(path, text, keep)
 
     def rewrite(self, path: str, data: dict) -> None:
         """Replace a JSON file that is a convenience for people."""
-        self.write(path, dump_json(data))
+        self.write_once(path, data, keep=None)
 
     def append(self, path: str, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first. BadFile: what lies there is not ours."""
@@ -286,7 +280,7 @@ class DriveStore:
     def can_write(self) -> bool:
         """Whether the folder takes a small file now. Then a failing write has a reason of its own path."""
         with contextlib.suppress(OSError):
-            return self.write(f"tmp/{self.owner}/probe", b"probe")
+            return self.write(f"{self.tmp}/probe", b"probe")
         return False
 
     # -- the experiment, its clock, and who is here
@@ -324,9 +318,8 @@ class DriveStore:
         except BadFile as error:
             raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or {AFRESH}") from error
         if other or (began_with or {"layout": LAYOUT}).get("layout") != LAYOUT:
-            raise StoreError(
-                f"{self.base} was written by another version of this program: nothing changed; {AFRESH}"
-            )
+            why = "was written by another version of this program; nothing was changed"
+            raise StoreError(f"{self.base} {why}: {AFRESH}")
         return began_with or settings
 
     def open_round(self, round_: int, by: str) -> None:
@@ -392,10 +385,6 @@ class DriveStore:
         }
         data |= {**about, "rollouts": groups}
         check_rollouts(data, round_, stage, node_id)
-        if len(dump_json(data)) > MAX_JSON_BYTES:
-            raise BadFile(
-                f"nobody would read over {MAX_JSON_BYTES} bytes: lower NUM_GENERATIONS or MAX_NEW_TOKENS"
-            )
         return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{node_id}.json", data)
 
     def fetch(self, round_: int, stage: int, node_id: str) -> list[dict]:
@@ -411,7 +400,7 @@ class DriveStore:
         A round is renamed away first: what somebody puts in its place meanwhile is not touched.
         """
         to = DriveStore(self.root, None, self.owner) if archive else self
-        aside = f"archives/{self.base.name}/rollouts" if archive else f"tmp/{self.owner}"
+        aside = f"archives/{self.base.name}/rollouts" if archive else self.tmp
         for name in [bucket(r) for r in self.rounds("rollouts") if r < before_round]:
             with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
                 late = name in os.listdir(goal)  # files that came after their round had been taken away

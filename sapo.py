@@ -1039,7 +1039,7 @@ def prepare(run: Run) -> None:
     """Resume, sweep what a killed session left, look at the folder, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
     resume(run)
-    store.delete(f"tmp/{store.owner}")  # temp files that a killed process of this name left
+    store.delete(store.tmp)  # temp files that a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()
     for t in range(
@@ -1109,7 +1109,7 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR)
     store.create()
     join_experiment(config, store, log.say, only_read=True)
-    store.delete(f"tmp/{store.owner}")  # temp files that a killed process of this name left
+    store.delete(store.tmp)  # temp files that a killed process of this name left
     session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity(), **versions()})
     swarm = new_swarm(config, store, {COORDINATOR: session}, log)
     swarm.start()

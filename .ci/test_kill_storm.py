@@ -46,6 +46,9 @@ def main(environ: dict, log: Path):
     sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
     os.environ |= environ
     if "UID" in environ:
+        importlib.import_module("grpo").build_tiny(
+            ["small_products"]
+        )  # what is imported late is imported now
         os.setuid(int(environ["UID"]))
     sys.exit(importlib.import_module("sapo").main(environ))
 
