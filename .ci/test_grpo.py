@@ -20,10 +20,9 @@ from grpo import ANSWER_STYLES, EVAL_ON_ANSWER, UNSTABLE, BadQuestion, check_mod
 from grpo import exact_positions, halving_on_oom, load_model, load_weights, lucky_question, new_optimizer
 from grpo import pack_weights, rows_that_fit, sample_tokens, score, sequence_logps, shared_prompt_logps
 from grpo import token_logps, unpack_weights, update
-from test_sapo import HELD_OUT_SEEDS, KINDS, PROJECT, SMALL_TASKS, TASK_TABLE, ConfigError, Group, build_tiny
+from test_sapo import HELD_OUT_SEEDS, KINDS, PROJECT, SMALL_TASKS, TASK_TABLE, ConfigError, build_tiny
 from test_sapo import config_error, config_of, generate, make_question, near, our_update, pairs_of
 from test_sapo import plain_logps, ragged_groups, tiny_codec, tiny_lm, weights_of
-from test_sapo import no_norm_clip  # noqa: F401, a fixture
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
@@ -47,15 +46,6 @@ def other_lm(name, **settings):
 
 
 # -------- Loss and update -------------------------------------------------------------------------------
-
-
-def test_an_external_groups_gradient_adds_to_the_local_one(no_norm_clip):  # noqa: F811
-    local, external, steps = ragged_groups((4, 3)), [Group([9, 9, 8], [[7, 6, 5, 4], [1]], [0.0, 1.0])], []
-    for batch in (local, external, local + external):
-        tokens = sum(len(c) for g in batch for c in g.completions)  # dapo is a mean over tokens
-        steps.append((our_update(tiny_lm(), batch)[0] - weights_of(tiny_lm())) * tokens)
-    near(steps[2], steps[0] + steps[1], 5e-4, 1e-3)
-    assert steps[1].norm() > 0.1 * steps[0].norm()
 
 
 def test_a_batch_of_flat_groups_changes_no_weight_not_even_by_momentum():
@@ -120,19 +110,14 @@ def test_models_whose_plain_forward_pass_gives_other_logps_are_refused_by_name()
     text = [i * 7 % 29 for i in range(30)]
     for name in ("llama", "qwen2"):
         check_model(other_lm(name), text)
-    for name, settings in (
-        ("gemma2", {"final_logit_softcapping": 0.1}),
-        ("granite", {"logits_scaling": 4.0}),
-    ):
+    for name, scaling in (("gemma2", {"final_logit_softcapping": 0.1}), ("granite", {"logits_scaling": 4.0})):
         with pytest.raises(ConfigError, match=f"MODEL_NAME.*{name}"):
-            check_model(other_lm(name, **settings), text)
+            check_model(other_lm(name, **scaling), text)
 
 
 def test_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(monkeypatch):
     model, pairs, seen, found = tiny_lm(), pairs_of(ragged_groups()), [], []
-    model.get_output_embeddings().register_forward_hook(
-        lambda module, inputs, logits: seen.append(len(logits))
-    )
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(len(logits)))
     for elements in (2**25, 5 * 23):
         monkeypatch.setattr(grpo, "LOGIT_ELEMENTS", elements)
         seen.clear()
@@ -174,7 +159,7 @@ def test_rows_that_have_answered_stop_like_rows_that_sampled_an_eos():
 # -------- Memory ----------------------------------------------------------------------------------------
 
 
-def out_of_memory_on_a_cpu():
+def on_a_cpu() -> Exception:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**50)
     return caught.value
@@ -182,8 +167,7 @@ def out_of_memory_on_a_cpu():
 
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError(), RuntimeError("MPS backend out of memory (…)"), out_of_memory_on_a_cpu()],
+    "error", [torch.OutOfMemoryError(), RuntimeError("MPS backend out of memory"), on_a_cpu()]
 )
 def test_out_of_memory_halves_the_micro_batch_and_gives_the_same_step(iterations, error, monkeypatch):
     (expected, _), rows = our_update(tiny_lm(), ragged_groups(), num_iterations=iterations), []
@@ -201,13 +185,14 @@ def test_out_of_memory_halves_the_micro_batch_and_gives_the_same_step(iterations
 
 
 def test_work_is_halved_only_for_want_of_memory_and_the_smallest_that_fails_is_explained():
-    tried = []
+    tried, errors = [], []
 
     def attempt(rows):
         tried.append(rows)
-        raise error
+        raise errors[-1]
 
-    for error, said in ((torch.OutOfMemoryError(), "lower LOCAL_NODES"), (RuntimeError("shapes"), "shapes")):  # noqa: B007 (attempt raises it)
+    for error, said in ((torch.OutOfMemoryError(), "lower LOCAL_NODES"), (RuntimeError("shapes"), "shapes")):
+        errors.append(error)
         with pytest.raises((ConfigError, RuntimeError), match=said):
             halving_on_oom(attempt, 2**30, 15, "generation", smallest=3)
     assert tried == [2**30, 8, 4, 3, 2**30]
@@ -285,16 +270,7 @@ def test_of_a_task_only_the_right_answer_is_rewarded(task):
     assert set(sorted(scores)[4 if task == "propositional_logic" else 0 :]) == {1.0}
     for question in questions[:8]:
         oracle = question.answer
-        for text in (
-            f"it is {oracle}",
-            f"x{oracle}",
-            f"1, {oracle}",
-            "garbage",
-            "",
-            "0 1 2 3 -1",
-            "[[0]]",
-            "None",
-        ):
+        for text in (f"it is {oracle}", f"x{oracle}", f"1, {oracle}", "", "0 1 2 3 -1", "[[0]]", "None"):
             assert score(question, f"<answer>{text}</answer>") == 0, text
         assert score(question, oracle) == score(question, f"<answer>{oracle}") == 0
 
@@ -316,21 +292,14 @@ def test_tasks_that_cannot_be_trusted_are_refused_with_the_reason(task, reason):
 def test_hostile_answers_cost_less_than_a_second_each():
     questions = {name: make_question(task, 5) for task, (name, _) in TASK_TABLE.items()}.values()
     logic, letters = make_question("propositional_logic", 1), "∧".join("ABCDEFGHIJKLMNOPQRSTUVWXYZABCDEFGHI")
-    bodies = [
-        "9" * 100_000,
-        "9" * 4000,
-        "9" * 2000 + "/" + "9" * 2000,
-        "(" * 50_000 + ")" * 50_000,
-        "1e999999999",
-    ]
-    bodies += ["-1E+999999999999999999", "(" * 90 + "Z" + ")" * 90, "sNaN", letters, "¬" * 199 + "Z"]
+    bodies = ["9" * 100_000, "9" * 4000, "9" * 2000 + "/" + "9" * 2000, "(" * 50_000 + ")" * 50_000, letters]
+    bodies += ["-1E+999999999999999999", "1e999999999", "(" * 90 + "Z" + ")" * 90, "sNaN", "¬" * 199 + "Z"]
     texts = [f"<answer>{body}</answer>" for body in (*bodies, "\\frac{" + " " * 3900)]
     texts += ["<answer>" * 16_000, "<answer>" * 200 + "</answer>" * 200]
     gaps = [gap for length in (1, 2, 3, 4) for gap in itertools.product("¬ ", repeat=length) if "¬" in gap]
     atoms = ["".join(("P", *gap, "P")) for gap in gaps]
-    disguised = (
-        f"<answer>{'∧'.join(atoms[:18])}</answer>"  # P¬P∧P¬¬P∧P¬ P …: 18 variables to the verifier's parser
-    )
+    # P¬P∧P¬¬P∧P¬ P …: to the verifier's parser 18 variables
+    disguised = f"<answer>{'∧'.join(atoms[:18])}</answer>"
     assert len(letters) == 69 and len(disguised) < 200
     for question, text in [(logic, disguised), *itertools.product(questions, texts)]:
         began = time.process_time()
@@ -369,20 +338,13 @@ def test_a_model_without_chat_template_sees_solved_examples_of_the_same_task():
 
 @pytest.mark.parametrize("refuses_system", ["true", "false"])
 def test_a_chat_model_sees_the_default_system_prompt_and_the_question(refuses_system):
-    template = (
-        "{% for m in messages %}{% if m.role == 'system' and "
-        + refuses_system
-        + " %}{{ raise_exception('no') }}"
-        "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    codec, question = (
-        tiny_codec(2, template, controls=("<|im_start|>", "<|im_end|>")),
-        make_question("gcd", 5),
-    )
-    assert (
-        len(codec.encode("<|im_end|>")) == 10
-    )  # asking for that must not change how the next prompt is encoded
+    refuse = "{% if m.role == 'system' and " + refuses_system + " %}{{ raise_exception('no') }}{% endif %}"
+    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    template = "{% for m in messages %}" + refuse + turn + "{% endfor %}"
+    template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    codec = tiny_codec(2, template, controls=("<|im_start|>", "<|im_end|>"))
+    question = make_question("gcd", 5)
+    assert len(codec.encode("<|im_end|>")) == 10  # that must not change how the next prompt is encoded
     rules, alone = grpo.SYSTEM_PROMPTS["default"], refuses_system == "true"
     between = "\n" if alone else "<|im_end|>\n<|im_start|>user\n"
     text = f"<|im_start|>{'user' if alone else 'system'}\n{rules}{between}{question.text}<|im_end|>\n"
@@ -396,20 +358,11 @@ def test_a_chat_model_sees_the_default_system_prompt_and_the_question(refuses_sy
 def test_the_tiny_tokenizer_loses_nothing_and_keeps_small_prompts_short():
     codec, rng = tiny_codec(), random.Random(0)
     questions = {task: [make_question(task, 31 * i) for i in range(40)] for task in TASK_TABLE}
-    pieces = [
-        *map(chr, range(32, 127)),
-        *"\n∧∨¬→↔",
-        "<answer>",
-        "</answer>",
-        "<eos>",
-        "The answer is ",
-        " number ",
-    ]
+    pieces = [*map(chr, range(32, 127)), *"\n∧∨¬→↔", "<answer>", "</answer>", "<eos>", "The answer is "]
     texts = [text for batch in questions.values() for q in batch for text in (q.text, q.answer)]
     for text in texts + ["".join(rng.choices(pieces, k=rng.randrange(60))) for _ in range(200)]:
-        assert codec.decode(codec.encode(text)) == text and codec.tokenizer.unk_token_id not in codec.encode(
-            text
-        )
+        ids = codec.encode(text)
+        assert codec.decode(ids) == text and codec.tokenizer.unk_token_id not in ids
     lengths = [len(codec.prompt(q)) for task in SMALL_TASKS for q in questions[task]]
     assert 5 <= min(lengths) and max(lengths) <= 20 and len(grpo.PAPER_TASKS) == 9 and len(SMALL_TASKS) == 8
 
@@ -419,10 +372,9 @@ def test_tiny_is_the_same_in_every_build_and_process_and_leaves_the_random_state
     before = torch.get_rng_state()
     for tasks in (SMALL_TASKS, SMALL_TASKS[::-1]):
         model, tokenizer = build_tiny(tasks)
-        weights = hashlib.sha256(
-            b"".join(t.numpy().tobytes() for t in model.state_dict().values())
-        ).hexdigest()
-        assert weights == other_process.weights and tokenizer.get_vocab() == other_process.vocabulary
+        data = b"".join(t.numpy().tobytes() for t in model.state_dict().values())
+        assert hashlib.sha256(data).hexdigest() == other_process.weights
+        assert tokenizer.get_vocab() == other_process.vocabulary
     assert torch.equal(before, torch.get_rng_state())
     assert 100_000 < sum(p.numel() for p in model.parameters()) < 200_000 and len(tokenizer) < 150
 
@@ -437,11 +389,9 @@ def base_models(tmp_path_factory):
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=340, special_tokens=["<end>"], initial_alphabet=alphabet)
     backend.train_from_iterator(texts, trainer)
-    sizes = dict(
-        vocab_size=len(backend.get_vocab()), max_position_embeddings=512, bos_token_id=0, eos_token_id=0
-    )
+    sizes = dict(vocab_size=len(backend.get_vocab()), max_position_embeddings=512)
     for name in ("llama", "gpt2"):
-        other_lm(name, **sizes, initializer_range=0.02).save_pretrained(folder / name)
+        other_lm(name, **sizes, bos_token_id=0, eos_token_id=0).save_pretrained(folder / name)
         PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder / name)
     return folder
 
@@ -451,15 +401,10 @@ def test_a_base_model_stops_after_its_answer_and_its_peers_need_no_eos_there(bas
     _, codec = load_model(config, ["small_gcd"])
     assert codec.tokenizer.pad_token is None and codec.few_shot and config.NUM_SHOTS == 2
     right = codec.encode("<answer>7</answer>")
-    assert (
-        codec.answered(right)
-        and not codec.answered(right[:-1])
-        and not replace(codec, num_shots=0).answered(right)
-    )
-    assert (
-        codec.completion("<answer>7</answer>", True) == right
-        and codec.completion("7", True)[-1] == codec.eos_id
-    )
+    assert codec.answered(right) and not codec.answered(right[:-1])
+    assert not replace(codec, num_shots=0).answered(right), "a chat model ends its turn itself"
+    assert codec.completion("<answer>7</answer>", finished=True) == right
+    assert codec.completion("7", finished=True) == [*codec.encode("7"), codec.eos_id]
 
 
 def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base_models, tmp_path):

@@ -1,11 +1,12 @@
 """Property tests of the trust boundary: thousands of generated and damaged files thrown at every reader.
 
-A stranger can write anything into the shared folder. Whatever it is: no reader raises, waits or fills the memory, and what is
-refused is refused with a counted reason. Examples are derandomized, so that the gate repeats itself.
+A stranger can write anything into the shared folder. Whatever it is: no reader raises, waits or fills the
+memory, and what is refused is refused with a counted reason. Examples are derandomized: the gate repeats.
 """
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import shutil
@@ -16,121 +17,83 @@ import sys
 import time
 import tracemalloc
 import unicodedata
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from types import SimpleNamespace
 
-import pytest
-import torch
-from hypothesis import HealthCheck, Phase, given, settings, strategies as st
-from safetensors.torch import save as safetensors_save
-
 import coordinator
+import pytest
 import sapo
-from coordinator import (
-    Liveness,
-    compare,
-    dashboard,
-    experiment_status,
-    reward_rows,
-    summarize,
-    validate_experiment,
-)
-from drive_store import (
-    GROUP_SIZES,
-    MAX_RESPONSE_CHARS,
-    BadFile,
-    DriveStore,
-    StoreError,
-    check_name,
-    check_rollouts,
-    list_experiments,
-    parse_json,
-)
-from sapo import ConfigError, TASK_TABLE, Node, Rollout, Run, read_config, sample_external, verify_uncached
-from test_sapo import group_by_hand, tiny_codec
+import torch
+from coordinator import Coordinator, Life, experiment_status, is_known_dead, list_experiments, reward_rows
+from coordinator import write_winners
+from drive_store import GROUP_SIZES, MAX_RESPONSE_CHARS, BadFile, DriveStore, StoreError, check_name
+from drive_store import check_rollouts, parse_json, stage_folder
+from grpo import TASK_TABLE, ConfigError, make_question, score, unpack_weights
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save as safetensors_save
+from sapo import Node, Rollout, Run, read_config, sample_external, verify
+from test_sapo import TASKS, group_by_hand, tiny_codec
 
-SECONDS = 60  # a generous deadline for one look at everything: the machine may be busy, but nothing may wait for ever
-TASKS = ["small_products", "small_count_bits"]
-many = settings(
-    max_examples=100, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate], suppress_health_check=list(HealthCheck)
-)  # fmt: skip
+SECONDS = 60  # for one look at everything: the machine may be busy, but nothing may wait for ever
+SESSION = "1000000000000-00000000"
+phases, checks = [Phase.explicit, Phase.generate], list(HealthCheck)
+repeatable = dict(deadline=None, derandomize=True, database=None, phases=phases, suppress_health_check=checks)
+many = settings(max_examples=100, **repeatable)
 EXPERIMENT = "experiments/x/"
-OWN_REWARD = EXPERIMENT + "rewards/round_000001/stage_0/n1.json"
 FILES = {  # kind -> path below the shared folder
     "config": EXPERIMENT + "config.json",
-    "clock": EXPERIMENT + "state/rounds/round_000002.json",
+    "clock": EXPERIMENT + "state/rounds/round_000002.coordinator.json",
     "state": EXPERIMENT + "state/current_state.json",
-    "registration": EXPERIMENT + "peers/p.1000000000000-00000000.json",
-    "coordinator": EXPERIMENT + "peers/coordinator.1000000000000-00000000.json",
+    "registration": EXPERIMENT + f"peers/p.{SESSION}.json",
+    "coordinator": EXPERIMENT + f"peers/coordinator.{SESSION}.json",
     "heartbeat": EXPERIMENT + "heartbeats/coordinator.json",
     "rollouts": EXPERIMENT + "rollouts/round_000002/stage_0/p.json",
-    "part": EXPERIMENT + "rollouts/round_000002/stage_0/q/0000.json",
     "reward": EXPERIMENT + "rewards/round_000001/stage_0/p.json",
-    "own reward": OWN_REWARD,
-    "winner": EXPERIMENT + "winners/round_000002/p.json",
+    "own reward": EXPERIMENT + "rewards/round_000001/stage_0/n1.json",
+    "winner": EXPERIMENT + "winners/round_000002.json",
     "metrics": EXPERIMENT + "logs/p/metrics.jsonl",
     "claim": "warmstart/0.claim",
 }
 
 
-# -------- A whole experiment, and everything that reads one -----------------------------------------------------
+# -------- A whole experiment, and everything that reads one -----------------------------------------------
 
 
 def make_experiment(root) -> None:
-    """n1 (the reader), p and q (who publishes in parts) and a coordinator after three rounds; all of it valid."""
+    """n1 (the reader), p, q and a coordinator after three rounds; all of it valid."""
     store = DriveStore(root, "x", "n1")
     store.create()
     store.open_config({
-        "SEED": 42, "TASKS": ",".join(TASKS), "REWARD": "exact", "MAX_ROUNDS": 3, "MAX_STAGES": 1, "LOCAL_NODES": 1, "MODEL_NAME": "tiny",
-        "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "EXTERNAL_FILTER": True, "LOCAL_OVERSAMPLE": 1,
-        "LEARNING_RATE": 3e-4, "ANSWER_TAG_SHARE": 0.02, "ROLLOUT_CLEANUP_ENABLED": False,
+        "SEED": 42, "TASKS": ",".join(TASKS), "REWARD": "exact", "MAX_ROUNDS": 3, "MAX_STAGES": 1,
+        "LOCAL_NODES": 1, "MODEL_NAME": "tiny", "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2,
+        "NUM_GENERATIONS": 4, "EXTERNAL_FILTER": True, "LOCAL_OVERSAMPLE": 1, "LEARNING_RATE": 3e-4,
+        "ROLLOUT_CLEANUP_ENABLED": False,
     })  # fmt: skip
-    session, now = "1000000000000-00000000", time.time()
     for node in ("coordinator", "n1", "p", "q"):
         role = "coordinator" if node == "coordinator" else "worker"
-        about = {
-            "node_id": node,
-            "role": role,
-            "session": session,
-            "registered_at": now,
-            "model": "tiny",
-            "host": "h",
-            "pid": 1,
-        }
-        store.write_once(f"peers/{node}.{session}.json", about)
-        store.heartbeat(node, {"session": session, "round": 2, "state": "running"})
+        about = {"node_id": node, "role": role, "session": SESSION, "registered_at": time.time()}
+        about |= {"model": "tiny", "host": "h", "boot_id": "b", "pid": 1, "pid_start": "1"}
+        store.write_once(f"peers/{node}.{SESSION}.json", about)
+        store.heartbeat(node, {"session": SESSION, "round": 2, "state": "running"})
     for t in range(3):
         store.open_round(t, "coordinator")
         for node in ("n1", "p", "q"):
-            parts = [{str(i): group_by_hand(100 * t + 10 * i + ord(node[0]), TASKS[i])} for i in range(2)]
-            if node == "q":
-                [store.publish(t, 0, node, {}, part, part=i, parts=2) for i, part in enumerate(parts)]
-            else:
-                store.publish(t, 0, node, {"model": "tiny"}, parts[0] | parts[1])
-            figures = {
-                "completions": 8,
-                "local_groups": 2,
-                "external_groups": 2,
-                "flat_groups": 1,
-                "held_out": 0.5,
-            }
-            store.submit_reward(
-                t, 0, node, {"reward": 0.25, **figures, "externals": [[t, 0, "p", 0], [t, 0, "q", 1]]}
-            )
-            store.write_once(
-                f"winners/round_{t:06d}/{node}.json",
-                {"round": t, "node_id": node, "winner": "p", "mean_rewards": {"p": 1}},
-            )
+            groups = {str(i): group_by_hand(100 * t + 10 * i + ord(node[0]), TASKS[i]) for i in range(2)}
+            store.publish(t, 0, node, {"model": "tiny"}, groups)
+            figures = {"reward": 0.25, "completions": 8, "local_groups": 2, "external_groups": 2}
+            figures |= {"informative_groups": 1, "held_out": 0.5, "grad_norm": 1.0, "external_ages": [0, 1]}
+            store.submit_reward(t, 0, node, {"session": SESSION, **figures})
             store.append(f"logs/{node}/metrics.jsonl", '{"round": 1}\n')
-    for name in ("checkpoints/round_000002/n1.pt", "models/p/config.json"):
-        (store.base / name).parent.mkdir(parents=True, exist_ok=True)
-        (store.base / name).write_bytes(b"{}")
-    (Path(root) / "warmstart").mkdir()
-    (Path(root) / "warmstart/0.claim").write_text(
-        json.dumps({"host": "h", "boot_id": None, "pid": 1, "pid_start": "1"})
-    )
+        write_winners(store, t)
+    store.write("checkpoints/round_000002/n1.pt", b"{}")
+    store.write("models/p/config.json", b"{}")
+    claim = {"host": "h", "boot_id": None, "pid": 1, "pid_start": "1"}
+    DriveStore(root, None, "n1").write_once(FILES["claim"], claim)
+    for owner in (store, DriveStore(root, None, "n1")):
+        owner.delete("tmp")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +106,7 @@ def root(tmp_path_factory):
 @pytest.fixture(scope="module", autouse=True)
 def no_pictures():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coordinator, "draw", lambda *args: False)
+        patch.setattr(coordinator, "draw", lambda *args: None)
         yield
 
 
@@ -167,129 +130,89 @@ CODEC = tiny_codec()
 
 
 def reading_run(root, **environ) -> Run:
-    """What node n1's trainer holds after round 2, with a courier that answers at once and a log that is a list."""
-    defaults = {
-        "NUM_TRAIN_SAMPLES": "2",
-        "NUM_TRANSPLANT_TREES": "4",
-        "FETCH_TIMEOUT_SECONDS": "0",
-        "TASKS": ",".join(TASKS),
-        "MODEL_NAME": "tiny",
-    }
-    config = read_config(
-        {"NODE_ID": "n1", "GDRIVE_PATH": str(root), "EXPERIMENT_NAME": "x", **defaults, **environ}
-    )[0]
-    store, events, posted = DriveStore(root, "x", "n1", patience=0.0), [], []
-    courier = SimpleNamespace(
-        outage_since=None,
-        ask=lambda function, *args, timeout: function(*args),
-        post=lambda *job, **_: posted.append(job),
-    )
-    log = SimpleNamespace(event=lambda kind, text, **data: events.append((kind, text)), events=events)
-    node = Node("n1", None, None, session="1000000000000-00000000")
-    question = sapo.make_question(TASKS[0], 1)
-    node.rollouts = [Rollout(question, sapo.Group([1], [[2]], [0.0]), ["x"], [True])]
-    return Run(
-        config,
-        store,
-        courier,
-        CODEC,
-        Liveness(store, 300),
-        [node],
-        log,
-        SimpleNamespace(),
-        TASKS,
-        None,
-        done=1,
-        clock=2,
-    )
-
-
-def look_at_everything(root) -> Counter:
-    """Every function that reads the folder, once; returns what was counted as rejected. Exceptions are the test's business."""
-    store = DriveStore(root, "x", "reader", patience=0.0)
-    live, rejected = Liveness(store, 300.0), Counter()
-    with contextlib.suppress(StoreError):  # an experiment's own unreadable clock: said, never guessed around
-        assert -1 <= store.current_round() < 10**6
-        experiment_status(store)
-        text = dashboard(store, live, reward_rows(store))
-        assert len(text) < 20_000 and all(c.isprintable() or c == "\n" for c in text), "it goes to a terminal"
-    assert store.highest_rewarded_round() >= -1
-    for round_ in range(4):
-        store.opened_by(round_)
-        for node in ("n1", "p", "q"):
-            groups, complete, reasons = store.fetch(round_, 0, node)
-            rejected += reasons
-            assert all(
-                isinstance(reason, str) and count > 0 for reason, count in reasons.items()
-            ) and complete in (True, False)
-            for group in groups:
-                assert len(group["completions"]) in GROUP_SIZES and set(group) == {
-                    "key",
-                    "task",
-                    "seed",
-                    "prompt",
-                    "completions",
-                }
-                assert all(
-                    len(c["response"]) <= MAX_RESPONSE_CHARS and type(c["finished"]) is bool
-                    for c in group["completions"]
-                )
-            reward = store.reward(round_, 0, node)
-            assert reward is None or 0 <= reward["reward"] <= 1
-        store.publishers(round_, 0), store.rewarded(round_, 0)
-    sessions = store.sessions()
-    for node in {"n1", "p", "q", "coordinator", *sessions}:
-        (
-            store.registration(node, sessions.get(node, "1000000000000-00000000")),
-            store.read_heartbeat(node),
-            store.checkpoints(node),
-        )
-    live.refresh()
-    for node in sessions:
-        live.is_live(node), live.has_left(node), live.silence(node), live.about(node)
-    json.dumps(reward_rows(store), allow_nan=False)
-    assert all(
-        isinstance(problem, str) and len(problem) < 1000 for problem in validate_experiment(store, 3, 3)
-    )
-    with contextlib.suppress(ValueError):  # config.json: documented, the reason is the answer
-        if summary := summarize(store):
-            rows = compare([summary, summary])
-            coordinator.report_text(rows, 0.3)
-    assert list_experiments(root) in (["x"], [])
-    with contextlib.redirect_stdout(io.StringIO()):
-        for role in ("validate", "monitor", "report"):
-            environ = {"NODE_ROLE": role, "GDRIVE_PATH": str(root), "EXPERIMENT_NAME": "x", "NODE_ID": "r"}
-            assert sapo.main(environ) in (0, 1, 2)
-        sapo.compare_experiments(root), sapo.list_experiments(root)
-        with contextlib.suppress(ConfigError, StoreError):
-            sapo.join_experiment(
-                read_config({**environ, "NODE_ROLE": "worker", "TASKS": "auto", "MODEL_NAME": "tiny"})[0],
-                store,
-                print,
-            )
-    train_beside(root)
-    claim = Path(root) / "warmstart/0.claim"
-    assert sapo.take_claim(claim) in (True, False) and sapo.read_weights(claim, 10**6) is None
-    return rejected
+    """What node n1's trainer holds at the start of round 2, its log a list, after one look at the folder."""
+    environ = {"NUM_TRAIN_SAMPLES": "2", "NUM_TRANSPLANT_TREES": "4", "FETCH_TIMEOUT_SECONDS": "0"} | environ
+    environ |= {"NODE_ID": "n1", "GDRIVE_PATH": str(root), "EXPERIMENT_NAME": "x", "MODEL_NAME": "tiny"}
+    config, events = read_config(environ | {"TASKS": ",".join(TASKS)})[0], []
+    log = SimpleNamespace(events=events, lines=deque())
+    log.event = lambda kind, text, **_: events.append((kind, text))
+    store, stop = DriveStore(root, "x", "n1"), SimpleNamespace(requested=False, check=lambda: None)
+    swarm = sapo.new_swarm(config, store, {"n1": SESSION}, log)
+    swarm.round = 2
+    swarm._look()  # as start() does; but without its thread, so that examples do not overlap
+    swarm.leaderless_since = float("-inf")
+    node = Node("n1", None, None, session=SESSION)
+    return Run(config, store, swarm, CODEC, [node], log, stop, TASKS, None, done=1)
 
 
 def train_beside(root, **environ):
-    """What a worker's round reads: the clock, the peers' rollouts, its own earlier reward. Returns (drawn, figures, run)."""
-    run, t = reading_run(root, **environ), 2
+    """What a worker's round reads: the clock, the peers' rollouts, its own earlier reward -> (drawn, run)."""
+    run = reading_run(root, **environ)
     [node] = run.nodes
-    with contextlib.suppress(StoreError):
-        sapo.look_around(run)
-    sapo.somebody_is_ahead(run), sapo.newest_peer_file(run, node, t)
-    drawn, figures = sample_external(run, node, t, 0)
-    assert len(drawn) <= 4 and len({r.key for r in drawn}) == len(drawn) and figures["rejected"] >= 0
-    assert (figures["rejected"] > 0) == any(kind == "reject" for kind, _ in run.log.events)
-    run.replay_until = 2
-    again, _ = sample_external(run, node, 1, 0)
-    assert all(isinstance(r, Rollout) for r in again)
-    return drawn, figures, run
+    assert not run.swarm.alone and sapo.wait_for_clock(run, 2) == 2, "the clock is names, not contents"
+    drawn, events = sample_external(run, node, 2, 0), run.log.events
+    assert len(drawn) <= 4 and len({r.key for r in drawn}) == len(drawn) and node.figures["rejected"] >= 0
+    assert (node.figures["rejected"] > 0) == any(kind == "reject" for kind, _ in events)
+    assert all(0 <= reward["reward"] <= 1 for t in range(3) if (reward := run.store.reward(t, 0, "n1")))
+    return drawn, run
 
 
-# -------- Files that are no such files ------------------------------------------------------------------------------
+def look_at_everything(root) -> Counter:
+    """Every function that reads the folder, once; returns what was refused. To raise is to fail."""
+    store, shared = DriveStore(root, "x"), DriveStore(root, None)
+    life, rejected = Life(store, 300.0), Counter()
+    assert store.clock() == (2, {"coordinator"}) and store.last_rewarded() == 2
+    experiment_status(store)
+    json.dumps(reward_rows(store), allow_nan=False)
+    for round_ in range(4):
+        for node in store.nodes("rollouts", round_, 0):
+            try:
+                groups = store.fetch(round_, 0, node)
+            except BadFile as error:
+                rejected[str(error)] += 1
+                continue
+            for group in groups:
+                assert set(group) == {"key", "task", "seed", "prompt", "completions"}
+                assert len(group["completions"]) in GROUP_SIZES
+                for completion in group["completions"]:
+                    assert len(completion["response"]) <= MAX_RESPONSE_CHARS
+                    assert type(completion["finished"]) is bool
+        for node in store.nodes("rewards", round_, 0):
+            reward = store.reward(round_, 0, node)
+            assert reward is None or 0 <= reward["reward"] <= 1
+    life.refresh()
+    for node, session in store.sessions().items():
+        store.registration(node, session), store.read_heartbeat(node), store.checkpoints(node)
+        life.is_live(node), life.has_left(node), life.silence(node), life.about(node)
+    assert list_experiments(root) == ["x"]
+    play_all_roles(root, store)
+    train_beside(root)
+    with contextlib.suppress(BadFile):  # as load_warm_start looks at it
+        assert is_known_dead(shared.read(FILES["claim"]) or {}) in (True, False)
+    return rejected
+
+
+def play_all_roles(root, store) -> None:
+    """Those that only read, a coordinator's look at its last round, and a worker that joins."""
+    environ = {"GDRIVE_PATH": str(root), "EXPERIMENT_NAME": "x", "NODE_ID": "r", "MODEL_NAME": "tiny"}
+    with contextlib.redirect_stdout(io.StringIO()) as screen:
+        for role in ("validate", "monitor", "report"):
+            assert sapo.main({**environ, "NODE_ROLE": role}) in (0, 1, 2)
+    text = screen.getvalue()
+    assert len(text) < 20_000 and all(c.isprintable() or c == "\n" for c in text), "it goes to a terminal"
+    config, silent = read_config(environ)[0], SimpleNamespace(event=lambda *_: None, lines=deque())
+    sapo.announce(config, store, lambda text: None)
+    with contextlib.suppress(ConfigError, StoreError):
+        sapo.join_experiment(config, store, lambda text: None, only_read=True)
+    swarm = sapo.new_swarm(config, DriveStore(root, "x", "coordinator"), {"coordinator": SESSION}, silent)
+    rules = dict(max_rounds=3, last_stage=0, strategy="hybrid", interval=60.0, expected=0)
+    role = Coordinator(swarm, **rules, say=lambda text: None, each_round=lambda t: None)
+    with contextlib.suppress(OSError):  # winners/round_000002.json cannot be written: Coordinator.run goes on
+        role.step()
+    assert role.round == 2
+
+
+# -------- Files that are no such files --------------------------------------------------------------------
 
 DEEP = "[" * 970 + "]" * 970  # parses, but hardly
 RAW = {  # what json.dumps cannot write, put in place of these words
@@ -302,24 +225,8 @@ scalars = st.one_of(
     st.integers(), st.floats(), st.text(max_size=8), st.sampled_from(["../../x", "/etc/passwd", "n1", "p", "running", "done", "coordinator", "\x1b[31m", "x" * 300]),
 )  # fmt: skip
 keys = st.one_of(
-    st.sampled_from(
-        [
-            "round",
-            "stage",
-            "node_id",
-            "reward",
-            "timestamp",
-            "rollouts",
-            "format",
-            "0",
-            "1",
-            "00",
-            "time",
-            "state",
-        ]
-    ),
-    st.text(max_size=5),
-)
+    st.sampled_from("round stage node_id reward timestamp rollouts format 0 1 00 time state".split()), st.text(max_size=5)
+)  # fmt: skip
 values = st.recursive(
     scalars,
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(keys, inner, max_size=4)),
@@ -336,9 +243,8 @@ def encode(value) -> bytes:
 
 def paths_in(tree, path=()):
     yield path
-    for key, child in (
-        tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
-    ):
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, child in children:
         yield from paths_in(child, (*path, key))
 
 
@@ -367,112 +273,90 @@ def mutants(valid: bytes):
     flip = st.tuples(places, st.sampled_from(list(b'{}[],:"\\-0e.\n\0\xff\x80'))).map(
         lambda f: valid[: f[0]] + bytes([f[1]]) + valid[f[0] + 1 :]
     )
-    changed = st.builds(
-        with_change,
-        st.just(valid),
-        st.sampled_from(paths),
-        values,
-        st.sampled_from(["set"] * 4 + ["delete", "move"]),
-    )
+    actions = st.sampled_from(["set"] * 4 + ["delete", "move"])
+    changed = st.builds(with_change, st.just(valid), st.sampled_from(paths), values, actions)
     return st.one_of(changed, changed, changed, cut, flip, values.map(encode), st.binary(max_size=40))
 
 
 def near_misses(valid: bytes):
-    """Every field of a small file in turn set to each of a dozen values that are nearly right, or huge, or for a terminal."""
+    """Every field of a small file in turn set to values that are nearly right, or huge, or for a terminal."""
     tree = json.loads(valid)
     for path in paths_in(tree):
         value = tree
         for key in path:
             value = value[key]
-        if not any(
-            isinstance(key, int) and key > 0 for key in path[:-1]
-        ):  # one element of a list stands for all
+        if not any(isinstance(key, int) and key for key in path[:-1]):  # one element of a list stands for all
             like = [float(value)] if isinstance(value, int | float) else [[["a"]]]
-            for other in (
-                None,
-                True,
-                -1,
-                10**400,
-                str(value),
-                [value],
-                {"a": value},
-                "../../x",
-                "@1e400@",
-                "@escape@",
-                "@text@",
-                *like,
-            ):
+            text, huge = ("../../x", "@escape@", "@text@"), (10**400, "@1e400@")
+            for other in (None, True, -1, str(value), [value], {"a": value}, *text, *huge, *like):
                 yield with_change(valid, path, other, "set")
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FILES if kind not in ("rollouts", "part", "metrics")])
-def test_no_reader_trips_over_a_nearly_valid_file(root, kind):
-    path, count = root / FILES[kind], 0
-    valid, failed = path.read_bytes(), {}
-    for content in near_misses(valid):
-        path.write_bytes(content)
-        count += 1
+def restore(root, valid: dict) -> None:
+    for kind, content in valid.items():
+        (root / FILES[kind]).write_bytes(content)
+    shutil.rmtree(root / "reports", ignore_errors=True)
+
+
+# Several files at once, where none of them hides another: a damaged config.json ends most readers.
+TOGETHER = {"config": ["config"], "rollouts": ["rollouts"]}
+TOGETHER["all others"] = [kind for kind in FILES if kind not in TOGETHER]
+
+
+@pytest.mark.parametrize("which", ["config", "all others"])
+def test_no_reader_trips_over_a_nearly_valid_file(root, which):
+    kinds = [kind for kind in TOGETHER[which] if kind not in ("state", "metrics")]  # nobody reads those
+    valid, failed = {kind: (root / FILES[kind]).read_bytes() for kind in kinds}, {}
+    misses = {kind: list(near_misses(valid[kind])) for kind in kinds}
+    misses.get("own reward", []).reverse()  # not the same as in a peer's
+    count = max(map(len, misses.values()))
+    for contents in itertools.islice(zip(*map(itertools.cycle, misses.values()), strict=True), count):
+        for kind, content in zip(kinds, contents, strict=True):
+            (root / FILES[kind]).write_bytes(content)
         try:
             with at_most():
                 look_at_everything(root)
         except Exception as error:
-            failed[f"{type(error).__name__}: {error!s:.100}"] = content[:400]
-    path.write_bytes(valid)
-    shutil.rmtree(root / "reports", ignore_errors=True)
-    print(kind, count, "near misses")
+            failed[f"{type(error).__name__}: {error!s:.100}"] = [content[:400] for content in contents]
+    restore(root, valid)
+    print(count, "near misses")
     assert not failed
 
 
-@pytest.mark.parametrize("kind", FILES)
-def test_no_reader_trips_over_a_damaged_file(root, kind):
-    path = root / FILES[kind]
-    valid = path.read_bytes().splitlines()[0] if kind == "metrics" else path.read_bytes()
-    counts = Counter()
+@pytest.mark.parametrize("which", TOGETHER)
+def test_no_reader_trips_over_a_damaged_file(root, which):
+    kinds, counts = TOGETHER[which], Counter()
+    valid = {kind: (root / FILES[kind]).read_bytes() for kind in kinds}
+    damage = {
+        kind: mutants(data.splitlines()[0] if kind == "metrics" else data) for kind, data in valid.items()
+    }
 
     @many
-    @given(mutants(valid))
-    def damaged(content):
-        path.write_bytes(content)
+    @given(st.fixed_dictionaries(damage))
+    def damaged(contents):
+        for kind, content in contents.items():
+            (root / FILES[kind]).write_bytes(content)
         with at_most():
             rejected = look_at_everything(root)
         counts["examples"] += 1
         counts["rejected"] += bool(rejected)
-        if kind in ("rollouts", "part"):  # used, or refused with a reason: nothing disappears
-            groups, _, reasons = DriveStore(root, "x").fetch(2, 0, path.stem if kind == "rollouts" else "q")
-            wanted = read_groups(content) if kind == "rollouts" else None
-            assert reasons or wanted is None or len(groups) == wanted
+        if which == "rollouts" and not rejected:  # used, or refused with a reason: nothing disappears
+            seen = json.loads(contents[which])["rollouts"]
+            assert len(DriveStore(root, "x").fetch(2, 0, "p")) == len(seen)
 
     try:
         damaged()
     finally:
-        shutil.rmtree(root / "reports", ignore_errors=True)
-        path.write_bytes(valid)
-    print(kind, dict(counts))
+        restore(root, valid)
+    print(dict(counts))
     assert look_at_everything(root) == Counter()
 
 
-def read_groups(content: bytes) -> int | None:
-    """How many groups a rollout file seems to have, by plain json; None if it says nothing of the kind."""
-    try:
-        return len(json.loads(content)["rollouts"])
-    except Exception:
-        return None
-
-
-@settings(many, max_examples=1500)
-@given(
-    mutants(json.dumps(group_by_hand(1) | {"peer_id": "p"}).encode()),
-    st.sampled_from(["0", "1", "00", "x"]),
-    st.integers(0, 5),
-)
-def test_a_rollout_file_is_used_whole_or_refused_whole_and_never_costs_more_than_its_size(
-    content, index, format_
-):
-    head = (
-        b'{"format": 1, "peer_id": "p", "round": 1, "stage": 0, "timestamp": 1.0, "rollouts": {"%s": '
-        % index.encode()
-    )
-    file = head + content + b"}}"
+@settings(many, max_examples=1000)
+@given(mutants(json.dumps(group_by_hand(1)).encode()), st.sampled_from(["0", "1", "00", "x"]))
+def test_a_rollout_file_is_used_whole_or_refused_whole_and_never_costs_more_than_its_size(content, index):
+    head = b'{"format": 1, "peer_id": "p", "round": 1, "stage": 0, "timestamp": 1.0, "rollouts": {"'
+    file = head + index.encode() + b'": ' + content + b"}}"
     try:
         data = parse_json(file)
         assert len(repr(data)) < 10**6 and data == parse_json(file)  # no depth at which they would give up
@@ -499,15 +383,7 @@ def test_what_is_no_file_or_a_huge_one_stops_no_reader(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-OUTSIDE = {
-    "format": 1,
-    "peer_id": "p",
-    "round": 2,
-    "stage": 0,
-    "timestamp": 1.0,
-    "rollouts": {},
-    "secret": "of this machine",
-}
+OUTSIDE = {"format": 1, "peer_id": "p", "round": 2, "stage": 0, "timestamp": 1.0, "rollouts": {}}
 
 
 def obstacles(path: Path, outside: Path):
@@ -542,8 +418,8 @@ def listen(path: Path):
 def meet_obstacles(root):
     import resource
 
-    coordinator.draw = lambda *args: False
-    sapo.torch.isfinite(torch.ones(1))  # what is loaded late is loaded now
+    coordinator.draw = lambda *args: None
+    torch.isfinite(torch.ones(1))  # what is loaded late is loaded now
     root, outside = Path(root), Path(root).parent / "outside.json"
     outside.write_text(json.dumps(OUTSIDE))
     if os.getuid() == 0:
@@ -551,11 +427,9 @@ def meet_obstacles(root):
             os.chown(path, 65534, 65534)
         os.setuid(65534)
     look_at_everything(root)
-    size = (
-        int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        if Path("/proc").is_dir()
-        else 1 << 40
-    )
+    size, statm = 1 << 40, Path("/proc/self/statm")
+    if statm.exists():
+        size = int(statm.read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (600 << 20),) * 2)
     met, slowest = 0, 0.0
     for name in FILES.values():
@@ -567,24 +441,17 @@ def meet_obstacles(root):
                 try:
                     with at_most():
                         rejected = look_at_everything(root)
-                except PermissionError:  # of all the peers' files at once: an outage, not a peer's file
-                    assert place != path and "closed" in kind
                 except Exception as error:
                     raise AssertionError(f"{place}: {kind}") from error
                 met, slowest = met + 1, max(slowest, time.monotonic() - began)
-                if (
-                    place == path
-                    and name == FILES["rollouts"]
-                    and kind not in ("dangling", "loop")
-                    and "folder" not in kind
-                ):
+                if place == path and name == FILES["rollouts"]:
                     assert rejected, kind
             kept.rename(place)
     assert look_at_everything(root) == Counter()
     print(f"{met} obstacles met, {slowest:.1f} s for the slowest look")
 
 
-# -------- Names -------------------------------------------------------------------------------------------------
+# -------- Names -------------------------------------------------------------------------------------------
 
 odd = st.sampled_from([*"/\\.:~\0\n\t *?%$", "..", "../", "∕", "⁄", "／", "＼", "﹨", "․", "‥", "…", "。", "\u202e", "\u200b", "\u0301", "\ud800", "\u0130", "K",
                        "con", "PRN", "aux", "nul", "COM1", "com¹", "lpt9", "CONIN$", ".json", ".JSON", ".tmp", ".pt", "coordinator", "C:", "file://"])  # fmt: skip
@@ -596,7 +463,7 @@ name_texts = st.one_of(
 )
 
 
-@settings(many, max_examples=1500)
+@settings(many, max_examples=1000)
 @given(name_texts, st.sampled_from(["NODE_ID", "EXPERIMENT_NAME"]), st.booleans())
 def test_no_name_leads_out_of_its_folder_or_means_another_file(name, variable, local):
     environ = {"NODE_ID": "n", variable: name, "LOCAL_NODES": "2" if local else "1", "GDRIVE_PATH": "/drive"}
@@ -608,72 +475,60 @@ def test_no_name_leads_out_of_its_folder_or_means_another_file(name, variable, l
             with pytest.raises(ConfigError, match=variable):
                 read_config(environ)
         return
-    assert (
-        name.isascii()
-        and unicodedata.normalize("NFKC", name) == name
-        and name.strip() == name
-        and name.isprintable()
-    )
-    assert Path("/base", name).resolve().parent == Path("/base") and PureWindowsPath(
-        "C:/base", name
-    ).parent == PureWindowsPath("C:/base")
-    assert (
-        not PureWindowsPath(name).is_reserved()
-        and not name.endswith((".", " "))
-        and len(name + ".1000000000000-00000000.json") < 255
-    )
+    assert name.isascii() and name.isprintable() and name.strip() == name
+    assert unicodedata.normalize("NFKC", name) == name and not name.endswith((".", " "))
+    assert Path("/base", name).resolve().parent == Path("/base") and len(f"{name}.{SESSION}.json") < 255
+    on_windows = PureWindowsPath("C:/base", name)
+    assert on_windows.parent == PureWindowsPath("C:/base") and not on_windows.is_reserved()
     with contextlib.suppress(ConfigError):  # "coordinator" is taken, 61 characters leave no room for _0
         config = read_config(environ)[0]
-        assert (
-            config.EXPERIMENT_NAME if variable == "EXPERIMENT_NAME" else config.NODE_ID
-        ) == name or name == "auto"
-        for node in [f"{config.NODE_ID}_{i}" for i in (0, 255)] if local else [config.NODE_ID]:
+        assert name in (getattr(config, variable), "auto")
+        for node in [f"{config.NODE_ID}_{i}" for i in (0, 1)] if local else [config.NODE_ID]:
             assert check_name(node, "NODE_ID") == node
-        assert DriveStore("/drive", config.EXPERIMENT_NAME).base == Path(
-            "/drive/experiments", config.EXPERIMENT_NAME
-        )
+        experiment = config.EXPERIMENT_NAME
+        assert DriveStore("/drive", experiment).base == Path("/drive/experiments", experiment)
 
 
 @settings(many, max_examples=200)
 @given(st.lists(name_texts.filter(lambda n: len(n) < 40), min_size=1, max_size=4, unique_by=str.lower))
 def test_every_node_reads_back_as_itself_and_no_other(tmp_path_factory, names):
-    store, nodes = DriveStore(tmp_path_factory.mktemp("names"), "x", "n1", patience=0.0), []
+    store, nodes = DriveStore(tmp_path_factory.mktemp("names"), "x", "n1"), []
     store.create()
     for name in names:
         with contextlib.suppress(ValueError):
             nodes.append(check_name(name, "NODE_ID"))
     sessions = {node: store.register(node, "worker", {}) for node in nodes}
     for i, node in enumerate(nodes):
-        store.publish(1, 0, node, {}, {"0": group_by_hand(i)}, **({"part": 0, "parts": 1} if i % 2 else {}))
+        store.publish(1, 0, node, {}, {"0": group_by_hand(i)})
         store.submit_reward(1, 0, node, {"reward": 0.5})
         store.heartbeat(node, {"session": sessions[node]})
-    assert store.publishers(1, 0) == store.rewarded(1, 0) == sorted(nodes) and store.sessions() == sessions
+    assert store.nodes("rollouts", 1, 0) == store.nodes("rewards", 1, 0) == sorted(nodes)
+    assert store.sessions() == sessions
     for i, node in enumerate(nodes):
-        [group], complete, rejected = store.fetch(1, 0, node)
-        assert (group["key"], group["seed"], complete, rejected) == ((1, 0, node, 0), i, True, Counter())
-        assert (
-            store.registration(node, sessions[node])["node_id"]
-            == store.read_heartbeat(node)["node_id"]
-            == node
-        )
+        [group] = store.fetch(1, 0, node)
+        assert (group["key"], group["seed"]) == ((1, 0, node, 0), i)
+        about, beat = store.registration(node, sessions[node]), store.read_heartbeat(node)
+        assert about["node_id"] == beat["node_id"] == store.reward(1, 0, node)["node_id"] == node
 
 
-@settings(many, max_examples=100)
-@given(st.lists(st.binary(min_size=1, max_size=12).filter(lambda b: not set(b"/\0") & set(b) and b not in (b".", b"..")), min_size=1, max_size=3), st.sampled_from(["p", "p.json", "round_000007", "round_000001", "stage_0", "0000.json"]), st.sampled_from(["\n", " (1)", "~", "\u0661", "\\", "\x1b[2J", ""]))  # fmt: skip
+any_bytes = st.binary(min_size=1, max_size=12).filter(
+    lambda b: not {*b"/\0"} & {*b} and b not in (b".", b"..")
+)
+stems = st.sampled_from(["p", "p.json", "round_000007", "round_000001", "stage_0", "0000.json"])
+tails = st.sampled_from(["\n", " (1)", "~", "\u0661", "\\", "\x1b[2J"])
+
+
+@many
+@given(st.lists(any_bytes, min_size=1, max_size=3), stems, tails)
 def test_files_with_odd_names_change_nothing_that_is_read(tmp_path_factory, names, stem, tail):
     root = tmp_path_factory.getbasetemp() / "odd names"
     if not root.exists():
         make_experiment(root)
-    store, before = DriveStore(root, "x", patience=0.0), read_state(root)
+    store, before = DriveStore(root, "x"), read_state(root)
     places = [Path(folder) for folder, _, _ in os.walk(store.base)]
-    odd_names = {*map(os.fsdecode, names), stem + tail} - {stem}
+    odd_names = {*map(os.fsdecode, names), stem + tail}
     made = [place / name for place in places for name in odd_names if not (place / name).exists()]
-    made = [
-        path
-        for path in made
-        if bytes(path.name, "utf-8", "surrogateescape") not in {b"n1", b"p", b"q"}
-        and not looks_like_a_node(path)
-    ]
+    made = [path for path in made if not looks_like_a_node(path)]
     for path in made:
         path.write_bytes(b'{"round": 7}')
     try:
@@ -695,33 +550,20 @@ def looks_like_a_node(path: Path) -> bool:
 
 def read_state(root):
     """What the swarm's logic takes from the folder."""
-    store = DriveStore(root, "x", patience=0.0)
-    fetched = [store.fetch(t, 0, node) for t in range(3) for node in store.publishers(t, 0)]
-    return (
-        store.current_round(),
-        store.sessions(),
-        store.rounds("rollouts"),
-        store.stages("rollouts", 1),
-        fetched,
-        reward_rows(store),
-    )
+    store = DriveStore(root, "x")
+    fetched = [store.fetch(t, 0, node) for t in range(3) for node in store.nodes("rollouts", t, 0)]
+    listed = store.rounds("rollouts"), store.stages("rollouts", 1), store.checkpoints("n1")
+    return store.clock(), store.sessions(), listed, fetched, reward_rows(store)
 
 
-# -------- What a peer may gain --------------------------------------------------------------------------------------
+# -------- What a peer may gain ----------------------------------------------------------------------------
 
 
-def rewrite(root, path, change):
-    data = json.loads((root / path).read_text())
-    change(data)
-    (root / path).write_bytes(encode(data))
+claims = st.sampled_from(["answer", "reward", "model", "tasks", "reasoning_gym", "timestamp", "new"])
 
 
 @many
-@given(
-    st.sampled_from(["answer", "reward", "model", "tasks", "reasoning_gym", "timestamp", "new"]),
-    values,
-    st.integers(0, 3),
-)
+@given(claims, values, st.integers(0, 3))
 def test_what_a_peer_claims_changes_nothing_that_is_trained_on(root, field, value, which):
     path, expected = root / FILES["rollouts"], [unlabelled(r) for r in train_beside(root)[0]]
     valid = path.read_bytes()
@@ -735,26 +577,18 @@ def test_what_a_peer_claims_changes_nothing_that_is_trained_on(root, field, valu
         data[field] = value
     path.write_bytes(encode(data))
     try:
-        groups, _, reasons = DriveStore(root, "x").fetch(2, 0, "p")
-        drawn, figures, _ = train_beside(root)
+        drawn, run = train_beside(root)
     finally:
         path.write_bytes(valid)
-    if reasons:  # not even a claim may be out of bounds
-        assert groups == [] and figures["rejected"] == 1 and all(r.key[:3] != (2, 0, "p") for r in drawn)
+    if run.nodes[0].figures["rejected"]:  # not even a claim may be out of bounds
+        assert run.swarm.refused.keys() == {(2, 0, "p")} and all(r.key[:3] != (2, 0, "p") for r in drawn)
     else:
         assert [unlabelled(r) for r in drawn] == expected
 
 
-def unlabelled(rollout: Rollout):
-    return (
-        rollout.key,
-        rollout.question.text,
-        rollout.texts,
-        rollout.finished,
-        rollout.group.rewards,
-        rollout.group.prompt,
-        rollout.group.completions,
-    )
+def unlabelled(r: Rollout):
+    group = r.group.rewards, r.group.prompt, r.group.completions
+    return r.key, r.question.text, r.texts, r.finished, *group
 
 
 @settings(many, max_examples=60)
@@ -763,77 +597,53 @@ def test_each_peer_has_a_fair_share_and_the_draw_is_bounded(tmp_path_factory, gr
     root = tmp_path_factory.mktemp("shares")
     store = DriveStore(root, "x", "writer")
     store.create()
-    for t in (1, 2):
-        for n, count in enumerate(groups_of):
-            store.publish(
-                t, 0, f"p{n}", {}, {str(k): group_by_hand(1000 * n + 100 * t + k) for k in range(count)}
-            )
+    for t, (n, count) in itertools.product((1, 2), enumerate(groups_of)):
+        groups = {str(k): group_by_hand(1000 * n + 100 * t + k) for k in range(count)}
+        store.publish(t, 0, f"p{n}", {}, groups)
     run = reading_run(root, NUM_TRAIN_SAMPLES=str(i), NUM_TRANSPLANT_TREES=str(j), SEED=str(seed))
-    drawn, figures = sample_external(run, run.nodes[0], 2, 0)
+    [node] = run.nodes
+    drawn, keys = sample_external(run, node, 2, 0), set(node.trained)
     available = [sum(min(i, count) for count in groups_of)] * 2  # of this round, and of the one before
-    assert (
-        len(drawn) == min(j, sum(available))
-        and len({r.key for r in drawn}) == len(drawn)
-        and figures["rejected"] == 0
-    )
+    assert len(drawn) == min(j, sum(available)) and {r.key for r in drawn} == keys and len(keys) == len(drawn)
+    assert node.figures["external_short"] == j - len(drawn) and node.figures["rejected"] == 0
     assert max(Counter(r.key[:3] for r in drawn).values(), default=0) <= i
     assert sum(r.key[0] == 2 for r in drawn) == min(j, available[0]), "this round's come first"
-    run.nodes[0].trained.update(r.key for r in drawn)
-    again, _ = sample_external(run, run.nodes[0], 2, 0)
-    assert not {r.key for r in again} & {r.key for r in drawn}
+    assert not {r.key for r in sample_external(run, node, 2, 0)} & keys, "never twice"
 
 
-@pytest.mark.parametrize("parts", [False, True])
-def test_ten_thousand_groups_are_drawn_no_more_often_than_one_peers_share(tmp_path, parts):
+@pytest.mark.parametrize("count, is_read", [(10_000, False), (4_000, True)])
+def test_ten_thousand_groups_are_drawn_no_more_often_than_one_peers_share(tmp_path, count, is_read):
     store = DriveStore(tmp_path, "x", "writer")
     store.create()
     for n in range(4):
         store.publish(1, 0, f"honest{n}", {}, {str(k): group_by_hand(10 * n + k) for k in range(2)})
-    flood = {str(k): group_by_hand(1000 + k) for k in range(10_000 if not parts else 500)}
-    if parts:  # 500 files of their own, and 9,500 that repeat the first
-        for k, group in flood.items():
-            store.publish(1, 0, "flood", {}, {k: group}, part=int(k), parts=10_000)
-        folder = store.base / "rollouts/round_000001/stage_0/flood"
-        for k in range(500, 10_000):
-            os.link(folder / "0000.json", folder / f"{k:04d}.json")
-    else:
-        store.publish(1, 0, "flood", {}, flood)
-    drawn, began, tried = Counter(), time.monotonic(), 60
+    write_anything(store, 1, "flood", [group_by_hand(1000 + k % 200) for k in range(count)])
+    drawn, tried = Counter(), 60
     with at_most(120):
-        first = run = reading_run(tmp_path, NUM_TRANSPLANT_TREES="5")
+        first = reading_run(tmp_path, NUM_TRANSPLANT_TREES="5")
+        assert ((1, 0, "flood") in first.swarm.rollouts) == is_read, "a file may hold 4,096 groups"
         for seed in range(tried):
-            drawn.update(r.key[2] for r in sample_external(run, run.nodes[0], 2, 0)[0])
-            run = reading_run(tmp_path, SEED=str(seed), NUM_TRANSPLANT_TREES="5")
-            run.store, run.verified = first.store, first.verified  # what was read once is not read again
-    if not parts:
-        assert drawn["flood"] == 0, "more groups than a file may hold"
-    assert drawn.total() == tried * 5 and drawn["flood"] < tried * 5 * 0.3, (
-        "two of ten in the pool: a fifth of what is drawn"
-    )
-    print(dict(drawn), f"{time.monotonic() - began:.1f} s")
+            config = replace(first.config, SEED=seed)
+            run = replace(first, config=config, nodes=[Node("n1", None, None)])  # what was read stays read
+            drawn.update(r.key[2] for r in sample_external(run, run.nodes[0], 2, 0))
+    assert drawn.total() == tried * 5 and (drawn["flood"] > 0) == is_read
+    assert drawn["flood"] < tried * 5 * 0.3, "two of ten in the pool: a fifth of what is drawn"
+    print(dict(drawn))
 
 
-# -------- What a stranger's text may do ------------------------------------------------------------------------------
+def write_anything(store, round_: int, node: str, groups: list[dict]) -> None:
+    """A rollout file as only a stranger writes it: DriveStore.publish checks its own."""
+    data = {"format": 1, "peer_id": node, "round": round_, "stage": 0, "timestamp": 1.0}
+    data["rollouts"] = {str(k): group for k, group in enumerate(groups)}
+    store.write_once(f"{stage_folder('rollouts', round_, 0)}/{node}.json", data)
 
-watched = []
+
+# -------- What a stranger's text may do -------------------------------------------------------------------
+
+ARMED, watched = False, []
+EVENTS = "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import".split()
 sys.addaudithook(
-    lambda event, arguments: (
-        watched is not None and ARMED and event in EVENTS and watched.append((event, arguments[:1]))
-    )
-)
-ARMED, EVENTS = (
-    False,
-    (
-        "exec",
-        "compile",
-        "open",
-        "os.system",
-        "subprocess.Popen",
-        "os.exec",
-        "os.fork",
-        "socket.connect",
-        "import",
-    ),
+    lambda event, arguments: ARMED and event in EVENTS and watched.append((event, arguments[:1]))
 )
 payloads = st.sampled_from([
     "__import__('os').system('touch PWNED')", "open('PWNED','w')", "().__class__.__base__.__subclasses__()", "exec('1')", "{{7*7}}", "${jndi:ldap://x}",
@@ -844,10 +654,10 @@ payloads = st.sampled_from([
 @pytest.fixture(scope="module")
 def warm():
     """One question of every task, scored once: imports and caches are warm before anything is watched."""
-    questions = [sapo.make_question(task, seed) for task in TASK_TABLE for seed in (3, 99)]
+    questions = [make_question(task, seed) for task in TASK_TABLE for seed in (3, 99)]
     for question in questions:
         for text in (question.answer, "1", "x ∧ y", "1/2", "[[1]]"):
-            sapo.score(question, f"<answer>{text}</answer>"), CODEC.prompt(question)
+            score(question, f"<answer>{text}</answer>"), CODEC.prompt(question)
     return questions
 
 
@@ -861,66 +671,43 @@ def warm():
 def test_no_completion_is_evaluated_or_opens_anything(warm, data, which, form, kind):
     global ARMED
     question = warm[which]
-    pieces = data.draw(
-        st.lists(payloads | st.just(question.answer) | st.text(max_size=10), min_size=2, max_size=2)
-    )
+    piece = payloads | st.just(question.answer) | st.text(max_size=10)
+    pieces = data.draw(st.tuples(piece, piece))
     texts = [f"<answer>{form.format(*pieces)}</answer>", "".join(pieces)]
     raw = {"task": question.task, "seed": question.seed, "prompt": question.text, "key": (0, 0, "p", 0)}
     raw["completions"] = [{"response": text, "finished": True} for text in texts]
-    run = SimpleNamespace(
-        tasks=list(TASK_TABLE),
-        codec=replace(CODEC, max_completion=10**5),
-        config=SimpleNamespace(REWARD=kind),
-    )
+    codec, config = replace(CODEC, max_completion=10**5), SimpleNamespace(REWARD=kind)
+    run = SimpleNamespace(tasks=list(TASK_TABLE), codec=codec, config=config)
     watched.clear()
     ARMED = True
     try:
-        rollout = verify_uncached(run, raw)
+        rollout = verify(run, raw)
     finally:
         ARMED = False
     assert watched == []
     assert all(0 <= reward <= 1 for reward in rollout.group.rewards) and rollout.texts == texts
 
 
-CONTROLS = [
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|endoftext|>",
-    "[INST]",
-    "</s>",
-    "<s>",
-    "<|eot_id|>",
-    "<start_of_turn>",
-    "<tool_call>",
-    "<pad>",
-]
-CHAT = tiny_codec(
-    0,
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n",
-    CONTROLS,
-)
+CONTROLS = "<|im_start|> <|im_end|> <|endoftext|> [INST] </s> <s> <|eot_id|> <start_of_turn> <tool_call> <pad>".split()
+TEMPLATE = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}<|im_start|>assistant
+"""
+CHAT = tiny_codec(0, TEMPLATE, CONTROLS)
 
 
 @settings(many, max_examples=1000)
 @given(st.lists(st.sampled_from([*CONTROLS, "<eos>", "<unk>", "system\n", "assistant\n", "\n", "<answer>", "</answer>", "{{ m }}", "{% raw %}"]) | st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=6), min_size=1, max_size=12).map("".join), st.booleans())  # fmt: skip
 def test_control_tokens_of_any_template_are_plain_text_in_a_strangers_completion(text, finished):
     controls = set(CHAT.tokenizer.convert_tokens_to_ids([*CONTROLS, "<eos>", "<unk>"]))
-    question = sapo.make_question(TASKS[0], 1)
+    question = make_question(TASKS[0], 1)
     before = CHAT.prompt(question)
-    raw = {
-        "task": TASKS[0],
-        "seed": 1,
-        "prompt": question.text,
-        "key": (0, 0, "p", 0),
-        "completions": [{"response": text, "finished": finished}] * 2,
-    }
-    rollout = verify_uncached(
-        SimpleNamespace(tasks=TASKS, codec=CHAT, config=SimpleNamespace(REWARD="exact")), raw
-    )
+    raw = {"task": TASKS[0], "seed": 1, "prompt": question.text, "key": (0, 0, "p", 0)}
+    raw["completions"] = [{"response": text, "finished": finished}] * 2
+    rollout = verify(SimpleNamespace(tasks=TASKS, codec=CHAT, config=SimpleNamespace(REWARD="exact")), raw)
     if isinstance(rollout, str):
-        assert rollout.startswith("completion empty or over") and (
-            text == "" and not finished or len(text) > 200
-        )
+        assert rollout.startswith("completion empty or over")
+        assert (text == "" and not finished) or len(text) > 200
         return
     for ids in rollout.group.completions:
         body = ids[:-1] if finished else ids
@@ -932,30 +719,28 @@ def test_control_tokens_of_any_template_are_plain_text_in_a_strangers_completion
 @pytest.mark.parametrize("piece", ["x", "<answer>", " ", "9", "\U0001f600", "(", "</answer>", "<eos>"])
 def test_a_million_characters_cost_bounded_time_and_memory(tmp_path, piece, length):
     text = (piece * length)[:length]
-    groups = [group_by_hand(seed) for seed in range(2)]
-    groups[0]["completions"] = [{"response": text, "finished": True}] * 4
+    long = group_by_hand(0, completions=[{"response": text, "finished": True}] * 4)
     store = DriveStore(tmp_path, "x", "writer")
     store.create()
-    store.publish(1, 0, "p", {}, {str(k): group for k, group in enumerate(groups)})
-    began = time.process_time()
+    write_anything(store, 1, "p", [long, group_by_hand(1)])
+    began, fits = time.process_time(), length == MAX_RESPONSE_CHARS
     tracemalloc.start()
     run = reading_run(tmp_path)
-    drawn, figures = sample_external(run, run.nodes[0], 2, 0)
+    drawn = sample_external(run, run.nodes[0], 2, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert figures["rejected"] == 1 and len(drawn) == (
-        length == MAX_RESPONSE_CHARS
-    )  # one group, or the whole file
-    reasons = ("over 256 tokens",) if length == MAX_RESPONSE_CHARS else ("response too long", "larger than")
-    assert [any(reason in text for reason in reasons) for _, text in run.log.events] == [True]
+    assert len(drawn) == fits, "one group is refused, or the whole file"
+    reasons = ("over 256 tokens",) if fits else ("response over", "larger than")
+    told = [text for kind, text in run.log.events if kind == "reject"]
+    assert len(told) == 1 and any(reason in told[0] for reason in reasons)
     assert peak < 200 << 20 and time.process_time() - began < 20
     began = time.process_time()
     for task in TASK_TABLE:  # a model of one's own may write as much
-        assert sapo.score(sapo.make_question(task, 3), text) == 0
+        assert score(make_question(task, 3), text) == 0
     assert time.process_time() - began < 20
 
 
-# -------- The warm start ------------------------------------------------------------------------------------------------
+# -------- The warm start ----------------------------------------------------------------------------------
 
 TENSORS = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
 WEIGHTS = safetensors_save(TENSORS)
@@ -972,32 +757,48 @@ class TwoTensors(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.zeros(4))
-        self.config = SimpleNamespace(vocab_size=7)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=7))
 
-    def tie_weights(self):
-        pass
+
+def start_warm(root, patch) -> TwoTensors:
+    """A model that went through load_warm_start, where training does nothing and waiting takes no time."""
+    ticks = itertools.count(0, 100)
+    patch.setattr(sapo, "warm_start", lambda *_: None)
+    patch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda seconds: None))
+    environ = {"NODE_ID": "n", "GDRIVE_PATH": str(root), "MODEL_NAME": "tiny", "WARM_START_STEPS": "1"}
+    model = TwoTensors()
+    sapo.load_warm_start(read_config(environ)[0], model, None, TASKS, lambda text: None)
+    assert next(ticks) < 2000, "no claim holds up a start for longer than ten minutes"
+    return model
 
 
 @settings(many, max_examples=400)
 @given(weight_files)
 def test_any_warm_start_file_is_loaded_replaced_or_refused_by_name(tmp_path_factory, content):
-    root = tmp_path_factory.getbasetemp() / "warm start"
-    path = root / "any.safetensors"
-    root.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    weights = sapo.read_weights(path, 10**6)
+    root, weights = tmp_path_factory.getbasetemp() / "warm start", unpack_weights(content)
     assert weights is None or all(w.is_floating_point() and torch.isfinite(w).all() for w in weights.values())
-    assert sapo.read_weights(path, len(content) - 1) is None
-    config = read_config(
-        {"NODE_ID": "n", "GDRIVE_PATH": str(root), "MODEL_NAME": "tiny", "WARM_START_STEPS": "1"}
-    )[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sapo, "warm_start", lambda *_: None)
-        sapo.load_warm_start(TwoTensors(), None, config, TASKS, str)
+        start_warm(root, patch)
         [made] = (root / "warmstart").glob("*.safetensors")
         made.write_bytes(content)
-        model = TwoTensors()
-        with contextlib.suppress(StoreError):
-            sapo.load_warm_start(model, None, config, TASKS, str)
+        try:
+            model = start_warm(root, patch)
             assert all(torch.isfinite(w).all() for w in model.state_dict().values())
+            assert unpack_weights(made.read_bytes()) is not None, "a damaged one was replaced"
+        except StoreError as error:
+            assert made.name in str(error)
+        made.unlink()
+
+
+@settings(many, max_examples=200)
+@given(mutants(b'{"host": "h", "boot_id": null, "pid": 1, "pid_start": "1"}'))
+def test_whatever_a_claim_says_the_warm_start_is_made_after_ten_minutes_at_most(tmp_path_factory, content):
+    root = tmp_path_factory.getbasetemp() / "claims"
+    with pytest.MonkeyPatch.context() as patch:
+        start_warm(root, patch)
+        [made] = (root / "warmstart").glob("*.safetensors")
+        made.unlink()
+        made.with_suffix(".claim").write_bytes(content)
+        start_warm(root, patch)
+        assert unpack_weights(made.read_bytes()) is not None
         made.unlink()
