@@ -33,7 +33,7 @@ class Life:
     """Who is alive: a node of which anything new was seen within `stale_after` seconds.
 
     Judged by when *this* reader first saw it, on its own monotonic clock: the nodes' clocks need not agree.
-    Only at the first look does a timestamp count: what says that it is an hour old is not taken for fresh.
+    Timestamps count at the first look only, so that an hour-old file does not look fresh.
     """
 
     def __init__(self, store, stale_after: float):
@@ -157,8 +157,8 @@ class Swarm:
     """What this process knows of the shared folder. A daemon thread looks at it and writes what is queued.
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
-        main thread    round, state; hands over work with post, publish and open
-        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; it alone calls the store
+        main thread    round, state; with `publish` its own rollouts, with `open` the clock
+        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; it alone uses the store
         hub threads    nothing here (uploads, see `push_to_hub` in sapo.py)
 
     nodes: {id: session} of this process. seat: the coordinator's name. max_peers: 0 if nothing is drawn from
@@ -289,6 +289,7 @@ class Swarm:
         self.flush_log()
         for node in self.nodes:
             self.post(self.store.heartbeat, node, self._beat(node))
+        self.post(self.store.delete, self.store.tmp)
         self._closing = True
         self._wake.set()
         if self._thread.ident is not None:

@@ -3,8 +3,8 @@
 Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) has a name that is
             used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file or the
             whole one. The first complete one counts; a second writer leaves it as it is.
-Rewritten   current_state.json and heartbeats are for people; logs are appended. On a mounted drive such files
-            may arrive late or never: nothing depends on them alone.
+Rewritten   current_state.json is for people, heartbeats are one sign of life among others; logs are appended.
+            On a mounted drive such files may arrive late or never: nothing depends on them alone.
 Tolerant    A stranger may write anything. Readers bound size, type and depth; they parse or raise BadFile.
             One's *own* unreadable state is a StoreError, never "round 0".
 Inside      No read, write, rename or delete leaves the folder: no part of a path is followed if it is a link.
@@ -57,7 +57,7 @@ class BadFile(ValueError):
 
 
 def check_name(name: str, variable: str) -> str:
-    """Return `name` if it is safe as a file name everywhere, else raise ValueError. Paths are built of it."""
+    """Return `name` if it is safe as a file name everywhere, else raise ValueError: it is put into paths."""
     for_windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
     if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or for_windows:
         allowed = "1 to 64 letters, digits, '.', '_', '-', no '.' at either end, no name of Windows' own"
@@ -270,7 +270,7 @@ class DriveStore:
             if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
                 os.unlink(name, dir_fd=folder)
             else:
-                with contextlib.suppress(RecursionError):  # a stranger's thousand folders in one another stay
+                with contextlib.suppress(RecursionError):  # folders nested too deep to delete are left
                     shutil.rmtree(name, dir_fd=folder)  # goes by descriptors too, and refuses a link
         if prune:
             outer, _, inner = parent.rpartition("/")
@@ -278,7 +278,7 @@ class DriveStore:
                 os.rmdir(inner, dir_fd=folder)
 
     def can_write(self) -> bool:
-        """Whether the folder takes a small file now. Then a failing write has a reason of its own path."""
+        """Whether the folder takes a small file now: then a write that fails does so for its own path."""
         with contextlib.suppress(OSError):
             return self.write(f"{self.tmp}/probe", b"probe")
         return False
@@ -332,7 +332,7 @@ class DriveStore:
             self.rewrite("state/current_state.json", state)
 
     def clock(self) -> tuple[int, set[str]]:
-        """(highest open round, who opened it) or (-1, nobody). The names are the facts: one listing."""
+        """(highest open round, who opened it) or (-1, nobody). Only names count, so one listing is enough."""
         opened = {}
         for name in self.names("state/rounds"):
             if match := re.fullmatch(r"round_(\d{6})\.([\w.-]+)\.json", name, re.ASCII):

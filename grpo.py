@@ -8,7 +8,7 @@ Symbols, the same in code, log and README:
     G  completions of one question          T  completion length in tokens (right-padded)
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
 
-Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1); 1, 2, 4 as in SAPO:
+Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2, 4 are SAPO's:
 1. no KL penalty and no reference model;
 2. asymmetric clipping, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1);
 3. the default loss is a mean over all tokens of the batch (DAPO, section 3.3), not over completions;
@@ -158,7 +158,7 @@ def update(
         (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
-            print("non-finite gradient: this step is skipped", flush=True)
+            print("non-finite gradient: the rest of this update is skipped", flush=True)
             break
         # (1, 1): without a second try, because half of the weights may have moved
         halving_on_oom(lambda _: optimizer.step(), 1, 1, "the optimizer's step")
@@ -212,7 +212,7 @@ def sample_tokens(logits, noise, temperature: float):
     """One token per row by inverting the cumulative distribution: the first id where it exceeds the noise.
 
     logits: (B, V) float32; noise: (B,) uniform in [0, 1). The full softmax at `temperature`, no top-k or
-    top-p: the loss scores the same distribution. Noise from outside: a draw does not depend on its batch.
+    top-p: the loss scores the same distribution. The noise is an argument: a draw depends on no other.
     """
     cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
     target = noise.unsqueeze(1) * cumulative[:, -1:]  # the last entry is 1 up to rounding
@@ -227,7 +227,7 @@ def generate(
     """Sample G completions of each of N prompts: N lists of G lists of ids, with the EOS that was sampled.
 
     A completion ends with any of eos_ids, or where answered(its ids so far) is true, if that is given.
-    rng: a CPU torch.Generator. max_rows: completions decoded together (None: all), never a part of a group;
+    rng: a CPU torch.Generator. max_rows: completions decoded together (None: all), a group is never split;
     the tokens do not depend on it but for rounding, because each row has its own column of noise.
     """
     rows = len(prompts) * num_generations

@@ -134,7 +134,7 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
 def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
-        run.stop.check()  # later in a round weights have begun to change: then it is finished
+        run.stop.check()  # only here: once weights have changed, the round is finished first
     questions = []
     for i in range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE):
         seed = stream_seed(run.config, node.id, t, stage, "question", i)
@@ -240,7 +240,7 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> list[Rollout]:
 
 
 def wait_for_peers(run: Run, t: int, stage: int) -> None:
-    """Until the peers that published the round before have published this one, or FETCH_TIMEOUT_SECONDS."""
+    """Wait for the peers that published the round before, FETCH_TIMEOUT_SECONDS at most."""
     swarm, config = run.swarm, run.config
     last_stage = config.MAX_STAGES - 1
     if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < last_stage:
@@ -307,7 +307,7 @@ def verify(run: Run, raw: dict) -> Rollout | str:
         return "prompt differs from the question"
     texts, finished = zip(*((c["response"], c["finished"]) for c in raw["completions"]), strict=True)
     completions = []
-    for text, done in zip(texts, finished, strict=True):  # the first that does not fit ends it: that is cheap
+    for text, done in zip(texts, finished, strict=True):  # stop at the first that is too long
         completions.append(run.codec.completion(text, done))
         if not 1 <= len(completions[-1]) <= run.codec.max_completion:
             return f"completion empty or over {run.codec.max_completion} tokens here"
@@ -317,7 +317,7 @@ def verify(run: Run, raw: dict) -> Rollout | str:
 
 
 def policy_gradient(run: Run, node: Node, external: list[Rollout]) -> None:
-    """Step 5: one GRPO update on own and external groups alike. Of the own ones I, informative ones first."""
+    """Step 5: one GRPO update on I own groups, informative ones first, and the external ones alike."""
     config, began = run.config, time.monotonic()
     local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
     stats = update(
@@ -361,7 +361,7 @@ class Ended(Exception):
 
 
 def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one: the clock's, after whatever was missed."""
+    """The round to work on now, None after the last one. Rounds that were missed meanwhile are skipped."""
     config, own = run.config, run.done + 1
     t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
     if t >= config.MAX_ROUNDS:
@@ -440,7 +440,8 @@ class StopButton:
     """A flag, set by a first signal and looked at between a round's steps. A second signal exits at once."""
 
     def __init__(self):
-        self.requested, self._since, self._old = False, 0.0, {}
+        self.requested = self.twice = False
+        self._since, self._old = 0.0, {}
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
@@ -459,6 +460,7 @@ class StopButton:
     def _on_signal(self, number, frame) -> None:
         if self.requested:
             if time.monotonic() - self._since > 0.5:  # one key press may arrive twice
+                self.twice = True
                 raise KeyboardInterrupt
             return
         self.requested, self._since = True, time.monotonic()
@@ -973,6 +975,7 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
             waited_until = time.monotonic() + 600
             say(f"another node makes the warm start; waiting up to 10 minutes (delete {claim} if it is dead)")
         time.sleep(0.0 if mine else 0.5)
+    shared.delete(shared.tmp)
     if not load_weights(model, weights):
         raise StoreError(f"{shared.base / path} does not fit the model; delete it and start again")
 
@@ -1014,7 +1017,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
         return str(how)
     finally:
-        close(run)
+        if not stop.twice:
+            close(run)
 
 
 def new_node(node_id: str, model, config: Config, session: str) -> Node:
