@@ -8,7 +8,7 @@ Symbols, the same in code, log and README:
     G  completions of one question          T  completion length in tokens (right-padded)
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
 
-Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2, 4 are SAPO's:
+Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1); 1, 2, 4 as in SAPO:
 1. no KL penalty and no reference model;
 2. asymmetric clipping, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1);
 3. the default loss is a mean over all tokens of the batch (DAPO, section 3.3), not over completions;
