@@ -675,7 +675,8 @@ def read_config(environ) -> tuple[Config, list[str]]:
     config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
     for name in ("EXPERIMENT_NAME", "NODE_ID"):
         try:
-            check_name(getattr(config, name) + "_0" * (name == "NODE_ID" and config.LOCAL_NODES > 1), name)
+            several = name == "NODE_ID" and config.LOCAL_NODES > 1
+            check_name(getattr(config, name) + f"_{config.LOCAL_NODES - 1}" * several, name)
         except ValueError as error:
             mistakes.append(str(error))
     if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
@@ -963,12 +964,16 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
         with contextlib.suppress(OSError, BadFile):
             if is_known_dead(shared.read(claim) or {}):
                 shared.delete(claim)
-        mine = shared.write_once(claim, process_identity())
+        mine = True
+        with contextlib.suppress(OSError):  # a folder in the claim's place: then everybody makes it
+            mine = shared.write_once(claim, process_identity())
         if mine or (waited_until and time.monotonic() > waited_until):
             try:
                 warm_start(model, codec, config, tasks, say)
-                data = pack_weights(model)
-                shared.write(path, data, keep=lambda old: unpack_weights(old) is not None)
+                shared.write(path, pack_weights(model), keep=lambda old: cached() is not None)
+            except OSError as error:
+                say(f"the warm start cannot be shared, this node goes on with its own: {error}")
+                return
             finally:
                 shared.delete(claim)
         elif waited_until is None:
