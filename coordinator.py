@@ -437,18 +437,21 @@ class Swarm:
 # -------- The role that opens rounds --------------------------------------------------------------
 
 
-def write_winners(store, round_: int, limit: int = 100) -> dict[str, float]:
-    """winners/round_000012.json: mean reward of every node (of the first `limit`), the best first."""
+def mean_rewards(store, round_: int, limit: int = 100) -> dict[str, float]:
+    """{node: its mean reward in a round} of the first `limit` nodes, the best first."""
     rewards = {}
     for stage in store.stages("rewards", round_):
         for node in store.nodes("rewards", round_, stage)[:limit]:
             if data := store.reward(round_, stage, node):
                 rewards.setdefault(node, []).append(data["reward"])
     best_first = sorted(((sum(each) / len(each), node) for node, each in rewards.items()), reverse=True)
-    means = {node: mean for mean, node in best_first}
-    if means:
+    return {node: mean for mean, node in best_first}
+
+
+def write_winners(store, round_: int) -> None:
+    """winners/round_000012.json, for people."""
+    if means := mean_rewards(store, round_):
         store.write_once(f"winners/round_{round_:06d}.json", means)
-    return means
 
 
 def first_round(store, by: str) -> int:
@@ -540,8 +543,9 @@ class Coordinator:
         return submitted, [n for n in self.life.sessions if n != self.seat and self.life.is_live(n)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
-        """One line for a round that has ended, and its winners' file."""
-        means = write_winners(self.store, round_)
+        """One line for a round that has ended; its winners' file is written by the Swarm's thread."""
+        means = mean_rewards(self.store, round_)
+        self.swarm.post(write_winners, self.store, round_)
         reward = f"reward {statistics.fmean(means.values()):.2f}" if means else "no reward"
         behind = f" | late: {' '.join(late)[:40]}" if late else ""
         per_round = (time.monotonic() - self.began) / max(1, round_ + 1 - self.first)

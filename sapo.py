@@ -1125,7 +1125,8 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
 
     def each_round(round_):
         if config.ROLLOUT_CLEANUP_ENABLED:  # workers clean up after themselves; this is for those long gone
-            store.retire_rollouts(round_ - 2 * rounds_to_keep(config), config.ROLLOUT_ARCHIVE_OLD)
+            before = round_ - 2 * rounds_to_keep(config)
+            swarm.post(store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
 
     coordinator = Coordinator(
         swarm, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1, strategy=config.ROUND_ADVANCE,

@@ -831,8 +831,8 @@ def test_peers_are_drawn_at_random_never_the_first_of_the_listing(drive):
     for peer, round_ in itertools.product("abcdefghijkl", range(8)):
         write_peer(drive, "listing", peer, [group_by_hand(1000 * round_ + ord(peer))], round_)
     settings = dict(MAX_ROUNDS=8, FETCH_MAX_PEERS=2, ROLLOUT_MAX_AGE=100, NUM_TRANSPLANT_TREES=1, **UNTRAINED)
-    assert swarm(drive, "listing", LOCAL_NODES=1, NODE_ID="node", **settings) == 0
-    assert {key[2] for key in state_of(drive, "listing")["node"]["trained"]} - {"a", "b"}
+    assert swarm(drive, "listing", **settings) == 0
+    assert {key[2] for key in state_of(drive, "listing")["node_0"]["trained"]} - {"a", "b"}
 
 
 def test_own_rollouts_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):

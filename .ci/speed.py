@@ -1,18 +1,27 @@
-"""How fast this is: beside TRL's GRPOTrainer, beside GenRL's way to generate, and beside the model's bare forward passes.
+"""How fast this is: beside TRL's GRPOTrainer, beside GenRL's way to generate, beside bare forward passes.
 
-Not part of the gate: it wants an idle machine, and an environment of its own for TRL, which this project does not need.
+Not part of the gate: it wants an idle machine, and for TRL an environment of its own, which this project does
+not need.
 
     python -m venv trl && trl/bin/pip install torch transformers reasoning-gym trl
     trl/bin/python .ci/speed.py compare arith MODEL     MODEL: a local folder or Hugging Face id, or tiny
     trl/bin/python .ci/speed.py generation arith MODEL
-    trl/bin/python .ci/speed.py round                   what a round of `tiny` costs beside generation and update
-    trl/bin/python .ci/speed.py fetch                   what fetching costs with 8, 100 and 1000 peers
+    trl/bin/python .ci/speed.py machine arith MODEL     what this machine does: tokens per second, memory,
+    store trl/bin/python .ci/speed.py round                   what a round of `tiny` costs beside generation
+    and update trl/bin/python .ci/speed.py fetch                   what fetching costs with 8, 100 and 1000
+    peers
 
-Settings: arith (basic_arithmetic) and paper (its nine tasks) with 4 questions x 8 completions x 64 tokens, tiny (its eight
-tasks) with 8 x 8 x 10. float32, two threads, one optimizer step, the same questions for all programs, every second
-completion of a group rewarded. Environment: REPETITIONS (of each program, in alternating order: 2), STEPS (measured in
-each of them, after one that warms up: 3), ROWS (MICRO_BATCH_SIZE), TRL_ROWS (its per_device_train_batch_size, the rest by gradient
-accumulation; all at once needs more than 24 GB in the setting paper), NO_EOS (nothing ends a completion), GIVE_BACK (without keep_freed_memory).
+Settings: arith (basic_arithmetic) and paper (its nine tasks) with 4 questions x 8 completions x 64 tokens,
+tiny (its eight tasks) with 8 x 8 x 10. float32, two threads, one optimizer step, the same questions for all
+programs, every second completion of a group rewarded. Environment:
+    REPETITIONS   of each program, in alternating order (2)
+    STEPS         measured in each of them, after one that warms up (3)
+    ROWS          MICRO_BATCH_SIZE
+    TRL_ROWS      its per_device_train_batch_size, the rest by gradient accumulation; all at once needs more
+    than
+                  24 GB in the setting paper
+    NO_EOS        nothing ends a completion
+    GIVE_BACK     without keep_freed_memory
 """
 
 import contextlib
@@ -36,13 +45,15 @@ os.environ.update(
 import torch
 
 import sapo
-from grpo import Group, generate, left_pad, update
+from drive_store import DriveStore
+from grpo import PAPER_TASKS, SMALL_TASKS, Group, generate, keep_freed_memory, left_pad, load_model
+from grpo import lucky_question, new_optimizer, rows_that_fit, update
 
 G, LEARNING_RATE, BETAS = 8, 1e-6, (0.9, 0.95)
 SETTINGS = {
     "arith": (["basic_arithmetic"], 4, 64),
-    "paper": (sapo.PAPER_TASKS, 4, 64),
-    "tiny": (sapo.SMALL_TASKS, 8, 10),
+    "paper": (PAPER_TASKS, 4, 64),
+    "tiny": (SMALL_TASKS, 8, 10),
 }
 REPETITIONS, STEPS = int(os.environ.get("REPETITIONS", 2)), int(os.environ.get("STEPS", 3))
 
@@ -56,10 +67,10 @@ def load(setting: str, model_name: str):
     })  # fmt: skip
     rng = random.Random(1)
     steps = [
-        [sapo.make_question(rng.choice(tasks), rng.randrange(10**6)) for _ in range(questions)]
+        [lucky_question(rng.choice(tasks), rng.randrange(10**6)) for _ in range(questions)]
         for _ in range(STEPS + 1)
     ]
-    return config, *sapo.load_model(config, list(tasks)), steps
+    return config, *load_model(config, list(tasks)), steps
 
 
 def report(steps: list[dict], prompts) -> None:
@@ -68,43 +79,63 @@ def report(steps: list[dict], prompts) -> None:
     print(json.dumps({"steps": steps[1:], "peak_gb": peak, "prompts": prompts}), flush=True)
 
 
-def run_ours(setting: str, model_name: str, seed: int) -> None:
-    if not os.environ.get("GIVE_BACK"):
-        sapo.keep_freed_memory()
-    config, model, codec, batches = load(setting, model_name)
-    node = sapo.new_node("ours", model, config, "")
-    model, optimizer = node.model, node.optimizer
-    rng, rows, steps, seen = torch.Generator().manual_seed(seed), sapo.rows_that_fit(model, config)[0], [], []
+def our_steps(config, model, codec, batches, seed: int) -> tuple[list[dict], list]:
+    """What each step took, and its prompts."""
+    optimizer = new_optimizer(model, config)
+    rng, rows, steps, seen = torch.Generator().manual_seed(seed), rows_that_fit(model, config)[0], [], []
+    rewards = [float(i % 2) for i in range(G)]  # made up, so that every group has something to train on
     for questions in batches:
-        began = time.perf_counter()
-        prompts = [codec.prompt(q) for q in questions]
-        completions = generate(
-            model, prompts, G, config.MAX_NEW_TOKENS, 1.0, codec.eos_ids, rng, codec.eos_id
-        )
+        began, prompts = time.perf_counter(), [codec.prompt(q) for q in questions]
+        some = (model, prompts, G, config.MAX_NEW_TOKENS, 1.0, codec.eos_ids, rng, codec.eos_id)
+        completions = generate(*some)
         generated = time.perf_counter()
-        groups = [
-            Group(p, group, [float(i % 2) for i in range(G)])
-            for p, group in zip(prompts, completions, strict=True)
-        ]
-        update(
-            model, optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS, max_rows=rows, pad_id=codec.eos_id
-        )
+        groups = [Group(p, group, rewards) for p, group in zip(prompts, completions, strict=True)]
+        limits = {"max_new_tokens": config.MAX_NEW_TOKENS, "max_rows": rows, "pad_id": codec.eos_id}
+        update(model, optimizer, groups, **limits)
         ended = time.perf_counter()
         tokens = sum(len(c) for group in completions for c in group)
-        steps.append(
-            {
-                "step": ended - began,
-                "generation": generated - began,
-                "update": ended - generated,
-                "tokens": tokens,
-            }
-        )
+        took = {"step": ended - began, "generation": generated - began, "update": ended - generated}
+        steps.append({**took, "tokens": tokens})
         seen.append(prompts)
-    report(steps, seen)
+    return steps, seen
+
+
+def run_ours(setting: str, model_name: str, seed: int) -> None:
+    if not os.environ.get("GIVE_BACK"):
+        keep_freed_memory()
+    report(*our_steps(*load(setting, model_name), seed))
+
+
+def machine(setting: str, model_name: str) -> None:
+    """Tokens per second, seconds per round, peak memory, and milliseconds of a local folder."""
+    keep_freed_memory()
+    config, model, codec, batches = load(setting, model_name)
+    steps = our_steps(config, model, codec, batches, 0)[0][1:]  # the first one warms up
+    tokens, generating, training, each = (
+        statistics.median(step[key] for step in steps) for key in ("tokens", "generation", "update", "step")
+    )
+    publishing, fetching = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        store = DriveStore(folder, "x", "me")
+        store.create()
+        for t in range(20):
+            groups = {str(i): a_group(100 * t + i) for i in range(len(batches[0]))}
+            began = time.perf_counter()
+            store.publish(t, 0, "me", {}, groups)
+            published = time.perf_counter()
+            store.fetch(t, 0, "me")
+            publishing.append(1000 * (published - began))
+            fetching.append(1000 * (time.perf_counter() - published))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    publish_ms, fetch_ms = statistics.median(publishing), statistics.median(fetching)
+    print(f"{model_name} on {config.DEVICE}, {setting}: {len(batches[0])} questions x {G} completions")
+    print(f"generated {tokens / generating:.0f} tokens/s, trained {tokens / training:.0f} tokens/s")
+    print(f"a round {each:.2f} s, {peak:.2f} GB at the peak")
+    print(f"store {publish_ms:.1f} ms to publish, {fetch_ms:.1f} ms to fetch (a temporary folder)")
 
 
 def run_trl(setting: str, model_name: str, seed: int) -> None:
-    """A step: from the end of one optimizer step to the end of the next. Generation: all of _generate_single_turn."""
+    """A step: from one optimizer step's end to the next's. Generation: all of _generate_single_turn."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -133,15 +164,17 @@ def run_trl(setting: str, model_name: str, seed: int) -> None:
     settings = GRPOConfig(
         output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, seed=seed, per_device_train_batch_size=rows,
         gradient_accumulation_steps=pieces, steps_per_generation=pieces, num_generations=G, num_iterations=1,
-        max_completion_length=config.MAX_NEW_TOKENS, temperature=1.0, top_p=1.0, top_k=0, beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
-        learning_rate=LEARNING_RATE, lr_scheduler_type="constant", warmup_steps=0, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
+        max_completion_length=config.MAX_NEW_TOKENS, temperature=1.0, top_p=1.0, top_k=0, beta=0.0,
+        loss_type="dapo", epsilon=0.2, epsilon_high=0.28, learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant", warmup_steps=0, adam_beta1=BETAS[0], adam_beta2=BETAS[1],
         max_steps=len(batches), gradient_checkpointing=False, shuffle_dataset=False, logging_strategy="no",
         save_strategy="no", report_to="none", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     texts = [codec.tokenizer.decode(codec.prompt(q)) for questions in batches for q in questions]
     trainer = Trainer(
-        model=model, reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))], args=settings,
-        train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=codec.tokenizer, callbacks=[Clock()],
+        model=model, reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+        args=settings, train_dataset=Dataset.from_dict({"prompt": texts}), processing_class=codec.tokenizer,
+        callbacks=[Clock()],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -217,7 +250,7 @@ def genrl(model, prompts, max_new_tokens: int, codec) -> int:
 
 
 def generation(setting: str, model_name: str) -> None:
-    """Milliseconds per generated token, the programs in alternating order; bare forwards never end a row early."""
+    """Milliseconds per generated token, in alternating order; bare forwards never end a row early."""
     config, model, codec, batches = load(setting, model_name)
     if os.environ.get("NO_EOS"):
         codec.eos_ids = {model.config.vocab_size}
@@ -245,26 +278,19 @@ def generation(setting: str, model_name: str) -> None:
 
 
 def rest_of_a_round(*_) -> None:
-    """The share of training that is neither generate() nor update(): prompts, scoring, verification, the folder, the log."""
+    """The share of training that is neither generate() nor update(): prompts, scores, the folder, the log."""
     seconds = dict.fromkeys(("generate", "update", "train"), 0.0)
     for name in seconds:
         setattr(sapo, name, timed(getattr(sapo, name), seconds, name))
-    model, nodes, rounds = (
-        os.environ.get("MODEL_NAME", "tiny"),
-        os.environ.get("LOCAL_NODES", "4"),
-        os.environ.get("MAX_ROUNDS", "150"),
-    )
+    given = {"MODEL_NAME": "tiny", "LOCAL_NODES": "4", "MAX_ROUNDS": "150"}
+    given |= {"NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4"}
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        given = {k: os.environ[k] for k in ("MAX_NEW_TOKENS", "TASKS") if k in os.environ}
-        sapo.main({
-            "GDRIVE_PATH": os.environ.get("GDRIVE_PATH", folder), "EXPERIMENT_NAME": f"speed-{time.time():.0f}", "MODEL_NAME": model, **given,
-            "LOCAL_NODES": nodes, "NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4", "MAX_ROUNDS": rounds,
-        })  # fmt: skip
+        given |= {"GDRIVE_PATH": folder, "EXPERIMENT_NAME": f"speed-{time.time():.0f}"}
+        given |= {k: os.environ[k] for k in (*given, "MAX_NEW_TOKENS", "TASKS") if k in os.environ}
+        sapo.main(given)
     seconds["rest"] = seconds["train"] - seconds["generate"] - seconds["update"]
-    print(
-        f"{model}, {nodes} nodes, {rounds} rounds: "
-        + ", ".join(f"{k} {s / seconds['train']:.1%}" for k, s in seconds.items())
-    )
+    shares = ", ".join(f"{k} {s / seconds['train']:.1%}" for k, s in seconds.items())
+    print("{MODEL_NAME}, {LOCAL_NODES} nodes, {MAX_ROUNDS} rounds: ".format(**given) + shares)
 
 
 def timed(function, seconds: dict, name: str):
@@ -279,67 +305,49 @@ def timed(function, seconds: dict, name: str):
 
 
 def fetch(*_) -> None:
-    """Step 4 of a round, J = 4, with 8, 100 and 1000 peers that have all published; and one listing of as many names."""
+    """Step 4 of a round, J = 4, with 8, 100 and 1000 peers that have all published; of it one look."""
     for peers in (8, 100, 1000):
         with tempfile.TemporaryDirectory() as folder:
-            config, _ = sapo.read_config(
-                {"MODEL_NAME": "tiny", "NUM_TRANSPLANT_TREES": "4", "NODE_ID": "me", "GDRIVE_PATH": folder}
-            )
-            writer = sapo.DriveStore(folder, "x", "writer")
-            writer.create()
+            config, _ = sapo.read_config({
+                "MODEL_NAME": "tiny", "NUM_TRANSPLANT_TREES": "4", "NODE_ID": "me", "GDRIVE_PATH": folder,
+                "EXPERIMENT_NAME": "x",
+            })  # fmt: skip
+            store, log = DriveStore(folder, "x", "me"), sapo.Log("me", "", "")
+            store.create()
             for peer in range(peers):
-                writer.register(f"p{peer}", "worker", {})
-                for t in range(6):
-                    writer.publish(
-                        t, 0, f"p{peer}", {}, {str(i): a_group(peers * t + peer * 7 + i) for i in range(4)}
-                    )
-            model, codec = sapo.load_model(config, sapo.SMALL_TASKS)
-            store, courier = sapo.DriveStore(folder, "x", "me"), sapo.Courier()
-            live = sapo.Liveness(store, 300)
-            run = sapo.Run(
-                config,
-                store,
-                courier,
-                codec,
-                live,
-                [],
-                sapo.Log("me"),
-                sapo.StopButton(),
-                list(sapo.SMALL_TASKS),
-                Path(folder),
-            )
+                store.register(f"p{peer}", "worker", {})
+                for t in range(7):
+                    groups = {str(i): a_group(peers * t + peer * 7 + i) for i in range(4)}
+                    store.publish(t, 0, f"p{peer}", {}, groups)
+            model, codec = load_model(config, SMALL_TASKS)
+            swarm = sapo.new_swarm(config, store, {"me": store.register("me", "worker", {})}, log)
             node = sapo.Node("me", model, None)
-            node.rollouts = [
-                sapo.Rollout(sapo.make_question("small_gcd", 1), Group([1], [[1]], [0.0]), ["x"], [True])
-            ]
-            live.refresh([])
-            took, listing = [], []
-            for t in range(1, 6):
-                began = time.perf_counter()
+            stop, tasks = sapo.StopButton(), list(SMALL_TASKS)
+            run = sapo.Run(config, store, swarm, codec, [node], log, stop, tasks, Path(folder))
+            began = time.perf_counter()
+            swarm.start()
+            first, took = time.perf_counter() - began, []
+            for t in range(1, 7):
+                swarm.round, began = t, time.perf_counter()
                 sapo.sample_external(run, node, t, 0)
                 took.append(time.perf_counter() - began)
-                began = time.perf_counter()
-                store.publishers(t, 0)
-                listing.append(time.perf_counter() - began)
-            courier.close(1.0)
-        middle = [1000 * statistics.median(each) for each in (took, listing)]
-        print(
-            f"{peers:5} peers: {middle[0]:.1f} ms to sample externals, {middle[1]:.1f} ms of it one listing"
-        )
+            swarm.close(5.0)
+        middle = 1000 * statistics.median(took)
+        print(f"{peers:5} peers: {middle:.0f} ms to sample externals, {1000 * first:.0f} ms the first look")
 
 
 def a_group(seed: int) -> dict:
-    q = sapo.make_question("small_gcd", seed)
-    completions = [
-        {"response": f"<answer>{q.answer if i < 4 else '?'}</answer>", "finished": True} for i in range(G)
-    ]
+    q = lucky_question("small_gcd", seed)
+    texts = [f"<answer>{q.answer if i < 4 else '?'}</answer>" for i in range(G)]
+    completions = [{"response": text, "finished": True} for text in texts]
     return {"task": q.task, "seed": q.seed, "prompt": q.text, "answer": q.answer, "completions": completions}
 
 
 if __name__ == "__main__":
     what, setting, model_name, seed = (*sys.argv[1:], *["", "tiny", "tiny", "0"][len(sys.argv) - 1 :])
     programs = {"ours": run_ours, "trl": run_trl}
-    roles = {"compare": compare, "generation": generation, "round": rest_of_a_round, "fetch": fetch}
+    roles = {"compare": compare, "generation": generation, "machine": machine}
+    roles |= {"round": rest_of_a_round, "fetch": fetch}
     if what not in programs | roles or setting not in SETTINGS:
         sys.exit(__doc__)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
