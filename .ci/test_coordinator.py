@@ -119,7 +119,7 @@ def test_the_clock_holds_round_0_until_the_first_reward_then_advances_and_finish
 
 
 def test_the_clock_waits_in_round_0_for_as_many_workers_as_are_expected_or_one_interval(tmp_path):
-    store, _, clock = start_clock(tmp_path, NUM_WORKERS=2, COORDINATOR_ROUND_INTERVAL=1.5)
+    store, ended, clock = start_clock(tmp_path, NUM_WORKERS=2, COORDINATOR_ROUND_INTERVAL=1.5)
     reward(store, 0)
     time.sleep(0.5)
     assert clock() == 0
@@ -127,6 +127,7 @@ def test_the_clock_waits_in_round_0_for_as_many_workers_as_are_expected_or_one_i
     reward(store, 1)
     until(lambda: clock() == 2)
     reward(store, 2)
+    until(lambda: ended)
 
 
 def test_the_clock_follows_others_never_rewinds_and_yields_to_a_newer_session(tmp_path):
@@ -165,7 +166,8 @@ def test_a_lost_clock_is_resumed_from_the_rewards_and_a_signal_ends_the_coordina
     if child == 0:
         os._exit(swarm(tmp_path, "x", NODE_ROLE="coordinator", MAX_ROUNDS=100))
     try:
-        until(lambda: store.clock()[0] == 12 and store.read_heartbeat(COORDINATOR))
+        until(lambda: store.clock()[0] >= 12 and store.read_heartbeat(COORDINATOR))
+        assert store.names("state/rounds")[0] == "round_000012.coordinator.json" and store.clock()[0] <= 13
     finally:
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
