@@ -287,7 +287,7 @@ class Swarm:
     def close(self, patience: float) -> int:
         """Write what is queued, end the thread; how many writes did not get through in `patience` seconds."""
         self.flush_log()
-        for node in self.nodes:
+        for node in [node for node, session in self.nodes.items() if session]:
             self.post(self.store.heartbeat, node, self._beat(node))
         self.post(self.store.delete, self.store.tmp)
         self._closing = True
@@ -338,7 +338,7 @@ class Swarm:
         """Heartbeats, log lines, and the queue in order. OSError if the folder takes no writes at all."""
         now = time.monotonic()
         if now >= self._next_beat:
-            for node in self.nodes:
+            for node in [node for node, session in self.nodes.items() if session]:
                 self._do(Job(self.store.heartbeat, (node, self._beat(node))))
             self._next_beat = now + self._beat_seconds
             self.flush_log()

@@ -255,7 +255,10 @@ class DriveStore:
         try:
             file = self.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, "r+b", make=True)
         except BadFile:  # rclone's default, without a cache: files are written whole or not at all
-            known = self.read_bytes(path, 4 * MAX_JSON_BYTES)
+            with self.open(path) as file:
+                if os.fstat(file.fileno()).st_nlink > 1:  # its other name may be anybody's file
+                    raise
+                known = file.read(4 * MAX_JSON_BYTES)
             self.write(path, known + b"\n" * (not known.endswith(b"\n")) + data)
             return
         with file:

@@ -223,7 +223,7 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> list[Rollout]:
     figures = {"external_pool": 0, "external_peers": 0, "rejected": 0}
     if wanted > 0:
         wait_for_peers(run, t, stage)
-        figures["rejected"] = sum(key[0] == t for key in run.swarm.refused)
+        figures["rejected"] = sum(key[0] == t for key in list(run.swarm.refused))
         rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
             pool = informative_pool(run, node, t - age, None if age else stage, rng, figures)
@@ -305,7 +305,7 @@ def verify(run: Run, raw: dict) -> Rollout | str:
         return "a question that cannot be made"
     if raw["prompt"] != question.text:
         return "prompt differs from the question"
-    texts, finished = zip(*((c["response"], c["finished"]) for c in raw["completions"]), strict=True)
+    texts, finished = ([c[name] for c in raw["completions"]] for name in ("response", "finished"))
     completions = []
     for text, done in zip(texts, finished, strict=True):  # stop at the first that is too long
         completions.append(run.codec.completion(text, done))
@@ -650,7 +650,10 @@ def parse_value(text: str, spec):
         return text
     try:
         value = words[text.lower()] if kind is bool else kind(text)  # never bool(text): bool("False") is True
-        is_allowed = text in allowed if allowed else low is None or low <= value <= high  # also refuses nan
+        is_allowed = not allowed or text in allowed
+        is_allowed = (
+            is_allowed and (low is None or low <= value) and (high is None or value <= high)
+        )  # no nan
     except (KeyError, ValueError):
         is_allowed = False
     if not is_allowed:
@@ -673,10 +676,11 @@ def read_config(environ) -> tuple[Config, list[str]]:
         if near := difflib.get_close_matches(name.upper(), specs, n=1, cutoff=0.88):
             warnings.append(f"{name} is not a variable of this program: did you mean {near[0]}?")
     config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
-    for name in ("EXPERIMENT_NAME", "NODE_ID"):
+    last = [f"{config.NODE_ID}_{config.LOCAL_NODES - 1}"] if config.LOCAL_NODES > 1 else []
+    for name, values in (("EXPERIMENT_NAME", [config.EXPERIMENT_NAME]), ("NODE_ID", [config.NODE_ID, *last])):
         try:
-            several = name == "NODE_ID" and config.LOCAL_NODES > 1
-            check_name(getattr(config, name) + f"_{config.LOCAL_NODES - 1}" * several, name)
+            for value in values:
+                check_name(value, name)
         except ValueError as error:
             mistakes.append(str(error))
     if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
@@ -943,7 +947,7 @@ def announce(config: Config, store: DriveStore, say) -> None:
         say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
 
 
-def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
+def load_warm_start(config: Config, model, codec: Codec, tasks, say, check_stop=lambda: None) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
     warmstart/<recipe>.safetensors is write-once; a claim file keeps the others from making it too. It is
@@ -961,6 +965,7 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
 
     waited_until = None
     while (weights := cached()) is None:
+        check_stop()
         with contextlib.suppress(OSError, BadFile):
             if is_known_dead(shared.read(claim) or {}):
                 shared.delete(claim)
@@ -975,12 +980,14 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say) -> None:
                 say(f"the warm start cannot be shared, this node goes on with its own: {error}")
                 return
             finally:
-                shared.delete(claim)
+                with contextlib.suppress(OSError):
+                    shared.delete(claim)
         elif waited_until is None:
             waited_until = time.monotonic() + 600
             say(f"another node makes the warm start; waiting up to 10 minutes (delete {claim} if it is dead)")
         time.sleep(0.0 if mine else 0.5)
-    shared.delete(shared.tmp)
+    with contextlib.suppress(OSError):
+        shared.delete(shared.tmp)
     if not load_weights(model, weights):
         raise StoreError(f"{shared.base / path} does not fit the model; delete it and start again")
 
@@ -995,17 +1002,16 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
     model, codec = load_model(config, tasks)
-    load_warm_start(config, model, codec, tasks, log.say)
+    load_warm_start(config, model, codec, tasks, log.say, stop.check)
     tasks = join_experiment(config, store, log.say, only_read=False)
     ids = (
         [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
         if config.LOCAL_NODES > 1
         else [config.NODE_ID]
     )
-    about = {"model": config.MODEL_NAME, **process_identity(), **versions()}
-    nodes = [new_node(node_id, model, config, store.register(node_id, "worker", about)) for node_id in ids]
+    nodes = [new_node(node_id, model, config) for node_id in ids]
     del model  # every node has a copy
-    swarm = new_swarm(config, store, {node.id: node.session for node in nodes}, log)
+    swarm = new_swarm(config, store, dict.fromkeys(ids, ""), log)
     run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch())
     try:
         prepare(run)
@@ -1026,10 +1032,10 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
             close(run)
 
 
-def new_node(node_id: str, model, config: Config, session: str) -> Node:
+def new_node(node_id: str, model, config: Config) -> Node:
     """A node with its own copy of the weights."""
     own = copy.deepcopy(model).eval()
-    return Node(node_id, own, new_optimizer(own, config), session=session)
+    return Node(node_id, own, new_optimizer(own, config))
 
 
 def make_scratch() -> Path:
@@ -1047,7 +1053,10 @@ def make_scratch() -> Path:
 def prepare(run: Run) -> None:
     """Resume, sweep what a killed session left, look at the folder, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
-    resume(run)
+    resume(run)  # before registering: a start that is refused must not take a running node's place
+    about = {"model": config.MODEL_NAME, **process_identity(), **versions()}
+    for node in run.nodes:
+        node.session = swarm.nodes[node.id] = store.register(node.id, "worker", about)
     store.delete(store.tmp)  # temp files that a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()

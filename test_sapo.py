@@ -738,11 +738,11 @@ def at_call(monkeypatch, step, number, action) -> None:
 
 
 def test_a_swarm_learns_far_beyond_noise(drive):
-    """Mean reward of the last 10 rounds minus the first 10: measured 0.3, with a standard error of 0.03."""
+    """Mean reward of the last 10 rounds minus the first 10: measured 0.2 to 0.3, standard error 0.03."""
     sizes = dict(LOCAL_NODES=4, NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, NUM_GENERATIONS=8)
-    assert swarm(drive, "learns", **sizes, MAX_ROUNDS=45, CHECKPOINT_INTERVAL=100) == 0
+    assert swarm(drive, "learns", **sizes, MAX_ROUNDS=32, CHECKPOINT_INTERVAL=100) == 0
     rewards = [row["reward"] for row in rows_of(drive, "learns")]
-    assert len(rewards) == 4 * 45 and sum(rewards[-40:]) / 40 - sum(rewards[:40]) / 40 > 0.15
+    assert len(rewards) == 4 * 32 and sum(rewards[-40:]) / 40 - sum(rewards[:40]) / 40 > 0.12
 
 
 def test_external_groups_change_the_weights_even_where_all_own_groups_are_flat(drive):

@@ -414,7 +414,6 @@ def test_with_each_checkpoint_every_nodes_model_is_pushed(drive, hub, monkeypatc
     assert pushed == {(f"me/both-node_{i}", f"after round {t}") for i in range(2) for t in range(2)}
 
 
-@pytest.mark.xfail(strict=True, reason="it registers before it looks into the checkpoint")
 @pytest.mark.parametrize("wrong", ["LOCAL_NODES", "MODEL_NAME"])
 def test_a_start_that_is_refused_takes_nobodys_place(drive, unbroken, base_models, wrong):
     shutil.copytree(unbroken, drive / f"experiments/refused_{wrong}")
@@ -425,9 +424,6 @@ def test_a_start_that_is_refused_takes_nobodys_place(drive, unbroken, base_model
     assert DriveStore(drive, f"refused_{wrong}").sessions() == before
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the stop is not looked at while another node's warm start is waited for"
-)
 def test_a_stop_ends_the_wait_for_another_nodes_warm_start(tmp_path):
     assert swarm(tmp_path, "first", MAX_ROUNDS=1, WARM_START_STEPS=2) == 0
     (weights,) = (tmp_path / "warmstart").glob("*")
@@ -446,7 +442,6 @@ def test_a_stop_ends_the_wait_for_another_nodes_warm_start(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.xfail(strict=True, reason="a variable with one bound only is compared with None")
 def test_a_variable_may_have_one_bound_only():
     @dataclass
     class More:
