@@ -635,7 +635,8 @@ def write_anything(store, round_: int, node: str, groups: list[dict]) -> None:
     """A rollout file as only a stranger writes it: DriveStore.publish checks its own."""
     data = {"format": 1, "peer_id": node, "round": round_, "stage": 0, "timestamp": 1.0}
     data["rollouts"] = {str(k): group for k, group in enumerate(groups)}
-    store.write_once(f"{stage_folder('rollouts', round_, 0)}/{node}.json", data)
+    text = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
+    store.write(f"{stage_folder('rollouts', round_, 0)}/{node}.json", text)
 
 
 # -------- What a stranger's text may do -------------------------------------------------------------------
@@ -762,6 +763,7 @@ class TwoTensors(torch.nn.Module):
 
 def start_warm(root, patch) -> TwoTensors:
     """A model that went through load_warm_start, where training does nothing and waiting takes no time."""
+    root.mkdir(exist_ok=True)
     ticks = itertools.count(0, 100)
     patch.setattr(sapo, "warm_start", lambda *_: None)
     patch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: next(ticks), sleep=lambda seconds: None))
