@@ -287,8 +287,7 @@ class Swarm:
     def close(self, patience: float) -> int:
         """Write what is queued, end the thread; how many writes did not get through in `patience` seconds."""
         self.flush_log()
-        for node in [node for node, session in self.nodes.items() if session]:
-            self.post(self.store.heartbeat, node, self._beat(node))
+        self._jobs.extend(self._beats())
         self.post(self.store.delete, self.store.tmp)
         self._closing = True
         self._wake.set()
@@ -338,16 +337,19 @@ class Swarm:
         """Heartbeats, log lines, and the queue in order. OSError if the folder takes no writes at all."""
         now = time.monotonic()
         if now >= self._next_beat:
-            for node in [node for node, session in self.nodes.items() if session]:
-                self._do(Job(self.store.heartbeat, (node, self._beat(node))))
+            for beat in self._beats():
+                self._do(beat)
             self._next_beat = now + self._beat_seconds
             self.flush_log()
         for job in list(self._jobs):
             if (now >= job.retry_at or self._closing) and self._do(job):
                 self._jobs.remove(job)
 
-    def _beat(self, node: str) -> dict:
-        return {"session": self.nodes[node], "round": self.round, "state": self.state}
+    def _beats(self) -> list[Job]:
+        """A heartbeat of every node of this process that has registered."""
+        said = {"round": self.round, "state": self.state}
+        registered = {node: session for node, session in self.nodes.items() if session}
+        return [Job(self.store.heartbeat, (n, {"session": s, **said})) for n, s in registered.items()]
 
     def _do(self, job: Job) -> bool:
         """Whether a job is done with. One that fails because of its own path is set aside after a minute."""
