@@ -8,8 +8,8 @@ import bisect
 import contextlib
 import csv
 import functools
-import itertools
 import io
+import itertools
 import json
 import math
 import os
@@ -25,6 +25,8 @@ import time
 from collections import Counter, deque
 from dataclasses import dataclass
 from pathlib import Path
+
+COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
 
 # -------- Life ------------------------------------------------------------------------------------
 
@@ -50,11 +52,7 @@ class Life:
 
         age: seconds since it was written, by the writer's clock; believed only of the first of its kind.
         """
-        last = self._evidence.get((node, kind))
-        is_older = (
-            isinstance(last, int) and isinstance(value, int) and value < last
-        )  # old rollouts, read again
-        if value == last or is_older:
+        if value == self._evidence.get((node, kind)):
             return False
         written = time.monotonic() - (0.0 if (node, kind) in self._evidence else age)
         self._evidence[node, kind] = value
@@ -63,11 +61,10 @@ class Life:
 
     def refresh(self, nodes=None) -> None:
         """Look at the sessions (one listing), and at registration and heartbeat of `nodes` (None: all)."""
-        self.sessions = self.store.sessions()
+        self.sessions, now = self.store.sessions(), time.monotonic()
         for node, session in self.sessions.items():  # it begins with its start in milliseconds
             self.note(node, "session", session, age_of(int(session[:13]) / 1000))
-        now = time.monotonic()
-        for node in self.sessions if nodes is None else [n for n in nodes if n in self.sessions]:
+        for node in self.sessions if nodes is None else self.sessions.keys() & set(nodes):
             key = node, self.sessions[node]
             if key not in self.abouts and (about := self.store.registration(*key)):
                 self.abouts[key] = about
@@ -124,20 +121,16 @@ def is_known_dead(about: dict) -> bool:
 @functools.cache
 def boot_id() -> str | None:
     """Names this boot of this machine: two containers called "localhost" are two. Linux only."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + namespace
-    except OSError:
-        return None
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def pid_start(pid: int) -> str | None:
     """Start time of a process in ticks since boot, None if it does not run (or is a zombie). Linux only."""
-    try:
+    with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]
+        return None if fields[0] in "ZX" else fields[19]
 
 
 # -------- The swarm as a worker sees it -----------------------------------------------------------
@@ -149,48 +142,51 @@ class Job:
 
     function: object
     args: tuple
-    tries: int = 0
-    retry_at: float = 0.0
+    failing_since: float | None = None
+
+    def __str__(self):  # (round, stage, node), or a path
+        named = [str(arg) for arg in self.args[:3] if isinstance(arg, str | int)]
+        return " ".join([self.function.__name__, *(named[:1] if "/" in "".join(named[:1]) else named)])
 
 
 class Swarm:
     """What this process knows of the shared folder. A daemon thread looks at it and writes what is queued.
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
-        main thread    round, state; with `publish` its own rollouts, with `open` the clock
+        main thread    round, state, given_up; with `publish` its own rollouts, with `open` the clock
         swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; it alone uses the store
-        hub threads    nothing here (uploads, see `push_to_hub` in sapo.py)
+        hub thread     nothing here (uploads, see `push_to_hub` in sapo.py)
 
-    nodes: {id: session} of this process. seat: the coordinator's name. max_peers: 0 if nothing is drawn from
-    peers. note(event, text): called with what people should know. lines: see class Log in sapo.py.
+    nodes: {id: session} of this process. config: see Config in sapo.py. note(event, text): called with what
+    people should know. lines: (path, line) of logs, see class Log in sapo.py.
     """
 
-    def __init__(self, store, nodes: dict, *, seat, stages, max_age, max_peers, stale_after, note, lines):
-        self.store, self.nodes, self.seat, self.note, self.lines = store, nodes, seat, note, lines
-        self.stages, self.max_age, self.max_peers = stages, max_age, max_peers
-        self.life = Life(store, stale_after)
+    PATIENCE = 60.0  # seconds for which a write is tried again that fails though the folder takes others
+
+    def __init__(self, store, nodes, config, note, lines):
+        self.store, self.nodes, self.config, self.note, self.lines = store, dict(nodes), config, note, lines
+        self.stages, self.max_age = config.MAX_STAGES, config.ROLLOUT_MAX_AGE
+        draws = COORDINATOR not in nodes and config.NUM_TRANSPLANT_TREES > 0
+        self.max_peers = config.FETCH_MAX_PEERS if draws else 0  # 0: no rollouts are read
+        self.life = Life(store, config.STALE_AFTER_SECONDS)
         self.clock = -1  # highest round known to be open; never goes back
         self.sessions = {}  # node -> newest session, of everybody who ever registered
         self.is_led = False  # whether a coordinator is alive
-        self.leaderless_since = time.monotonic()
+        self.leaderless_since = self._good_look = time.monotonic()
         self.rollouts = {}  # (round, stage, node) -> groups, structure checked, of the last max_age rounds
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
-        self.round = 0  # the one that this process works on
-        self.looked_at = -1  # the round for which the folder was last looked at
+        self.round, self.looked_at = 0, -1  # the round that is worked on; for which the folder was looked at
+        self.given_up = set()  # peers that were waited for in vain before anybody had published
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
         self._gone = set()  # awaited peers whose process is known to be dead
-        self._set_aside = set()  # writes that failed because of their own path
-        self._given_up = set()  # peers that were waited for in vain before anybody had published
+        self._said = set()  # writes whose failure was told
         self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
-        self._wanted = self._closing = False  # somebody waits for news; nothing more will be posted
+        self._wanted = False  # somebody waits for news
+        self._closing = threading.Event()  # nothing more will be posted
         self._failing = None  # monotonic time at which an outage began
-        self._good_look, self._next_beat, self._beat_seconds = (
-            time.monotonic(),
-            0.0,
-            min(15.0, stale_after / 4),
-        )
+        self._next_beat = 0.0
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
     # -- for the trainer
@@ -201,6 +197,11 @@ class Swarm:
         return self._failing is not None or time.monotonic() - self._good_look > 30.0
 
     @property
+    def hangs(self) -> bool:
+        """Whether it gives no answer at all: the Swarm's thread is inside a call."""
+        return self.down and self._failing is None
+
+    @property
     def superseded(self) -> list[str]:
         """This process's nodes of which a newer session is running."""
         return [node for node, session in self.nodes.items() if self.sessions.get(node, "") > session]
@@ -208,7 +209,12 @@ class Swarm:
     @property
     def alone(self) -> bool:
         """Whether nobody else ever registered or published."""
-        return self.sessions.keys() <= self.nodes.keys() and not any(self._published.values())
+        return self.sessions.keys() <= self.nodes.keys() and not self.has_met
+
+    @property
+    def has_met(self) -> bool:
+        """Whether anybody else's rollouts were seen in the rounds that count."""
+        return any(self._published.values())
 
     def start(self) -> None:
         """One look in the foreground (or OSError): nothing is decided blindly. Then the thread.
@@ -229,10 +235,8 @@ class Swarm:
     def publish(self, round_: int, stage: int, node: str, about: dict, groups: dict) -> None:
         """Publish a node's groups; the other nodes of this process see them at once."""
         if self.max_peers:
+            keyed = [group | {"key": (round_, stage, node, int(i))} for i, group in groups.items()]
             with self._lock:
-                keyed = [
-                    group | {"key": (round_, stage, node, int(index))} for index, group in groups.items()
-                ]
                 self.rollouts[round_, stage, node] = keyed
         self.post(self.store.publish, round_, stage, node, about, groups)
 
@@ -252,13 +256,9 @@ class Swarm:
         return self._awaited(round_) - self._published.get((round_, stage), set()) - self._gone
 
     def _awaited(self, round_: int) -> set[str]:
-        if any(self._published.values()):
+        if self.has_met:
             return set(self._chosen.get(round_, ()))
-        return self.sessions.keys() - {self.seat} - self.nodes.keys() - self._given_up
-
-    def give_up(self, peers: set[str]) -> None:
-        """These were waited for in vain."""
-        self._given_up |= peers
+        return self.sessions.keys() - {COORDINATOR} - self.nodes.keys() - self.given_up
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""
@@ -275,11 +275,10 @@ class Swarm:
         time.sleep(0.01)
 
     def flush_log(self) -> None:
-        """Queue the log lines that have gathered."""
+        """Queue the log lines that have gathered, those of one file together."""
         texts = {}
         with self._lock:
-            while self.lines:
-                path, line = self.lines.popleft()
+            for path, line in [self.lines.popleft() for _ in range(len(self.lines))]:
                 texts[path] = texts.get(path, "") + line + "\n"
         for path, text in texts.items():
             self.post(self.store.append, path, text)
@@ -289,8 +288,7 @@ class Swarm:
         self.flush_log()
         self._jobs.extend(self._beats())
         self.post(self.store.delete, self.store.tmp)
-        self._closing = True
-        self._wake.set()
+        self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(patience)
         else:  # it was never started
@@ -301,122 +299,102 @@ class Swarm:
     # -- the thread
 
     def _run(self) -> None:
-        soon = later = retry_at = (
-            0.0  # the next look at the earliest, at the latest; the next try in an outage
-        )
-        pause = 1.0
-        while self._jobs or not self._closing:
-            due = min(soon if self._wanted else later, self._next_beat)
-            self._wake.wait(max(0.0, max(due, retry_at) - time.monotonic()))
-            self._wake.clear()
-            began = time.monotonic()
-            if began < retry_at and not self._closing:
-                continue
+        look_at, pause = 0.0, 1.0
+        while self._jobs or not self._closing.is_set():
             try:
                 self._write()
-                if began >= (soon if self._wanted else later):
-                    self._wanted, began = False, time.monotonic()
+                began = time.monotonic()
+                if began >= look_at - 0.5 * self._wanted:
+                    self._wanted = False
                     self._look()
-                    soon = time.monotonic() + min(5.0, max(0.02, 10 * (time.monotonic() - began)))
-                    later = soon + 0.5
+                    look_at = time.monotonic() + min(5.0, max(0.02, 10 * (time.monotonic() - began))) + 0.5
                 if self._failing is not None:
                     self.note("outage over", f"the shared folder is back after {began - self._failing:.0f} s")
                 self._failing, pause = None, 1.0
-            except OSError as error:
-                if self._failing is None:
-                    self._failing = began
-                    self.note(
-                        "outage", f"the shared folder fails ({error}); training goes on, writes are queued"
-                    )
-                retry_at, pause = time.monotonic() + pause * random.uniform(0.5, 1.0), min(2 * pause, 15.0)
+                self._wake.wait(max(0.0, look_at - 0.5 * self._wanted - time.monotonic()))
+                self._wake.clear()
             except Exception as error:  # nothing may end this thread
-                self.note("error", f"the look at the folder failed: {error!r}")
-                retry_at = time.monotonic() + pause
+                if self._failing is None:
+                    self._failing, what = time.monotonic(), f"the shared folder fails ({error})"
+                    self.note("outage", f"{what}; training goes on, writes are queued")
+                self._closing.wait(pause * random.uniform(0.5, 1.0))
+                time.sleep(0.1)  # also while closing
+                pause = min(2 * pause, 15.0)
 
     def _write(self) -> None:
         """Heartbeats, log lines, and the queue in order. OSError if the folder takes no writes at all."""
-        now = time.monotonic()
-        if now >= self._next_beat:
+        if time.monotonic() >= self._next_beat:
             for beat in self._beats():
                 self._do(beat)
-            self._next_beat = now + self._beat_seconds
+            self._next_beat = time.monotonic() + min(15.0, self.life.stale_after / 4)
             self.flush_log()
         for job in list(self._jobs):
-            if (now >= job.retry_at or self._closing) and self._do(job):
+            if self._do(job):
                 self._jobs.remove(job)
 
     def _beats(self) -> list[Job]:
         """A heartbeat of every node of this process that has registered."""
-        said = {"round": self.round, "state": self.state}
-        registered = {node: session for node, session in self.nodes.items() if session}
-        return [Job(self.store.heartbeat, (n, {"session": s, **said})) for n, s in registered.items()]
+        beats = [(n, dict(session=s, round=self.round, state=self.state)) for n, s in self.nodes.items() if s]
+        return [Job(self.store.heartbeat, beat) for beat in beats]
 
     def _do(self, job: Job) -> bool:
-        """Whether a job is done with. One that fails because of its own path is set aside after a minute."""
+        """Whether a job is done with. One that fails for a reason of its own path is at last set aside."""
         try:
             job.function(*job.args)
-            return True
         except Exception as error:  # one job stops neither the queue nor training
-            named = [
-                arg for arg in job.args[:3] if isinstance(arg, str | int)
-            ]  # round, stage and node, or a path
-            named = named[:1] if named and isinstance(named[0], str) else named
-            what = " ".join(map(str, [job.function.__name__, *named]))
-            if isinstance(error, OSError) and what not in self._set_aside:
+            if isinstance(error, OSError):
                 if not self.store.can_write():
                     raise
-                job.tries, job.retry_at = job.tries + 1, time.monotonic() + 2**job.tries
-                if job.tries < 6 and not self._closing:
+                job.failing_since = job.failing_since or time.monotonic()
+                if time.monotonic() < job.failing_since + self.PATIENCE and not self._closing.is_set():
                     return False
-            if (
-                what not in self._set_aside
-            ):  # once: what is said goes into a log, perhaps the very one that fails
-                self._set_aside.add(what)
-                self.note("error", f"{what} was set aside: {error}")
-            return True
+            if str(job) not in self._said:  # once: it is said in a log, perhaps the very one that fails
+                self._said.add(str(job))
+                self.note("error", f"{job} was set aside: {error}")
+        return True
 
     def _look(self) -> None:
         """Registrations, the clock, the coordinator, and what peers have published."""
         round_ = self.round
-        self.life.refresh([self.seat])
+        self.life.refresh([COORDINATOR])
         clock, openers = self.store.clock()
-        if self.seat in openers:  # rounds that workers open are no sign of its life
-            self.life.note(self.seat, "clock", clock)
+        if COORDINATOR in openers:  # rounds that workers open are no sign of its life
+            self.life.note(COORDINATOR, "clock", clock)
         self.sessions, self.clock = self.life.sessions, max(self.clock, clock)
-        led = self.life.is_live(self.seat)
-        self.leaderless_since = self.leaderless_since if led == self.is_led else time.monotonic()
-        self.is_led = led
+        if self.life.is_live(COORDINATOR) != self.is_led:
+            self.is_led, self.leaderless_since = not self.is_led, time.monotonic()
         if self.max_peers:
             self._fetch(round_)
+        if self.hangs:
+            silence = time.monotonic() - self._good_look
+            self.note("outage over", f"the shared folder answers again, after {silence:.0f} s")
         self._good_look, self.looked_at = time.monotonic(), round_
 
     def _fetch(self, round_: int) -> None:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
         oldest = max(0, round_ - self.max_age)
         rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
-        keys = list(itertools.product(rounds, range(self.stages)))
-        published = {key: peers for key, peers in self._published.items() if key[0] >= oldest}
-        for key in keys:
+        published = recent(self._published, oldest)
+        for key in itertools.product(rounds, range(self.stages)):
             published[key] = set(self.store.nodes("rollouts", *key)) - self.nodes.keys()
         self._published = published
-        for r, stage in keys:
+        for r, stage in itertools.product(rounds, range(self.stages)):
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
         if late := self._awaited(round_) - published[round_, self.stages - 1]:
             self.life.refresh(late)
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
-        self.refused = {key: retry_at for key, retry_at in self.refused.items() if key[0] >= oldest}
+        self.refused = recent(self.refused, oldest)
         with self._lock:
-            self.rollouts = {key: groups for key, groups in self.rollouts.items() if key[0] >= oldest}
+            self.rollouts = recent(self.rollouts, oldest)
 
     def _choose(self, round_: int) -> set[str]:
         """Up to max_peers peers to read, drawn from who published the round before, then this round."""
         chosen = self._chosen.setdefault(round_, set())
         for r in (round_ - 1, round_):
-            others = (
-                set().union(*(self._published.get((r, stage), ()) for stage in range(self.stages))) - chosen
-            )
+            there = [peers for key, peers in self._published.items() if key[0] == r]
+            others = set().union(*there) - chosen
             chosen |= set(random.sample(sorted(others), min(len(others), self.max_peers - len(chosen))))
         return chosen
 
@@ -436,6 +414,11 @@ class Swarm:
         self.refused.pop(key, None)
 
 
+def recent(by_key: dict, oldest: int) -> dict:
+    """What there is of rounds from `oldest` on, of a dict with keys (round, …)."""
+    return {key: value for key, value in by_key.items() if key[0] >= oldest}
+
+
 # -------- The role that opens rounds --------------------------------------------------------------
 
 
@@ -446,28 +429,23 @@ def mean_rewards(store, round_: int, limit: int = 100) -> dict[str, float]:
         for node in store.nodes("rewards", round_, stage)[:limit]:
             if data := store.reward(round_, stage, node):
                 rewards.setdefault(node, []).append(data["reward"])
-    best_first = sorted(((sum(each) / len(each), node) for node, each in rewards.items()), reverse=True)
-    return {node: mean for mean, node in best_first}
+    means = {node: statistics.fmean(each) for node, each in rewards.items()}
+    return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-def write_winners(store, round_: int) -> None:
-    """winners/round_000012.json, for people."""
+def write_winners(store, round_: int) -> dict[str, float]:
+    """winners/round_000012.json, for people: the `mean_rewards` of a round, which are returned too."""
     if means := mean_rewards(store, round_):
-        store.write_once(f"winners/round_{round_:06d}.json", means)
+        store.rewrite(f"winners/round_{round_:06d}.json", means)
+    return means
 
 
-def first_round(store, by: str) -> int:
-    """The round to go on with: the highest open one, else the last rewarded one, else 0, now opened."""
-    round_, _ = store.clock()
-    if round_ < 0:
-        round_ = max(0, store.last_rewarded())
-        store.open_round(round_, by)
-    return round_
+def rounds_to_keep(config) -> int:
+    """Rounds of rollouts that retention leaves: what was asked for, and what a resumed node may draw from."""
+    return max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE)
 
 
-def is_round_over(
-    strategy: str, elapsed: float, interval: float, live: list[str], submitted: list[str]
-) -> bool:
+def is_round_over(strategy: str, elapsed: float, interval: float, live, submitted) -> bool:
     """Whether the clock moves on. time: interval over; completion: all who live submitted; hybrid: either.
 
     It never runs on for nobody: without a live worker and without any reward of this round, it waits.
@@ -481,21 +459,23 @@ class Coordinator:
     """The role that keeps a swarm in step: it opens rounds, trains nothing and loads no model.
 
     swarm: a started Swarm of the coordinator's seat; it beats, writes the log and says when the folder fails.
-    expected: workers to wait for in round 0 (0: the first is enough), at most one interval after the first.
+    Round 0 is held until the first reward (models take minutes to download), and where NUM_WORKERS is set
+    until so many have registered, one interval longer at most.
     """
 
     LOOK_AT = 8  # registrations and heartbeats read per look, however many workers are silent
 
-    def __init__(self, swarm, *, max_rounds, last_stage, strategy, interval, expected, say, each_round):
-        self.swarm, self.store, self.seat, self.say = swarm, swarm.store, swarm.seat, say
-        self.max_rounds, self.last_stage, self.strategy = max_rounds, last_stage, strategy
-        self.interval, self.expected, self.each_round = interval, expected, each_round
-        self.life = Life(swarm.store, swarm.life.stale_after)
-        self.first = self.round = first_round(self.store, self.seat)
-        self.opened = self.began = time.monotonic()
-        self.holding = self.round == 0
-        waiting = ", waiting for a first worker" if self.holding else ""
-        self.say(f"coordinator: round {self.round} is open ({strategy}, interval {interval:g} s){waiting}")
+    def __init__(self, swarm, config, say):
+        self.swarm, self.store, self.config, self.say = swarm, swarm.store, config, say
+        self.life = Life(swarm.store, config.STALE_AFTER_SECONDS)
+        self.round, self.paces = self.store.clock()[0], deque(maxlen=10)
+        if self.round < 0:  # none, or the state folder was lost: then the last rewarded one
+            self.round = max(0, self.store.last_rewarded())
+            self.store.open_round(self.round, COORDINATOR)
+        self.opened, self.holding = time.monotonic(), self.round == 0
+        how = f"{config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s"
+        waiting = ", waiting for a first worker" * self.holding
+        self.say(f"coordinator: round {self.round} is open ({how}){waiting}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
@@ -512,23 +492,26 @@ class Coordinator:
     def step(self) -> bool:
         """One look at the folder, and perhaps the next round; whether the coordinator's work is done."""
         submitted, live = self._look()
-        elapsed, late = time.monotonic() - self.opened, sorted(set(live) - set(submitted))
-        if self.holding:  # models take minutes to download
-            workers = len(self.life.sessions.keys() - {self.seat})
+        config, elapsed = self.config, time.monotonic() - self.opened
+        late, interval = sorted(set(live) - set(submitted)), config.COORDINATOR_ROUND_INTERVAL
+        if self.holding:
+            expected = 0 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS
             self.opened = self.opened if submitted else time.monotonic()
-            self.holding = not submitted or (workers < self.expected and elapsed < self.interval)
-        elif self.round >= self.max_rounds - 1:
+            too_few = len(self.life.sessions.keys() - {COORDINATOR}) < expected
+            self.holding = not submitted or (too_few and elapsed < interval)
+        elif self.round >= config.MAX_ROUNDS - 1:
             if not late:
                 self._tell(self.round, submitted, late)
             return not late
-        elif is_round_over(self.strategy, elapsed, self.interval, live, submitted):
-            self.store.open_round(
-                self.round + 1, self.seat
-            )  # may fail: only an open round is the current one
+        elif is_round_over(config.ROUND_ADVANCE, elapsed, interval, live, submitted):
+            self.store.open_round(self.round + 1, COORDINATOR)  # may fail: then this round goes on
             self.swarm.round = self.round = self.round + 1
             self.opened = time.monotonic()
+            self.paces.append(elapsed)
+            if config.ROLLOUT_CLEANUP_ENABLED:  # workers clean up too; this is for those long gone
+                before = self.round - 2 * rounds_to_keep(config)
+                self.swarm.post(self.store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
             self._tell(self.round - 1, submitted, late)
-            self.each_round(self.round)
         return False
 
     def _look(self) -> tuple[list[str], list[str]]:
@@ -536,40 +519,31 @@ class Coordinator:
         clock, _ = self.store.clock()
         if clock > self.round:
             self.round, self.opened = clock, time.monotonic()
-        submitted = self.store.nodes("rewards", self.round, self.last_stage)
+        submitted = self.store.nodes("rewards", self.round, self.config.MAX_STAGES - 1)
         for kind, nodes in (("reward", submitted), ("rollouts", self.store.nodes("rollouts", self.round, 0))):
             for node in nodes:
                 self.life.note(node, kind, self.round)
-        quiet = sorted(self.life.sessions.keys() - {self.seat} - set(submitted))
+        quiet = sorted(self.life.sessions.keys() - {COORDINATOR} - set(submitted))
         self.life.refresh(random.sample(quiet, min(len(quiet), self.LOOK_AT)))
-        return submitted, [n for n in self.life.sessions if n != self.seat and self.life.is_live(n)]
+        return submitted, [n for n in self.life.sessions if n != COORDINATOR and self.life.is_live(n)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
-        """One line for a round that has ended; its winners' file is written by the Swarm's thread."""
-        means = mean_rewards(self.store, round_)
-        self.swarm.post(write_winners, self.store, round_)
+        """One line for a round that has ended, and its winners' file."""
+        means = write_winners(self.store, round_)
         reward = f"reward {statistics.fmean(means.values()):.2f}" if means else "no reward"
-        behind = f" | late: {' '.join(late)[:40]}" if late else ""
-        per_round = (time.monotonic() - self.began) / max(1, round_ + 1 - self.first)
-        eta = short_time(per_round * (self.max_rounds - 1 - round_))
-        width = len(str(self.max_rounds))
-        who = f"{len(submitted)} nodes{behind}"
-        self.say(f"round {round_:0{width}d}/{self.max_rounds} | {reward} | {who} | eta {eta}")
+        who = f"{len(submitted)} nodes" + f" | late: {' '.join(late)[:40]}" * bool(late)
+        eta = short_time((average(self.paces) or 0.0) * (self.config.MAX_ROUNDS - 1 - round_))
+        counted = f"round {round_:0{len(str(self.config.MAX_ROUNDS))}d}/{self.config.MAX_ROUNDS}"
+        self.say(f"{counted} | {reward} | {who} | eta {eta}")
 
 
 def short_time(seconds: float) -> str:
     """42 -> "42s", 150 -> "2m", 8000 -> "2h13m"."""
-    minutes = int(seconds // 60)
-    return (
-        f"{seconds:.0f}s"
-        if minutes < 1
-        else f"{minutes}m"
-        if minutes < 60
-        else f"{minutes // 60}h{minutes % 60:02d}m"
-    )
+    hours, minutes = divmod(int(seconds // 60), 60)
+    return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m" if minutes else f"{seconds:.0f}s"
 
 
-# -------- The readers: what an experiment's folder says. They change nothing in it --------------------------
+# -------- The readers: what an experiment's folder says. They change nothing in it ----------------
 
 FIGURES = ("timestamp", "completions", "local_groups", "informative_groups", "grad_norm", "held_out")
 
@@ -622,12 +596,17 @@ def smooth(values: list) -> list:
     return [average(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
+def saved_rounds(store) -> list[str]:
+    """Folders of rounds with a checkpoint, of any node, oldest first."""
+    folders = [f"checkpoints/round_{round_:06d}" for round_ in store.rounds("checkpoints")]
+    return [folder for folder in folders if store.names(folder)]
+
+
 def experiment_status(store, stale_after: float = 300.0) -> dict:
     """The state of one experiment, as a reader sees it now."""
-    rows, life = reward_rows(store), Life(store, stale_after)
+    rows, life, saved = reward_rows(store), Life(store, stale_after), saved_rounds(store)
     life.refresh()
     times, by_node = [row["timestamp"] for row in rows], rows_by("node_id", rows)
-    saved = [path for r in store.rounds("checkpoints") if store.names(path := f"checkpoints/round_{r:06d}")]
     return {
         "experiment": store.base.name,
         "current_round": store.clock()[0],
@@ -646,7 +625,6 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     config, rows, clock = store.read_matching("config.json") or {}, reward_rows(store), store.clock()[0]
     by_node, last = rows_by("node_id", rows), max_rounds - 1
     nonzero = {name for row in rows for name in row if row[name]}
-    saved = [r for r in store.rounds("checkpoints") if store.names(f"checkpoints/round_{r:06d}")]
     unpaid = sorted(set(range(max_rounds)) - {row["round"] for row in rows})
     silent = [t for t in range(max_rounds) if not files_of(store, "rollouts", [t])]
     late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
@@ -660,7 +638,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         (not silent or config.get("ROLLOUT_CLEANUP_ENABLED"), f"rounds without rollouts: {silent[:9]}"),
         (not late, f"no reward for the last round {last}: {', '.join(late)[:200]}"),
         (not bare, f"{len(bare)} rewards without completions or local_groups"),
-        (saved, "no checkpoint"),
+        (saved_rounds(store), "no checkpoint"),
         ("informative_groups" in nonzero, "no node trained on an informative group"),
         ("grad_norm" in nonzero, "every gradient is zero: nothing was learned"),
         (alone or "external_groups" in nonzero, "no external group was drawn"),
@@ -759,29 +737,29 @@ def advantage(runs: list[dict], lone: list[dict]) -> dict:
     return {"improvement": gain, "low": low, "high": high, "p_value": p, "note": note}
 
 
-def p_value(t: float, freedom: float, steps: int = 1000) -> float:
+def p_value(t: float, freedom: float) -> float:
     """Two-sided p of Student's t. Of t = 4.303 with 2 degrees of freedom: 0.05."""
-    start = math.atan(abs(t) / math.sqrt(freedom))  # the density of this angle goes with cos ** (freedom - 1)
-    width = (math.pi / 2 - start) / steps
-    beyond = width * sum(math.cos(start + (i + 0.5) * width) ** (freedom - 1) for i in range(steps))
-    whole = math.sqrt(math.pi) / 2 * math.exp(math.lgamma(freedom / 2) - math.lgamma((freedom + 1) / 2))
-    return beyond / whole
+    from mpmath import betainc  # torch brings it
+
+    return float(betainc(freedom / 2, 0.5, 0, freedom / (freedom + t * t), regularized=True))
 
 
 def report_text(rows: list[dict]) -> str:
     """The comparison as a table of at most 100 columns (indented: code in Markdown), then in sentences."""
-    lines = [f"    {'groups':34} runs reward per node     sd  final held-out completions"]
-    for row in rows:
-        sd, held_out = ("-" if row[n] is None else f"{row[n]:.2f}" for n in ("spread", "held_out"))
-        figures = f"{sd:>6} {row['final']:6.2f} {held_out:>8} {row['completions']:11.0f}"
-        lines.append(f"    {row['label'][:34]:34} {row['runs']:4} {row['per_node']:15.2f} {figures}"[:100])
+    from tabulate import tabulate  # reasoning-gym brings it
+
+    names = {"runs": "runs", "per_node": "reward per node", "spread": "sd", "final": "final"}
+    names |= {"held_out": "held-out", "completions": "completions"}
+    cells = [[row["label"][:34], *(row[name] for name in names)] for row in rows]
+    formats = ("", "d", ".2f", ".2f", ".2f", ".2f", ".0f")
+    table = tabulate(cells, ["groups", *names.values()], "simple", floatfmt=formats, missingval="-")
     compared = [row for row in rows if row["note"] != "baseline"]
     said = [textwrap.fill(f"{r['label']} against {r['baseline']}: {r['note']}.", 100) for r in compared]
-    return "\n\n".join(["\n".join(lines), *said]) + "\n"
+    return "\n\n".join([textwrap.indent(table, "    "), *said]) + "\n"
 
 
-def write_report(rows: list[dict], write) -> list[str]:
-    """Hand report.md, .csv, .json, curves.csv and, with matplotlib, report.png to write(name, data)."""
+def report_files(rows: list[dict]) -> dict[str, bytes]:
+    """{name: contents} of report.md, .csv, .json, curves.csv and, with matplotlib, report.png."""
     curves = [["label", "seed", "experiment", "round", "reward", "completions"]]
     for label, run in [(row["label"], run) for row in rows for run in row["members"]]:
         points = zip(itertools.count(), run["curve"], run["spent"], strict=False)
@@ -792,11 +770,7 @@ def write_report(rows: list[dict], write) -> list[str]:
     for name, lines in (("report.csv", table), ("curves.csv", curves)):
         csv.writer(text := io.StringIO(), lineterminator="\n").writerows(lines)
         files[name] = text.getvalue().encode()
-    if picture := draw(rows):
-        files["report.png"] = picture
-    for name, data in files.items():
-        write(name, data)
-    return list(files)
+    return files | ({"report.png": picture} if (picture := draw(rows)) else {})
 
 
 def draw(rows: list[dict]) -> bytes | None:
@@ -837,26 +811,36 @@ def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
     clock, by_node = store.clock()[0], rows_by("node_id", rows)
     for node, mine in by_node.items():
         life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
-    live, nodes = life.live_workers(), life.workers()
-    lines = [f"{store.base.name}: round {clock} of {max_rounds}, {len(live)} of {len(nodes)} workers live"]
-    lines += [] if rows else [f"waiting for a first {'reward' if nodes else 'worker'}"]
+    live, nodes, times = life.live_workers(), life.workers(), sorted(row["timestamp"] for row in rows)
+    led = "live" if life.is_live(COORDINATOR) else "away" if COORDINATOR in life.sessions else "none"
+    workers = f"{len(live)} of {len(nodes)} workers live, coordinator {led}"
+    lines = [f"{store.base.name}: round {clock} of {max_rounds}, {workers}"]
+    if rows:
+        last, took = rows[-1], times[-1] - times[0]
+        mean = average(row["reward"] for row in rows if row["round"] == last["round"])
+        eta = short_time(took / max(1, clock) * (max_rounds - 1 - clock))
+        where, ago = f"round {last['round']}, stage {last['stage']}", short_time(age_of(times[-1]))
+        lines.append(f"reward {mean:.2f} in {where}, {ago} ago; running for {short_time(took)}, eta {eta}")
+    else:
+        lines.append(f"waiting for a first {'reward' if nodes else 'worker'}")
     for node in sorted(nodes, key=lambda node: (node not in live, node)):
         state = "live" if node in live else "left" if life.has_left(node) else "dead"
         rewards = [row["reward"] for row in by_node.get(node, [])]
         trend = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in smooth(rewards)[-20:])
         lines.append(f"{node:20.20} {state}  {len(rewards):5} rewards, in all {sum(rewards):8.2f}  {trend}")
-    recent = files_of(store, "rollouts", [r for r in store.rounds("rollouts") if clock - 3 < r <= clock])
-    tail = health_warnings(store, life, rows, clock, recent)[:4]
+    shared = files_of(store, "rollouts", [r for r in store.rounds("rollouts") if clock - 3 < r <= clock])
+    tail = health_warnings(store, life, rows, clock, shared)[:4]
     tail += [f"storage: {shutil.disk_usage(store.base).free / 1e9:.1f} GB free (Ctrl-C: the swarm goes on)"]
     with contextlib.suppress(OSError, ValueError, IndexError):  # there is none, or it is damaged
-        group = store.fetch(*recent[-1])[0]
+        group = store.fetch(*shared[-1])[0]
         best = max(group["completions"], key=lambda c: c["claimed"] or 0)["response"]
-        tail += [plain(f"latest rollout, by {recent[-1][2]}: {group['prompt']!r}"), plain(f"best: {best!r}")]
+        latest = f"latest rollout, by {shared[-1][2]}: {group['prompt']!r}"
+        tail += [plain(latest), plain(f"best: {best!r}")]
     lines = lines[: max(4, screen.lines - len(tail) - 2)]  # the first says how many workers there are
     return "\n".join(line[: screen.columns] for line in [*lines, "", *tail])
 
 
-def health_warnings(store, life, rows, clock: int, recent: list[tuple]) -> list[str]:
+def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[str]:
     """What looks wrong, each with what to do about it, the worst first."""
     live, finished = life.live_workers(), all(map(life.has_left, life.workers()))
     idle, full = min(map(life.silence, live), default=0.0), shutil.disk_usage(store.base).free < 1e9
@@ -867,7 +851,10 @@ def health_warnings(store, life, rows, clock: int, recent: list[tuple]) -> list[
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live and not finished, "no live worker: start one with its old NODE_ID to resume it"),
-        (live and clock > 1 and not recent, "no rollouts in three rounds: too short, or another folder?"),
+        (
+            live and clock > 1 and not shared,
+            "no rollouts in three rounds: too short, or another folder?",
+        ),
         (idle > life.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
         (informative and not any(informative), "no informative group: WARM_START_STEPS, NUM_SHOTS, TASKS?"),
         (often, f"started more than five times: {often}. Do two machines share this NODE_ID?"),

@@ -42,7 +42,6 @@ MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other lan
 MAX_GAP = 100  # a round this far above all others is a stranger's joke, not the clock
 MAX_CLOCK_SKEW = 86400  # seconds: a session from further ahead is not counted
 AFRESH = "start a new EXPERIMENT_NAME"
-COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not hold up who opens it
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM}
@@ -379,14 +378,8 @@ class DriveStore:
 
     def publish(self, round_: int, stage: int, node_id: str, about: dict, groups: dict) -> bool:
         """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. Or BadFile."""
-        data = {
-            "format": FORMAT,
-            "peer_id": node_id,
-            "round": round_,
-            "stage": stage,
-            "timestamp": time.time(),
-        }
-        data |= {**about, "rollouts": groups}
+        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage}
+        data |= {"timestamp": time.time(), **about, "rollouts": groups}
         check_rollouts(data, round_, stage, node_id)
         return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{node_id}.json", data)
 

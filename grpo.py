@@ -394,16 +394,14 @@ def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int 
             if not isinstance(error, torch.OutOfMemoryError) and not re.search(OUT_OF_MEMORY, str(error)):
                 raise
             if min(max_rows, rows) <= smallest:
-                raise ConfigError(
-                    f"out of memory in {where}: lower LOCAL_NODES or MAX_NEW_TOKENS, "
-                    "or take a smaller model (MODEL_NAME)"
-                ) from error
+                todo = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
+                raise ConfigError(f"out of memory in {where}: {todo}") from error
         max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: what failed is freed
         print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
 
 
-def rows_that_fit(model, config) -> tuple[int, float, float]:
-    """(completions per forward pass of the update, GB one of them needs, GB available): a rough estimate.
+def rows_that_fit(model, config, available: int) -> tuple[int, float]:
+    """(completions per forward pass of the update, GB that one of them needs): a rough estimate.
 
     About 150 bytes of activations per token, layer and hidden unit, in a quarter of the memory: workers share
     it. A CPU gains little from more than a group, or 1.5 GB; what is free at the moment has no say there, or
@@ -411,19 +409,19 @@ def rows_that_fit(model, config) -> tuple[int, float, float]:
     """
     shape = model.config.get_text_config()
     row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 150 / 1e9
-    available = available_memory(config.DEVICE) / 1e9
-    rows = max(config.NUM_GENERATIONS, int(1.5 / row)) if config.DEVICE == "cpu" else int(available / 4 / row)
-    asked = config.MICRO_BATCH_SIZE
-    return max(1, min(1024, rows)) if asked == "auto" else asked, row, available
+    on_cpu, asked = config.DEVICE == "cpu", config.MICRO_BATCH_SIZE
+    rows = max(config.NUM_GENERATIONS, int(1.5 / row)) if on_cpu else int(available / 4e9 / row)
+    return max(1, min(1024, rows)) if asked == "auto" else asked, row
 
 
-def available_memory(device: str) -> int:
-    """Bytes to be had now, of the GPU or of main memory; Linux counts what its caches would give back."""
+def available_memory(device: str) -> tuple[int, int]:
+    """Bytes to be had now, and in all, of the GPU or of main memory; on Linux with caches counted."""
     if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.mem_get_info(device)
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with contextlib.suppress(OSError, TypeError), open("/proc/meminfo") as file:
-        return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS
+        return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1]) * 1024, total
+    return total, total  # macOS
 
 
 def keep_freed_memory() -> None:
@@ -640,9 +638,8 @@ def build_tiny(tasks):
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
-    )
+    special = dict(eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=0,
@@ -688,10 +685,9 @@ def exact_positions(model) -> int:
     shape = model.config.get_text_config()
     positions = getattr(shape, "max_position_embeddings", 4096)
     rope = getattr(shape, "rope_parameters", None) or {}
-    rescaled = rope.get("rope_type") in ("dynamic", "longrope")
-    return (
-        min(positions, rope.get("original_max_position_embeddings") or positions) if rescaled else positions
-    )
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        positions = min(positions, rope.get("original_max_position_embeddings") or positions)
+    return positions
 
 
 def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
@@ -815,19 +811,18 @@ def pack_weights(model) -> bytes:
     return safetensors.torch.save({k: p.detach().cpu().contiguous() for k, p in model.named_parameters()})
 
 
-def unpack_weights(data: bytes) -> dict | None:
-    """Tensors of a safetensors file; None if it is damaged, not fully synced, or not all finite floats."""
+def load_weights(model, data: bytes) -> bool:
+    """Put packed weights into the model; False, and nothing changed, if they are damaged, not fully synced,
+    not finite floats, or do not fit."""
     try:
         weights = safetensors.torch.load(data)
     except (safetensors.SafetensorError, KeyError):  # KeyError: a type that torch does not have
-        return None
+        return False
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    return weights if all(w.dtype in floats and w.isfinite().all() for w in weights.values()) else None
-
-
-def load_weights(model, weights: dict) -> bool:
-    """Put unpacked weights into the model; False, and nothing changed, where names or shapes do not fit."""
-    if {k: w.shape for k, w in weights.items()} != {k: p.shape for k, p in model.named_parameters()}:
+    usable = all(w.dtype in floats and w.isfinite().all() for w in weights.values())
+    if not usable or {k: w.shape for k, w in weights.items()} != {
+        k: p.shape for k, p in model.named_parameters()
+    }:
         return False
     model.load_state_dict(weights, strict=False)  # what is tied to one of them is the same tensor
     return True

@@ -16,6 +16,10 @@ fi
 export NUM_WORKERS=${NUM_WORKERS:-4} MODEL_NAME=${MODEL_NAME:-tiny}  # several large models seldom fit one machine
 [[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"; exit 2; }
 
+missing=$("$python" -c 'import importlib.util as u
+print(*(n for n in ("torch", "transformers", "reasoning_gym") if not u.find_spec(n)))')
+[ -z "$missing" ] || { echo "missing: $missing; pip install torch transformers reasoning-gym" >&2; exit 1; }
+
 # Threads are shared out fairly: without this every worker starts one per core and all of them crawl.
 cores=$("$python" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
@@ -46,6 +50,11 @@ start() {  # NAME VAR=VALUE…: one process in the background, in a process grou
   [ "$stopping" -eq 0 ] || kill -INT $! 2>/dev/null || true  # Ctrl-C came before it was in the list
 }
 
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+gpu_of() {  # a worker's own GPU, where there are several and nobody has chosen
+  [ "${gpus:-0}" -lt 2 ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || echo "CUDA_VISIBLE_DEVICES=$(($1 % gpus))"
+}
+
 run_experiment() {  # coordinator and workers, until all have ended; returns 1 and names whoever failed
   pids=() names=()
   if [ "${LOCAL_NODES:-1}" -gt 1 ]; then
@@ -53,7 +62,7 @@ run_experiment() {  # coordinator and workers, until all have ended; returns 1 a
   else
     start coordinator NODE_ROLE=coordinator "$@"
     for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do
-      start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" "$@"
+      start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" $(gpu_of "$i") "$@"
     done
   fi
   local failed=0 status waiting="${!pids[*]}" still
@@ -89,6 +98,8 @@ main() {
     return
   fi
   local pattern='^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$' name filter
+  export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
+  local number=0 all=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}})
   for seed in ${SEEDS:-${SEED:-42}}; do
     for config in $CONFIGS; do
       [[ $config =~ $pattern ]] || {
@@ -97,7 +108,8 @@ main() {
       }
       name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
       [ -z "${BASH_REMATCH[3]}" ] || filter=False
-      echo "run_swarm: experiment $name"
+      number=$((number + 1))
+      echo "run_swarm: experiment $number of $((${#all[@]} * ${#seeds[@]})): $name"
       run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" \
         NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" EXTERNAL_FILTER=$filter \
         LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1

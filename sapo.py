@@ -32,20 +32,28 @@ from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-import torch
-import transformers
-from tqdm.auto import tqdm
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last before a time limit
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # during the slow imports they wait for main
+try:
+    if "torch" not in sys.modules:
+        print("loading torch …", file=sys.stderr, flush=True)
+    import torch
+    import transformers
+    from tqdm.auto import tqdm
 
-if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
-    from coordinator import Coordinator, Swarm, compare, experiment_status, in_notebook, is_known_dead
-    from coordinator import list_experiments, monitor, process_identity, report_text, reward_rows, short_time
-    from coordinator import summarize, validate_experiment, write_report, write_winners
-    from drive_store import COORDINATOR, BadFile, DriveStore, StoreError, bucket, check_name
-    from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
-    from grpo import BadQuestion, Codec, ConfigError, Group, Question, find_answer, generate, halving_on_oom
-    from grpo import keep_freed_memory, load_model, load_weights, lucky_question, make_question, new_optimizer
-    from grpo import pack_weights, rows_that_fit, score_all, task_hash, unpack_weights, update, warm_start
-    from grpo import warm_start_name, why_refused
+    if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
+        from coordinator import COORDINATOR, Coordinator, Swarm, average, compare, experiment_status
+        from coordinator import in_notebook, is_known_dead, list_experiments, monitor, process_identity
+        from coordinator import recent, report_files, report_text, reward_rows, rounds_to_keep, short_time
+        from coordinator import summarize, validate_experiment, write_winners
+        from drive_store import BadFile, DriveStore, StoreError, bucket, check_name
+        from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
+        from grpo import BadQuestion, Codec, ConfigError, Group, Question, available_memory, find_answer
+        from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question
+        from grpo import make_question, new_optimizer, pack_weights, rows_that_fit, score_all, task_hash
+        from grpo import update, warm_start, warm_start_name, why_refused
+except ImportError as error:
+    raise SystemExit(f"{error}\n  pip install torch transformers reasoning-gym") from None
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------
 
@@ -64,7 +72,7 @@ def train(run: "Run") -> None:
                 communicate(run, node, t, stage)  # 3. publish them, decoded
             for node in run.nodes:
                 external = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
-                policy_gradient(run, node, external)  # 5. learn from own and external groups
+                policy_gradient(run, node, external, t, stage)  # 5. learn from own and external groups
                 submit_reward(run, node, t, stage)  # 6. report
         finish_round(run, t)
 
@@ -82,14 +90,14 @@ class Rollout:
 
 @dataclass
 class Node:
-    """One learner. Model, optimizer, total_reward and trained go into its checkpoint."""
+    """One learner. Model, optimizer, total_reward, trained and past go into its checkpoint."""
 
     id: str
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     total_reward: float = 0.0
     trained: set = field(default_factory=set)  # keys of external groups already used: never twice
-    session: str = ""
+    past: list = field(default_factory=list)  # for LOCAL_REPLAY: (round, own informative Group)
     rollouts: list = field(default_factory=list)  # its own, of the current stage
     unpublished: list = field(default_factory=list)  # of the round so far, for publish frequency `round`
     figures: dict = field(default_factory=dict)  # of the current stage, for the log and the reward file
@@ -115,11 +123,14 @@ class Run:
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
     max_rows: int = 1024  # completions per forward pass in the update
     max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
-    began: float = field(default_factory=time.monotonic)
     round_began: float = 0.0
-    rounds_worked: int = 0
-    seconds_per_round: float = 0.0  # so far
-    barren: int = 0  # rounds in a row without any informative group
+    hanging: bool = False  # whether it was said that the folder does not answer
+    history: list = field(default_factory=list)  # of each round of this start: mean figures, and its seconds
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a round, mean of the last ten."""
+        return average(figures["seconds"] for figures in self.history[-10:]) or 0.0
 
 
 # -------- The six steps of a round ----------------------------------------------------------------
@@ -135,11 +146,13 @@ def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
         run.stop.check()  # only here: once weights have changed, the round is finished first
-    questions = []
-    for i in range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE):
-        seed = stream_seed(run.config, node.id, t, stage, "question", i)
-        questions.append(lucky_question(random.Random(seed).choice(run.tasks), seed))
-    return questions
+    config, count = run.config, run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
+    return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
+
+
+def draw_questions(run: Run, seeds: list[int]) -> list[Question]:
+    """A question of a random task for each seed."""
+    return [lucky_question(random.Random(seed).choice(run.tasks), seed) for seed in seeds]
 
 
 def generate_rollouts(run: Run, node: Node, questions: list[Question], t: int, stage: int) -> None:
@@ -206,10 +219,8 @@ def communicate(run: Run, node: Node, t: int, stage: int) -> None:
 def as_published(rollout: Rollout) -> dict:
     """A group as it stands in a rollout file: bare question, decoded completions, this node's own rewards."""
     q, rewards = rollout.question, rollout.group.rewards
-    completions = [
-        {"response": text, "reward": reward, "finished": finished}
-        for text, reward, finished in zip(rollout.texts, rewards, rollout.finished, strict=True)
-    ]
+    each = zip(rollout.texts, rewards, rollout.finished, strict=True)
+    completions = [{"response": text, "reward": r, "finished": done} for text, r, done in each]
     return {"task": q.task, "seed": q.seed, "prompt": q.text, "answer": q.answer, "completions": completions}
 
 
@@ -246,17 +257,20 @@ def wait_for_peers(run: Run, t: int, stage: int) -> None:
     if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < last_stage:
         return  # nobody publishes before the last stage
     deadline = time.monotonic() + config.FETCH_TIMEOUT_SECONDS
-    while not (swarm.alone or swarm.down or run.stop.requested):
+    while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
         late = swarm.missing(t, stage)
         if swarm.looked_at >= t and not late:
             return
         if time.monotonic() > deadline:
-            swarm.give_up(late)
+            swarm.given_up |= late
             names = " ".join(sorted(late)) or "the folder's listing"
             why = f"not here after FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g}"
             run.log.event("wait", f"round {t}: {names} {why}", round=t)
             return
         swarm.wait()
+
+
+PEER_SECONDS = 20.0  # for what one peer has published in a round: verifiers can be made slow
 
 
 def informative_pool(run: Run, node: Node, round_: int, stage, rng, figures: dict) -> list[Rollout]:
@@ -275,10 +289,12 @@ def informative_pool(run: Run, node: Node, round_: int, stage, rng, figures: dic
         groups = [raw for raw in files[peer] if raw["key"] not in node.trained]
         if len(groups) > config.NUM_TRAIN_SAMPLES:
             groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
+        began = time.monotonic()
         for raw in groups:
             key = raw["key"]
             if key not in run.verified:  # the nodes of this process verify a group once for all
-                run.verified[key] = verify(run, raw)
+                in_time = time.monotonic() - began < PEER_SECONDS
+                run.verified[key] = verify(run, raw) if in_time else "too slow to verify"
             rollout = run.verified[key]
             if isinstance(rollout, str):
                 figures["rejected"] += 1
@@ -305,7 +321,10 @@ def verify(run: Run, raw: dict) -> Rollout | str:
         return "a question that cannot be made"
     if raw["prompt"] != question.text:
         return "prompt differs from the question"
-    texts, finished = ([c[name] for c in raw["completions"]] for name in ("response", "finished"))
+    drawn = raw["completions"]
+    if len(drawn) > run.config.NUM_GENERATIONS:  # a group counts no more than one of this node's own
+        drawn = random.Random(str(raw["key"])).sample(drawn, run.config.NUM_GENERATIONS)
+    texts, finished = ([c[name] for c in drawn] for name in ("response", "finished"))
     completions = []
     for text, done in zip(texts, finished, strict=True):  # stop at the first that is too long
         completions.append(run.codec.completion(text, done))
@@ -316,20 +335,35 @@ def verify(run: Run, raw: dict) -> Rollout | str:
     return Rollout(question, group, texts, finished, raw["key"])
 
 
-def policy_gradient(run: Run, node: Node, external: list[Rollout]) -> None:
+def policy_gradient(run: Run, node: Node, external: list[Rollout], t: int, stage: int) -> None:
     """Step 5: one GRPO update on I own groups, informative ones first, and the external ones alike."""
     config, began = run.config, time.monotonic()
     local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
+    own = replay([r.group for r in local], node, config, t, stage)
+    groups = own + [r.group for r in external]
     stats = update(
-        node.model, node.optimizer, [r.group for r in local + external], max_new_tokens=config.MAX_NEW_TOKENS,
+        node.model, node.optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS,
         temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW,
         clip_high=config.CLIP_HIGH, num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows,
         pad_id=run.codec.eos_id, dtype=getattr(torch, config.DTYPE),
     )  # fmt: skip
     run.max_rows = min(run.max_rows, stats.pop("max_rows"))
-    informative = sum(r.group.is_informative for r in local + external)
-    node.figures |= {**stats, "local_groups": len(local), "informative_groups": informative}
+    informative = sum(group.is_informative for group in groups)
+    node.figures |= {**stats, "local_groups": len(own), "informative_groups": informative}
     node.figures["train_seconds"] = time.monotonic() - began
+
+
+def replay(groups: list[Group], node: Node, config: "Config", t: int, stage: int) -> list[Group]:
+    """LOCAL_REPLAY: own informative groups of earlier rounds, each once more, in the place of flat ones."""
+    if config.LOCAL_REPLAY == 0:
+        return groups
+    useful = [group for group in groups if group.is_informative]
+    past = [(round_, group) for round_, group in node.past if round_ >= t - config.ROLLOUT_MAX_AGE]
+    rng = random.Random(stream_seed(config, node.id, t, stage, "replay"))
+    again = rng.sample(range(len(past)), min(config.LOCAL_REPLAY, len(past), len(groups) - len(useful)))
+    node.past = [pair for i, pair in enumerate(past) if i not in again] + [(t, group) for group in useful]
+    flat = [group for group in groups if not group.is_informative]
+    return useful + [past[i][1] for i in again] + flat[len(again) :]
 
 
 def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
@@ -338,7 +372,8 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
         figures["held_out"] = held_out_accuracy(run, node, t)
     node.total_reward += figures["reward"]
-    run.swarm.post(run.store.submit_reward, t, stage, node.id, {"session": node.session, **figures})
+    data = {"session": run.swarm.nodes[node.id], **figures}
+    run.swarm.post(run.store.submit_reward, t, stage, node.id, data)
     row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
     row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
     run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
@@ -346,10 +381,8 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
 
 def held_out_accuracy(run: Run, node: Node, t: int) -> float:
     """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
-    questions = []
-    for i in range(run.config.EVAL_SAMPLES):
-        seed = HELD_OUT_SEEDS.start + stream_seed(run.config, "", 0, 0, "held-out", i)
-        questions.append(lucky_question(random.Random(seed).choice(run.tasks), seed))
+    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
+    questions = draw_questions(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
     return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
 
 
@@ -365,7 +398,7 @@ def next_round(run: Run) -> int | None:
     config, own = run.config, run.done + 1
     t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
     if t >= config.MAX_ROUNDS:
-        if run.rounds_worked == 0:
+        if not run.history:
             todo = f"raise MAX_ROUNDS={config.MAX_ROUNDS} to go on, or choose another EXPERIMENT_NAME"
             run.log.event("end", f"already finished: the experiment is at round {t}; {todo}")
         return None
@@ -381,31 +414,44 @@ def wait_for_clock(run: Run, own: int) -> int:
 
     Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
-    swarm, grace = run.swarm, 0.0 if run.config.LOCAL_NODES > 1 else 2.0
-    impatient_at = time.monotonic() + max(30.0, 2 * run.seconds_per_round)
+    swarm, began, pace = run.swarm, time.monotonic(), run.pace
     while True:
         run.stop.check()
         if swarm.superseded:
-            run.log.event(
-                "end", f"a newer session of {', '.join(swarm.superseded)} is running; this one stops"
-            )
+            newer = f"a newer session of {', '.join(swarm.superseded)} is running; this one stops"
+            run.log.event("end", newer)
             raise Ended("superseded")
+        if swarm.hangs and not run.hanging:  # an error is told by the Swarm's thread; this one hangs itself
+            run.log.event("outage", "the shared folder does not answer; training goes on, writes are queued")
+        run.hanging = swarm.hangs
         if swarm.down:  # alone for now, and no faster than usual, so as not to run away from the swarm
-            if time.monotonic() >= run.round_began + run.seconds_per_round:
+            if time.monotonic() >= run.round_began + pace:
                 return own
         elif swarm.is_led:
             if swarm.clock >= own:
                 return swarm.clock
-        elif time.monotonic() - swarm.leaderless_since >= grace:
+        elif time.monotonic() - swarm.leaderless_since >= grace(run):
             t = own if swarm.alone else max(own, swarm.clock)
             if t > swarm.clock:
                 swarm.open(t)
             return t
-        if time.monotonic() > impatient_at:
-            impatient_at = float("inf")  # say it once
+        if time.monotonic() > began + max(30.0, 2 * pace):
+            began = float("inf")  # say it once
             why = "the coordinator's rounds are long, or the folder shows old listings"
             run.log.event("wait", f"round {own} is not open here yet: {why}", round=own)
         swarm.wait()
+
+
+def grace(run: Run) -> float:
+    """Seconds without a coordinator after which a worker opens rounds itself.
+
+    Longer where others have registered of whom nothing has come yet: they may only be slow to show.
+    """
+    config = run.config
+    if config.LOCAL_NODES > 1:
+        return 0.0
+    strange = config.NUM_TRANSPLANT_TREES > 0 and not run.swarm.alone and not run.swarm.has_met
+    return max(2.0, config.FETCH_TIMEOUT_SECONDS) if strange else 2.0
 
 
 def finish_round(run: Run, t: int) -> None:
@@ -413,57 +459,47 @@ def finish_round(run: Run, t: int) -> None:
     config, last = run.config, t == run.config.MAX_ROUNDS - 1
     intervals = [(round_ + 1) // config.CHECKPOINT_INTERVAL for round_ in (run.done, t)]
     due = intervals[0] < intervals[1]  # also where the round in which it was due was skipped
-    run.done, run.rounds_worked = t, run.rounds_worked + 1
-    run.seconds_per_round = (time.monotonic() - run.began) / run.rounds_worked
+    run.done = t
     report_round(run, t)
-    if last and run.swarm.alone:  # elsewhere whoever opens the next round does this
+    if last and not run.swarm.is_led:  # elsewhere whoever opens the next round does this
         run.swarm.post(write_winners, run.store, t)
     if due or last:
         run.swarm.flush_log()  # first: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
-        for node in run.nodes:
-            push_to_hub(run, node, last)
+        push_to_hub(run, last)
     if config.ROLLOUT_CLEANUP_ENABLED:
         run.swarm.post(run.store.retire_rollouts, t + 1 - rounds_to_keep(config), config.ROLLOUT_ARCHIVE_OLD)
-    run.verified = {key: known for key, known in run.verified.items() if key[0] >= t - config.ROLLOUT_MAX_AGE}
+    run.verified = recent(run.verified, t - config.ROLLOUT_MAX_AGE)
     if run.log.bar is not None:
         run.log.bar.update(t + 1 - run.log.bar.n)
     run.stop.check()
 
 
-def rounds_to_keep(config: "Config") -> int:
-    """Rounds of rollouts that retention leaves: what was asked for, and what a resumed node may draw from."""
-    return max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE)
-
-
 class StopButton:
-    """A flag, set by a first signal and looked at between a round's steps. A second signal exits at once."""
+    """Counts signals; looked at between a round's steps. A second one exits at once."""
 
     def __init__(self):
-        self.requested = self.twice = False
-        self._since, self._old = 0.0, {}
+        self.pressed, self._since, self._old = 0, 0.0, {}
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for name in ("SIGINT", "SIGTERM", "SIGUSR1"):  # SIGUSR1: Slurm sends it before a time limit
-                if number := getattr(signal, name, None):
-                    self._old[number] = signal.signal(number, self._on_signal)
+            self._old = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def restore(self) -> None:
         for number, handler in self._old.items():
             signal.signal(number, handler)
 
     def check(self) -> None:
-        if self.requested:
+        if self.pressed:
             raise Ended("stopped")
 
     def _on_signal(self, number, frame) -> None:
-        if self.requested:
-            if time.monotonic() - self._since > 0.5:  # one key press may arrive twice
-                self.twice = True
-                raise KeyboardInterrupt
-            return
-        self.requested, self._since = True, time.monotonic()
+        if self.pressed and time.monotonic() - self._since < 0.5:
+            return  # one key press may arrive twice
+        self.pressed, self._since = self.pressed + 1, time.monotonic()
+        if self.pressed > 1:
+            raise KeyboardInterrupt
         with contextlib.suppress(OSError, RuntimeError):  # a closed terminal; a print that was interrupted
             print("\nstopping after this step; once more to exit at once", flush=True)
 
@@ -501,39 +537,31 @@ class Log:
 
 def report_round(run: Run, t: int) -> None:
     """A short line for the round (VERBOSE: a long one for each node), and now and then what is missing."""
-    config, swarm, each = run.config, run.swarm, [node.figures for node in run.nodes]
-    mean = {key: sum(f[key] for f in each) / len(each) for key in each[0] if key != "external_ages"}
+    config, each = run.config, [node.figures for node in run.nodes]
+    mean = {key: average(f[key] for f in each) for key in each[0] if key != "external_ages"}
+    run.history.append(mean | {"seconds": time.monotonic() - run.round_began})
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
-    eta = short_time(run.seconds_per_round * (config.MAX_ROUNDS - 1 - t))
+    eta = short_time(run.pace * (config.MAX_ROUNDS - 1 - t))
     run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
     for node in run.nodes:
         run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
-    run.barren = 0 if mean["informative_groups"] else run.barren + 1
-    if run.barren == 10:
-        run.barren = 0
+    if len(run.history) % 10 == 0 and not any(f["informative_groups"] for f in run.history[-10:]):
         rates = "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}"
-        todo = (
-            "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS or easier TASKS"
-        )
-        run.log.event(
-            "no signal", f"no informative group for 10 rounds: {rates.format(**mean)}; {todo}", round=t
-        )
-    if mean["external_short"] and not mean["external_peers"] and run.rounds_worked % 10 == 1:
-        rounds = [key[0] for key in list(swarm.rollouts) if key[2] not in swarm.nodes]
-        newest = (
-            f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
-        )
+        todo = "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, easier TASKS"
+        nothing = f"no informative group for 10 rounds: {rates.format(**mean)}; {todo}"
+        run.log.event("no signal", nothing, round=t)
+    if mean["external_short"] and not mean["external_peers"] and len(run.history) % 10 == 1:
+        rounds = [key[0] for key in list(run.swarm.rollouts) if key[2] not in run.swarm.nodes]
+        seen = f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
         short = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
-        text = f"round {t}: {short}; {newest} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})"
+        text = f"round {t}: {short}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})"
         run.log.event("wait", text, round=t)
 
 
 def short_line(t: int, max_rounds: int, s: dict) -> str:
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative)"
-    seconds = (
-        f"{s['generate_seconds']:.1f}s gen {s['wait_seconds']:.1f}s wait {s['train_seconds']:.1f}s train"
-    )
+    seconds = "{generate_seconds:.1f}s gen {wait_seconds:.1f}s wait {train_seconds:.1f}s train".format(**s)
     counted = f"round {t:0{len(str(max_rounds))}d}/{max_rounds}"
     return f"{counted} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
 
@@ -547,11 +575,21 @@ def long_line(t: int, max_rounds: int, s: dict) -> str:
     )
 
 
+def conclusion(run: Run) -> str:
+    """What this start of the run reached, in one sentence."""
+    tenth = max(1, len(run.history) // 10)
+    first, last = (average(f["reward"] for f in part) for part in (run.history[:tenth], run.history[-tenth:]))
+    own, peers = (sum(f[name] for f in run.history) for name in ("local_groups", "external_groups"))
+    total = sum(node.total_reward for node in run.nodes) / len(run.nodes)
+    went = f"mean reward {first:.2f} -> {last:.2f} in {len(run.history)} rounds"
+    return f"{went}, {total:.2f} in all per node; {peers / (own + peers):.0%} of the groups came from peers"
+
+
 # -------- Settings --------------------------------------------------------------------------------
 
 
-def var(default, help, allowed=None, low=None, high=None):
-    return field(default=default, metadata={"help": help, "allowed": allowed, "low": low, "high": high})
+def var(default, help, allowed="", low=None, high=None):
+    return field(default=default, metadata=dict(help=help, allowed=allowed.split(), low=low, high=high))
 
 
 # fmt: off
@@ -559,26 +597,22 @@ def var(default, help, allowed=None, low=None, high=None):
 class Config:
     """Every environment variable; `resolve` works out "auto". Adding one here is all it takes."""
 
-    # the swarm
     GDRIVE_PATH: str = var("auto", "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
-    NODE_ROLE: str = var("worker", "worker or coordinator; monitor, report and validate only read",
-                         ("worker", "coordinator", "monitor", "report", "validate"))
-    NODE_ID: str = var("auto", "unique name of this node; auto: node_<8 hex>, node if LOCAL_NODES > 1")
+    NODE_ROLE: str = var("worker", "the last three only read; auto: by rank",
+                         "worker coordinator auto monitor report validate")
+    NODE_ID: str = var("auto", "unique name; auto: node_<rank or 8 hex>, node if LOCAL_NODES > 1")
     LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
     SEED: int = var(42, "the swarm's seed; nodes differ by NODE_ID", low=0, high=2**31)
     TEST_MODE: bool = var(False, "quick validation: 3 rounds, I = 4, G = 4, tiny with a short warm start")
     MAX_ROUNDS: int = var(2000, "rounds to train", low=1, high=10**6)
     MAX_STAGES: int = var(1, "generate-share-update stages in a round", low=1, high=100)
-    # model and tasks
     MODEL_NAME: str = var("auto", "tiny, a Hugging Face id or a folder; auto: by what the machine has")
     TASKS: str = var("auto", "comma list; auto: the paper's nine, for tiny the eight small ones")
     NUM_SHOTS: int = var("auto", "solved examples without a chat template; auto: 2, tiny 0", low=0, high=16)
     WARM_START_STEPS: int = var("auto", "supervised steps first; auto: tiny 1750, else 0", low=0, high=10**6)
     ANSWER_TAG_SHARE: float = var(0.02, "rewarded style at the end of tiny's warm start", low=0, high=1)
-    REWARD: str = var("exact", "exact: 1 if the verifier gives 0.99, else 0; verifier: its score",
-                      ("exact", "verifier"))
-    # a round
+    REWARD: str = var("exact", "1 if the verifier gives at least 0.99, else 0; its score", "exact verifier")
     NUM_TRAIN_SAMPLES: int = var(8, "I: own questions per round and stage", low=1, high=4096)
     NUM_TRANSPLANT_TREES: int = var(0, "J: external groups per stage; 0: plain GRPO", low=0, high=4096)
     NUM_GENERATIONS: int = var(8, "G: completions per question", low=2, high=64)
@@ -586,30 +620,22 @@ class Config:
     MAX_NEW_TOKENS: int = var("auto", "longest completion; auto: 10 for tiny, else 256", low=1, high=32768)
     EXTERNAL_FILTER: bool = var(True, "drop groups that are not informative before drawing externals")
     LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I of them", low=1, high=64)
-    # the update
+    LOCAL_REPLAY: int = var(0, "own informative groups used again in place of flat ones", low=0, high=4096)
     LEARNING_RATE: float = var("auto", "AdamW; auto: 3e-4 for tiny, else 1e-6", low=0, high=1)
     CLIP_LOW: float = var(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     CLIP_HIGH: float = var(0.28, "ratio clipped above at 1 + this", low=0, high=10)
     NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage", low=1, high=100)
-    LOSS_TYPE: str = var("dapo", "dapo: mean over all tokens; grpo: of completions' means; dr_grpo: fixed",
-                         ("dapo", "grpo", "dr_grpo"))
-    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass of the update; auto: by memory",
-                                low=1, high=65536)
-    DTYPE: str = var("auto", "compute type, weights stay float32; auto: bfloat16 where the hardware has it",
-                     ("auto", "float32", "bfloat16"))
+    LOSS_TYPE: str = var("dapo", "mean over all tokens, of completions' means, fixed", "dapo grpo dr_grpo")
+    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass; auto: by memory", low=1, high=65536)
+    DTYPE: str = var("auto", "to compute in; auto: bfloat16 if the hardware can", "auto float32 bfloat16")
     DEVICE: str = var("auto", "cuda, cuda:1, mps or cpu; auto: the first there is")
-    # the clock and sharing
-    COORDINATOR_ROUND_INTERVAL: float = var(60.0, "seconds of a round (time), at the latest (hybrid)",
-                                            low=0.01, high=86400)
-    ROUND_ADVANCE: str = var("hybrid", "time, completion (all live workers submitted) or hybrid (either)",
-                             ("time", "completion", "hybrid"))
-    ROLLOUT_PUBLISH_FREQUENCY: str = var("stage", "a file per stage or per round; generation means stage",
-                                         ("generation", "stage", "round"))
+    COORDINATOR_ROUND_INTERVAL: float = var(60.0, "seconds of a round, at the latest", low=0.01, high=86400)
+    ROUND_ADVANCE: str = var("hybrid", "all live workers submitted, or either", "time completion hybrid")
+    ROLLOUT_PUBLISH_FREQUENCY: str = var("stage", "when a file is published", "stage round generation")
     ROLLOUT_MAX_AGE: int = var(4, "how many rounds back externals may come from", low=0, high=1000)
     FETCH_MAX_PEERS: int = var(10, "peers to read per round, drawn at random", low=1, high=1000)
     FETCH_TIMEOUT_SECONDS: float = var(30.0, "how long to wait for peers' rollouts", low=0, high=3600)
     STALE_AFTER_SECONDS: float = var(300.0, "silence after which a node is not live", low=1, high=86400)
-    # what is kept
     ROLLOUT_CLEANUP_ENABLED: bool = var(False, "remove old rollouts")
     ROLLOUT_KEEP_LAST_N_ROUNDS: int = var(10, "rounds of rollouts to keep", low=1, high=10**6)
     ROLLOUT_ARCHIVE_OLD: bool = var(False, "move old rollouts to archives/ instead of deleting them")
@@ -620,7 +646,6 @@ class Config:
     VERBOSE: bool = var(False, "every node's line of every round on the screen, not only in stdout.log")
     HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never shown")
     HF_REPO: str = var("auto", "where to; auto: <user>/<experiment>-<node>")
-    # run_swarm.sh
     NUM_WORKERS: int = var("auto", "workers to start and expect; auto: 4", low=1, high=10**4)
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
@@ -634,36 +659,47 @@ TEST_MODE_DEFAULTS = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS"
 TEST_MODE_DEFAULTS |= {"WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9}  # something to learn from
 SHARED_SETTINGS = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # of all nodes of an experiment, for ever
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
+GROUPS = {  # the first variable of each group in the help -> its heading
+    "GDRIVE_PATH": "the swarm", "MODEL_NAME": "model and tasks", "NUM_TRAIN_SAMPLES": "a round",
+    "LEARNING_RATE": "the update", "COORDINATOR_ROUND_INTERVAL": "the clock and sharing",
+    "ROLLOUT_CLEANUP_ENABLED": "what is kept", "NUM_WORKERS": "run_swarm.sh",
+}  # fmt: skip
 PRIVATE_SETTINGS = (SECRET, "HF_REPO", "NODE_ID", "NODE_ROLE", "GDRIVE_PATH", "DEVICE", "VERBOSE")
 
 
 def parse_value(text: str, spec):
     """One variable's text -> its value; ValueError says what is allowed."""
     kind, allowed, low, high = spec.type, *(spec.metadata[name] for name in ("allowed", "low", "high"))
-    words = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
-        ("0", "false", "no", "off"), False
-    )
+    words = dict(zip("1 true yes on 0 false no off".split(), [True] * 4 + [False] * 4, strict=True))
     expected = f"{'an integer' if kind is int else 'a number'} from {low} to {high}"
     expected = "True or False" if kind is bool else ", ".join(allowed or (expected,))
-    expected += ", or auto" * (spec.default == "auto")
     if text == "auto" and spec.default == "auto":
         return text
     try:
         value = words[text.lower()] if kind is bool else kind(text)  # never bool(text): bool("False") is True
-        is_allowed = not allowed or text in allowed
-        is_allowed = (
-            is_allowed and (low is None or low <= value) and (high is None or value <= high)
-        )  # no nan
+        in_range = (low is None or low <= value) and (high is None or value <= high)  # nan is in none
     except (KeyError, ValueError):
-        is_allowed = False
-    if not is_allowed:
-        raise ValueError(f"expected {expected}")
+        in_range = False
+    if not in_range or (allowed and text not in allowed):
+        raise ValueError(f"expected {expected}{', or auto' * (spec.default == 'auto')}")
     return value
+
+
+RANKS = ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
+SHORT_NAMES = {"LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES"}
+SHORT_NAMES |= {"G": "NUM_GENERATIONS", "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME"}
+
+
+def rank_of(environ) -> str | None:
+    """This process's index where an engine gives it one; a requeued task gets the same one again."""
+    ranks = [environ[name] for name in RANKS if environ.get(name, "").isdecimal()]
+    several = environ.get("SLURM_ARRAY_TASK_ID") and environ.get("SLURM_NTASKS", "1") != "1"
+    return "_".join(ranks[: 2 if several else 1]) or None
 
 
 def read_config(environ) -> tuple[Config, list[str]]:
     """Environment -> (Config without "auto", warnings). All mistakes come in one ConfigError."""
-    specs = {f.name: f for f in fields(Config)}
+    specs, rank = {f.name: f for f in fields(Config)}, rank_of(environ)
     given, mistakes, warnings = {}, [], []
     for name, spec in specs.items():
         text = environ.get(name, "").strip()
@@ -673,14 +709,19 @@ def read_config(environ) -> tuple[Config, list[str]]:
         except ValueError as error:
             mistakes.append(f"{name}={environ[name]!r}: {error}")
     for name in sorted(set(environ) - set(specs)):
-        if near := difflib.get_close_matches(name.upper(), specs, n=1, cutoff=0.88):
-            warnings.append(f"{name} is not a variable of this program: did you mean {near[0]}?")
+        close = difflib.get_close_matches(name.upper(), specs, n=1, cutoff=0.88)
+        if near := SHORT_NAMES.get(name.upper(), *close[:1]):
+            warnings.append(f"{name} is not a variable of this program: did you mean {near}?")
+    if given.get("NODE_ROLE") == "auto":
+        given["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
+    if rank and given.get("NODE_ID", "auto") == "auto" and given.get("LOCAL_NODES", 1) == 1:
+        given["NODE_ID"] = f"node_{rank}"
     config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
-    last = [f"{config.NODE_ID}_{config.LOCAL_NODES - 1}"] if config.LOCAL_NODES > 1 else []
-    for name, values in (("EXPERIMENT_NAME", [config.EXPERIMENT_NAME]), ("NODE_ID", [config.NODE_ID, *last])):
+    longest = f"{config.NODE_ID}_{config.LOCAL_NODES - 1}" if config.LOCAL_NODES > 1 else config.NODE_ID
+    names = (("EXPERIMENT_NAME", config.EXPERIMENT_NAME), ("NODE_ID", config.NODE_ID), ("NODE_ID", longest))
+    for name, value in dict.fromkeys(names):
         try:
-            for value in values:
-                check_name(value, name)
+            check_name(value, name)
         except ValueError as error:
             mistakes.append(str(error))
     if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
@@ -692,28 +733,39 @@ def read_config(environ) -> tuple[Config, list[str]]:
     mistakes += [f"TASKS: {why_refused(task)}" for task in refused]
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes))
-    if (
-        config.ROLLOUT_CLEANUP_ENABLED
-        and (keep := rounds_to_keep(config)) > config.ROLLOUT_KEEP_LAST_N_ROUNDS
-    ):
+    config = resolve(replace(config, TASKS=",".join(tasks)), warnings)
+    kept, keep = config.ROLLOUT_KEEP_LAST_N_ROUNDS, rounds_to_keep(config)
+    if config.ROLLOUT_CLEANUP_ENABLED and keep > kept:
         why = "a resumed node may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds"
-        warnings.append(
-            f"ROLLOUT_KEEP_LAST_N_ROUNDS={config.ROLLOUT_KEEP_LAST_N_ROUNDS} counts as {keep}: {why}"
-        )
-    return resolve(replace(config, TASKS=",".join(tasks))), warnings
+        warnings.append(f"ROLLOUT_KEEP_LAST_N_ROUNDS={kept} counts as {keep}: {why}")
+    if config.NODE_ROLE == "coordinator" and "NODE_ID" in given and not rank:
+        warnings.append(f"NODE_ID={given['NODE_ID']} is ignored: the coordinator has a seat of its own")
+    if (
+        "COORDINATOR_ROUND_INTERVAL" in given
+        and config.FETCH_TIMEOUT_SECONDS > config.COORDINATOR_ROUND_INTERVAL
+    ):
+        interval = f"COORDINATOR_ROUND_INTERVAL={config.COORDINATOR_ROUND_INTERVAL:g}"
+        warnings.append(f"FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g} is longer than {interval}")
+    return config, warnings
 
 
-def resolve(config: Config) -> Config:
+REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, Adam, activations of one node
+
+
+def resolve(config: Config, notes: list[str]) -> Config:
     """Work out every "auto" except TASKS, which may come from the experiment's config.json."""
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     there = [name for name in found if found[name]] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     device = there[0] if config.DEVICE == "auto" else config.DEVICE
     if device not in there:
         raise ConfigError(f"DEVICE={device!r}: this machine has {', '.join(there)}")
-    model = config.MODEL_NAME
-    if model == "auto":
-        model = "tiny" if device == "cpu" else "Gensyn/Qwen2.5-0.5B-Instruct"
-    tiny, colab = model == "tiny", Path("/content/drive/MyDrive")
+    model, needed = config.MODEL_NAME, ITS_GB * config.LOCAL_NODES
+    if model == "auto" and config.NODE_ROLE == "worker":
+        here = memory_share(config, device) / 1e9
+        model = REAL_MODEL if device != "cpu" and here > needed else "tiny"
+        why = "there is no accelerator" if device == "cpu" else f"{here:.0f} GB for this process on {device}"
+        notes.append(f"MODEL_NAME=auto takes {model}: {why}; {REAL_MODEL} needs one with {needed} GB")
+    tiny, colab = model in ("tiny", "auto"), Path("/content/drive/MyDrive")
     has_bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)  # no T4
     auto = {
         "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
@@ -730,6 +782,13 @@ def resolve(config: Config) -> Config:
     return replace(config, MODEL_NAME=model, DEVICE=device, **chosen)
 
 
+def memory_share(config: Config, device: str) -> int:
+    """Bytes that this process may have: what is available, or its part of all where NUM_WORKERS share it."""
+    workers = 1 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS
+    free, total = available_memory(device)
+    return min(free, total // workers)
+
+
 def config_table(config: Config) -> str:
     """The settings in force, one per line, non-defaults marked with *; a secret only as set or unset."""
     lines = []
@@ -742,12 +801,18 @@ def config_table(config: Config) -> str:
 
 def help_text() -> str:
     """Every variable with its default and what it does, as `python sapo.py --help` prints it."""
-    lines = [f"{f.name:27} {f.default!s:8.8} {f.metadata['help']}" for f in fields(Config)]
-    return "\n".join(["usage: NAME=value … python sapo.py      (environment variables only)", *lines])
+    lines = ["usage: NAME=value … python sapo.py      (environment variables only)"]
+    for f in fields(Config):
+        lines += [f"\n{GROUPS[f.name]}"] if f.name in GROUPS else []
+        choice = ", ".join(f.metadata["allowed"]) + ": " * bool(f.metadata["allowed"])
+        lines.append(f"  {f.name:27} {f.default!s:8.8} {choice}{f.metadata['help']}")
+    return "\n".join(lines)
 
 
 def resume_line(config: Config, environ) -> str:
-    """The command that resumes this node: what was set and what was made up; never the secret."""
+    """How to resume this node: the command with what was set and what was made up; never the secret."""
+    if in_notebook():
+        return f"run this cell again (NODE_ID={config.NODE_ID})"
     given = {f.name: environ[f.name] for f in fields(config) if environ.get(f.name) and f.name != SECRET}
     given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
@@ -767,6 +832,7 @@ def save_checkpoint(run: Run) -> None:
     for node in run.nodes:
         nodes[node.id] = {"model": node.model.state_dict(), "optimizer": node.optimizer.state_dict()}
         nodes[node.id] |= {"total_reward": node.total_reward, "trained": sorted(map(list, node.trained))}
+        nodes[node.id]["past"] = [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]
     for older in run.scratch.glob("*.pt"):
         older.unlink(missing_ok=True)
     local = run.scratch / f"{run.done}.pt"
@@ -842,6 +908,7 @@ def restore(run: Run, state: dict, round_: int) -> None:
         node.optimizer.param_groups[0].update(ours)
         node.total_reward = float(mine["total_reward"])
         node.trained = {tuple(key) for key in mine["trained"]}
+        node.past = [(t, Group(*group)) for t, *group in mine["past"]]
 
 
 def save_models(run: Run) -> None:
@@ -867,25 +934,23 @@ def save_locally(run: Run, node: Node, folder: str) -> Path:
 HUB_PATIENCE = 1800.0  # seconds that the end of a run waits for uploads
 
 
-def push_to_hub(run: Run, node: Node, last: bool) -> None:
-    """Upload the model in the background if a token is set; a failed push is said and never stops training.
+def push_to_hub(run: Run, last: bool) -> None:
+    """Upload the models in the background if a token is set; a failed push is said and never stops training.
 
-    While one is under way none but the last model's is begun, and that one waits for its turn.
+    While one is under way none but the last models' is begun, and that one waits for its turn.
     """
-    config, under_way = run.config, [thread for thread in uploads() if thread.name == f"hub {node.id}"]
+    config, under_way = run.config, uploads()
     if not config.HUGGINGFACE_ACCESS_TOKEN or (under_way and not last):
         return
-    round_, local = run.done, save_locally(run, node, f"hub/{run.done}")
+    round_, folders = run.done, {node.id: save_locally(run, node, f"hub/{run.done}") for node in run.nodes}
 
-    def push():
-        for thread in under_way:
-            thread.join(HUB_PATIENCE / 2)
+    def push(node_id, local):
         try:
             from huggingface_hub import HfApi  # transformers brings it
 
             api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
             if repo == "auto":
-                repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node.id}"
+                repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node_id}"
             api.create_repo(repo, exist_ok=True)
             api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
             run.log.event("hub", f"pushed to {repo}")
@@ -894,11 +959,17 @@ def push_to_hub(run: Run, node: Node, last: bool) -> None:
             run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
         shutil.rmtree(local, ignore_errors=True)
 
-    threading.Thread(target=push, name=f"hub {node.id}", daemon=True).start()
+    def push_all():
+        for thread in under_way:
+            thread.join(HUB_PATIENCE / 2)
+        for node_id, local in folders.items():
+            push(node_id, local)
+
+    threading.Thread(target=push_all, name="hub", daemon=True).start()
 
 
 def uploads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("hub ")]
+    return [thread for thread in threading.enumerate() if thread.name == "hub"]
 
 
 # -------- Roles -----------------------------------------------------------------------------------
@@ -921,9 +992,8 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
     tasks = settings["TASKS"].split(",")
     if unknown := [task for task in tasks if task not in TASK_TABLE]:
         raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
-    differ = {
-        n: f"{v!r} (there {began_with.get(n)!r:.80})" for n, v in settings.items() if began_with.get(n) != v
-    }
+    differ = {name: value for name, value in settings.items() if began_with.get(name) != value}
+    differ = {name: f"{value!r} (there {began_with.get(name)!r:.80})" for name, value in differ.items()}
     fixed = ("MAX_STAGES",) if is_coordinator else SHARED_SETTINGS
     if wrong := [f"{name}={differ[name]}" for name in fixed if name in differ]:
         raise ConfigError(f"{path} disagrees; change {', '.join(wrong)} or EXPERIMENT_NAME")
@@ -947,6 +1017,9 @@ def announce(config: Config, store: DriveStore, say) -> None:
         say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
 
 
+CLAIM_SECONDS = 600.0  # how long the others wait for whoever makes the warm start
+
+
 def load_warm_start(config: Config, model, codec: Codec, tasks, say, check_stop=lambda: None) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
@@ -958,38 +1031,32 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say, check_stop=
     shared, name = DriveStore(config.GDRIVE_PATH, None, config.NODE_ID), warm_start_name(model, config, tasks)
     path, claim = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim"
     largest = (1 << 20) + sum(w.numel() * w.element_size() for w in model.state_dict().values())
-
-    def cached():
-        with contextlib.suppress(OSError, BadFile):
-            return unpack_weights(shared.read_bytes(path, largest))
-
-    waited_until = None
-    while (weights := cached()) is None:
+    until = float("inf")  # as long as nobody was waited for
+    while True:
         check_stop()
         with contextlib.suppress(OSError, BadFile):
-            if is_known_dead(shared.read(claim) or {}):
-                shared.delete(claim)
-        mine = True
-        with contextlib.suppress(OSError):  # a folder in the claim's place: then everybody makes it
-            mine = shared.write_once(claim, process_identity())
-        if mine or (waited_until and time.monotonic() > waited_until):
-            try:
-                warm_start(model, codec, config, tasks, say)
-                shared.write(path, pack_weights(model), keep=lambda old: cached() is not None)
-            except OSError as error:
-                say(f"the warm start cannot be shared, this node goes on with its own: {error}")
+            if load_weights(model, shared.read_bytes(path, largest)):
                 return
-            finally:
-                with contextlib.suppress(OSError):
-                    shared.delete(claim)
-        elif waited_until is None:
-            waited_until = time.monotonic() + 600
-            say(f"another node makes the warm start; waiting up to 10 minutes (delete {claim} if it is dead)")
-        time.sleep(0.0 if mine else 0.5)
-    with contextlib.suppress(OSError):
-        shared.delete(shared.tmp)
-    if not load_weights(model, weights):
-        raise StoreError(f"{shared.base / path} does not fit the model; delete it and start again")
+        with contextlib.suppress(OSError, BadFile):
+            holder = shared.read(claim) or {}
+            if is_known_dead(holder) or time.monotonic() > until:
+                shared.delete(claim)
+            if not shared.write_once(claim, process_identity()):
+                if until == float("inf"):
+                    until = time.monotonic() + CLAIM_SECONDS
+                    say(f"another node makes the warm start; waiting up to 10 minutes (or delete {claim})")
+                time.sleep(0.5)
+                continue
+        try:
+            warm_start(model, codec, config, tasks, say)  # where somebody was faster, all go on with that one
+            shared.write(path, pack_weights(model), keep=lambda old: load_weights(model, old))
+        except OSError as error:
+            say(f"the warm start cannot be shared, this node goes on with its own: {error}")
+        finally:
+            with contextlib.suppress(OSError):
+                shared.delete(claim)
+                shared.delete(shared.tmp)
+        return
 
 
 def run_worker(config: Config, log: Log, stop: StopButton) -> str:
@@ -1004,22 +1071,19 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     model, codec = load_model(config, tasks)
     load_warm_start(config, model, codec, tasks, log.say, stop.check)
     tasks = join_experiment(config, store, log.say, only_read=False)
-    ids = (
-        [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
-        if config.LOCAL_NODES > 1
-        else [config.NODE_ID]
-    )
-    nodes = [new_node(node_id, model, config) for node_id in ids]
+    max_rows = check_memory(config, model, log.say)
+    one, ids = [config.NODE_ID], [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
+    nodes = [new_node(node_id, model, config) for node_id in (ids if config.LOCAL_NODES > 1 else one)]
     del model  # every node has a copy
-    swarm = new_swarm(config, store, dict.fromkeys(ids, ""), log)
-    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch())
+    swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
+    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch(), max_rows=max_rows)
     try:
         prepare(run)
         train(run)
         swarm.state = "done"
-        save_models(run)
-        total = sum(node.total_reward for node in nodes) / len(nodes)
-        log.event("end", f"finished; cumulative reward {total:.2f} per node")
+        if run.history:
+            save_models(run)
+            log.event("end", f"finished; {conclusion(run)}")
         return "finished"
     except Ended as how:
         if str(how) == "stopped":
@@ -1028,8 +1092,26 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
         return str(how)
     finally:
-        if not stop.twice:
+        if stop.pressed < 2:
             close(run)
+
+
+def check_memory(config: Config, model, say) -> int:
+    """Say what memory is needed and what is there; ConfigError if even the models do not fit.
+
+    Weights, gradients and Adam take 16 bytes a parameter and node. Returns completions per forward pass.
+    """
+    needed = 16e-9 * sum(p.numel() for p in model.parameters()) * config.LOCAL_NODES
+    share = memory_share(config, config.DEVICE)
+    rows, row = rows_that_fit(model, config, share)
+    batch = config.NUM_GENERATIONS * (config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES)
+    memory = f"{needed:.1f} GB for {config.LOCAL_NODES} x {config.MODEL_NAME} with gradients and Adam"
+    memory += f", about {min(rows, batch) * row:.1f} GB for {min(rows, batch)} completions at once"
+    if needed > share / 1e9:
+        todo = "lower LOCAL_NODES or NUM_WORKERS, or set a smaller MODEL_NAME"
+        raise ConfigError(f"not enough memory: {memory}; this process may have {share / 1e9:.1f} GB: {todo}")
+    say(f"memory: {memory}; {share / 1e9:.1f} GB available")
+    return rows
 
 
 def new_node(node_id: str, model, config: Config) -> Node:
@@ -1054,26 +1136,21 @@ def prepare(run: Run) -> None:
     """Resume, sweep what a killed session left, look at the folder, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
     resume(run)  # before registering: a start that is refused must not take a running node's place
-    about = {"model": config.MODEL_NAME, **process_identity(), **versions()}
+    about = {"model": config.MODEL_NAME, "device": config.DEVICE, **system_info()}
     for node in run.nodes:
-        node.session = swarm.nodes[node.id] = store.register(node.id, "worker", about)
+        swarm.nodes[node.id] = store.register(node.id, "worker", about)
+        swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
     store.delete(store.tmp)  # temp files that a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()
-    for t in range(
-        run.done + 1, 0 if swarm.alone else swarm.clock
-    ):  # finished before a kill, and not replayed
-        for node, stage in itertools.product(run.nodes, range(config.MAX_STAGES)):
-            node.total_reward += (store.reward(t, stage, node.id) or {"reward": 0.0})["reward"]
-    check_disk(run)
-    run.max_rows, row, available = rows_that_fit(run.nodes[0].model, config)
-    groups = config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES
-    rows = min(run.max_rows, config.NUM_GENERATIONS * groups)
-    needed = f"the update takes about {rows * row:.1f} GB for {rows} completions at once"
-    run.log.say(f"memory: {needed}; {available:.1f} GB available")
-    info = {**process_identity(), **versions(), "device": config.DEVICE, "cpus": os.cpu_count()}
-    for node in run.nodes:
-        swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **info})
+    lost = range(run.done + 1, 0 if swarm.alone else swarm.clock)  # finished before a kill, and not replayed
+    for t, node, stage in itertools.product(lost, run.nodes, range(config.MAX_STAGES)):
+        node.total_reward += (store.reward(t, stage, node.id) or {"reward": 0.0})["reward"]
+    size = 12 * sum(p.numel() for p in run.nodes[0].model.parameters()) * len(run.nodes)  # of a checkpoint
+    for place, copies in ((store.base, config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
+        if (free := shutil.disk_usage(place).free) < copies * size:
+            needed = f"{free / 1e9:.1f} GB free, {copies} checkpoints need {copies * size / 1e9:.1f} GB"
+            run.log.event("disk", f"{place}: {needed}; lower CHECKPOINT_KEEP or make room")
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
     what = f"{len(run.nodes)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
@@ -1081,18 +1158,6 @@ def prepare(run: Run) -> None:
     run.log.say(f"to resume: {run.log.resume_line}")
     if sys.stdout.isatty() or in_notebook():  # a log file wants plain lines
         run.log.bar = tqdm(total=config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
-
-
-def check_disk(run: Run) -> None:
-    """Checkpoint size against free space, in the shared folder and on the local disk."""
-    size = sum(12 * p.numel() for p in run.nodes[0].model.parameters()) * len(
-        run.nodes
-    )  # weights, Adam's moments
-    for place, copies in ((run.store.base, run.config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
-        free = shutil.disk_usage(place).free
-        if free < copies * size:
-            needed = f"{free / 1e9:.1f} GB free, {copies} checkpoints need {copies * size / 1e9:.1f} GB"
-            run.log.event("disk", f"{place}: {needed}; lower CHECKPOINT_KEEP or make room")
 
 
 def close(run: Run) -> None:
@@ -1117,9 +1182,11 @@ def close(run: Run) -> None:
         shutil.rmtree(run.scratch, ignore_errors=True)
 
 
-def versions() -> dict:
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    return found | {"transformers": transformers.__version__, "reasoning_gym": REASONING_GYM_VERSION}
+def system_info() -> dict:
+    """This process and the versions that it runs."""
+    info = {**process_identity(), "cpus": os.cpu_count(), "python": platform.python_version()}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {**info, **versions, "reasoning_gym": REASONING_GYM_VERSION}
 
 
 def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
@@ -1128,34 +1195,14 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     store.create()
     join_experiment(config, store, log.say, only_read=True)
     store.delete(store.tmp)  # temp files that a killed process of this name left
-    session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity(), **versions()})
-    swarm = new_swarm(config, store, {COORDINATOR: session}, log)
+    session = store.register(COORDINATOR, "coordinator", {"model": None, **system_info()})
+    swarm = Swarm(store, {COORDINATOR: session}, config, log.event, log.lines)
     swarm.start()
-
-    def each_round(round_):
-        if config.ROLLOUT_CLEANUP_ENABLED:  # workers clean up after themselves; this is for those long gone
-            before = round_ - 2 * rounds_to_keep(config)
-            swarm.post(store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
-
-    coordinator = Coordinator(
-        swarm, max_rounds=config.MAX_ROUNDS, last_stage=config.MAX_STAGES - 1, strategy=config.ROUND_ADVANCE,
-        interval=config.COORDINATOR_ROUND_INTERVAL, say=log.say, each_round=each_round,
-        expected=0 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS,
-    )  # fmt: skip
-    outcome = coordinator.run(lambda: stop.requested)
+    outcome = Coordinator(swarm, config, log.say).run(lambda: stop.pressed)
     log.say(f"coordinator: {outcome}" + " by a newer one on this seat" * (outcome == "superseded"))
     swarm.state = "done" if outcome == "finished" else "stopped"
     swarm.close(patience=10.0)
     return outcome
-
-
-def new_swarm(config: Config, store: DriveStore, sessions: dict, log: Log) -> Swarm:
-    draws = config.NODE_ROLE == "worker" and config.NUM_TRANSPLANT_TREES > 0
-    return Swarm(
-        store, sessions, seat=COORDINATOR, stages=config.MAX_STAGES, max_age=config.ROLLOUT_MAX_AGE,
-        max_peers=config.FETCH_MAX_PEERS if draws else 0, stale_after=config.STALE_AFTER_SECONDS,
-        note=log.event, lines=log.lines,
-    )  # fmt: skip
 
 
 def run_reader(config: Config, stop: StopButton) -> str:
@@ -1164,8 +1211,12 @@ def run_reader(config: Config, stop: StopButton) -> str:
     if config.NODE_ROLE == "report" and names:
         rows = compare_experiments(config.GDRIVE_PATH)
         print(report_text(rows) if rows else f"report: no rewards below {config.GDRIVE_PATH}")
-        written = write_report(rows, lambda name, data: shared.write(f"reports/{name}", data)) if rows else []
-        print("\n".join(str(shared.base / "reports" / name) for name in written))
+        for name, data in (report_files(rows) if rows else {}).items():
+            try:
+                shared.write(f"reports/{name}", data)
+                print(shared.base / "reports" / name)
+            except OSError as error:
+                print(f"{shared.base / 'reports' / name} cannot be written: {error}")
         return "finished" if rows else "invalid"
     if config.EXPERIMENT_NAME not in names:
         there = f"there are: {', '.join(names)}" if names else "there is none"
@@ -1182,7 +1233,7 @@ def run_reader(config: Config, stop: StopButton) -> str:
     rounds, nodes = given("MAX_ROUNDS", Config.MAX_ROUNDS), given("LOCAL_NODES", given("NUM_WORKERS", 4))
     if config.NODE_ROLE == "monitor":
         live = sys.stdout.isatty() or in_notebook()  # every 30 seconds there, once elsewhere
-        monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.requested)
+        monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.pressed)
         return "finished"
     problems = validate_experiment(store, rounds, nodes)
     for line in (*problems, f"{store.base}: " + ("FAILED" if problems else "passed")):
@@ -1219,6 +1270,17 @@ def compare_experiments(path, names=None) -> list[dict]:
     return compare([summary for summary in summaries if summary])
 
 
+def unseen_globals(environ) -> list[str]:
+    """In a notebook: variables set as Python's own, which this program cannot see, with the line to write."""
+    names = sys.modules["IPython"].get_ipython().user_ns if in_notebook() else {}
+    unseen = {
+        f.name: names[f.name] for f in fields(Config) if isinstance(names.get(f.name), str | int | float)
+    }
+    differ = {name: value for name, value in unseen.items() if environ.get(name) != str(value)}
+    write = "is a Python variable, which is not seen: write %env {0}={1}"
+    return [f"{n} {write.format(n, v)}" for n, v in differ.items() if n != SECRET]
+
+
 def main(environ=None) -> int:
     """Run the role that the environment asks for; returns the exit status. Only here it is read."""
     environ = os.environ if environ is None else environ
@@ -1228,8 +1290,8 @@ def main(environ=None) -> int:
         print(error)
         return 2
     log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
-    for warning in warnings:
-        log.say(f"warning: {warning}")
+    for warning in warnings + unseen_globals(environ):
+        log.say(f"note: {warning}")
     transformers.utils.logging.set_verbosity_error()  # it warns of padding that this program handles itself
     transformers.utils.logging.disable_progress_bar()
     stop = StopButton()

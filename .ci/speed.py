@@ -47,7 +47,7 @@ import torch
 import sapo
 from drive_store import DriveStore
 from grpo import PAPER_TASKS, SMALL_TASKS, Group, generate, keep_freed_memory, left_pad, load_model
-from grpo import lucky_question, new_optimizer, rows_that_fit, update
+from grpo import available_memory, lucky_question, new_optimizer, rows_that_fit, update
 
 G, LEARNING_RATE, BETAS = 8, 1e-6, (0.9, 0.95)
 SETTINGS = {
@@ -82,7 +82,12 @@ def report(steps: list[dict], prompts) -> None:
 def our_steps(config, model, codec, batches, seed: int) -> tuple[list[dict], list]:
     """What each step took, and its prompts."""
     optimizer = new_optimizer(model, config)
-    rng, rows, steps, seen = torch.Generator().manual_seed(seed), rows_that_fit(model, config)[0], [], []
+    rng, rows, steps, seen = (
+        torch.Generator().manual_seed(seed),
+        rows_that_fit(model, config, available_memory(config.DEVICE)[0])[0],
+        [],
+        [],
+    )
     rewards = [float(i % 2) for i in range(G)]  # made up, so that every group has something to train on
     for questions in batches:
         began, prompts = time.perf_counter(), [codec.prompt(q) for q in questions]
@@ -320,7 +325,9 @@ def fetch(*_) -> None:
                     groups = {str(i): a_group(peers * t + peer * 7 + i) for i in range(4)}
                     store.publish(t, 0, f"p{peer}", {}, groups)
             model, codec = load_model(config, SMALL_TASKS)
-            swarm = sapo.new_swarm(config, store, {"me": store.register("me", "worker", {})}, log)
+            swarm = sapo.Swarm(
+                store, {"me": store.register("me", "worker", {})}, config, log.event, log.lines
+            )
             node = sapo.Node("me", model, None)
             stop, tasks = sapo.StopButton(), list(SMALL_TASKS)
             run = sapo.Run(config, store, swarm, codec, [node], log, stop, tasks, Path(folder))

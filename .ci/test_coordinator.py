@@ -15,10 +15,10 @@ import threading
 import time
 
 import pytest
-from coordinator import Life, boot_id, dashboard, experiment_status, is_known_dead
+from coordinator import COORDINATOR, Life, boot_id, dashboard, experiment_status, is_known_dead
 from coordinator import is_round_over, list_experiments, p_value, pid_start, process_identity, report_text
-from coordinator import reward_rows, validate_experiment, write_report
-from drive_store import COORDINATOR, DriveStore
+from coordinator import report_files, reward_rows, validate_experiment
+from drive_store import DriveStore
 from sapo import Config, compare_experiments
 from test_drive_store import refuse
 from test_sapo import new_store, new_swarm, put, swarm, until, wire_file
@@ -50,7 +50,7 @@ def test_life_is_judged_by_the_readers_clock_and_by_any_evidence(tmp_path, monke
     assert [live_after(40), live_after(262), live_after(50)] == [["behind", "fresh"], ["behind"], []]
     assert life.silence("nobody") == math.inf
     life.note("gone", "rollouts", 5)  # any evidence counts, but once, and nothing older
-    assert live_after(299) == ["gone"] and not life.note("gone", "rollouts", 4) and live_after(2) == []
+    assert live_after(299) == ["gone"] and not life.note("gone", "rollouts", 5) and live_after(2) == []
     beat("fresh", 0, session=sessions["fresh"], state="done")
     assert live_after(0) == [] and life.has_left("fresh"), "it said goodbye"
     assert store.register("fresh", "worker", {}) > sessions["fresh"] and live_after(0) == ["fresh"]
@@ -220,7 +220,7 @@ def test_a_full_disk_is_an_outage_in_which_nothing_that_is_said_is_lost(tmp_path
 def test_a_file_that_arrives_late_is_read_and_old_rounds_are_forgotten(tmp_path):
     store = new_store(tmp_path)
     path = put(store, "rollouts/round_000000/stage_0/n2.json", b'{"format"')
-    ours, events = new_swarm(store, max_age=2)
+    ours, events = new_swarm(store, ROLLOUT_MAX_AGE=2)
     ours.start()
     assert list(ours.refused) == [(0, 0, "n2")] and events == [("reject", "n2: not valid JSON")]
     path.write_text(json.dumps(wire_file("n2", round=0)))
@@ -235,7 +235,7 @@ def test_a_file_that_arrives_late_is_read_and_old_rounds_are_forgotten(tmp_path)
 def test_rounds_that_workers_open_are_no_sign_of_the_coordinators_life(tmp_path):
     store = new_store(tmp_path)
     store.register(COORDINATOR, "coordinator", {"host": "elsewhere", "pid": 1})
-    ours, _ = new_swarm(store, stale_after=1.0)
+    ours, _ = new_swarm(store, STALE_AFTER_SECONDS=1.0)
     ours.start()
     assert ours.is_led
     for round_ in range(3):
@@ -368,10 +368,9 @@ def test_a_report_names_gain_interval_cost_and_baseline_and_is_written_in_every_
     assert [rows[0][name] for name in ("low", "improvement", "high")] == pytest.approx(expected, rel=1e-4)
     assert [row["label"] for row in rows] == ["4/4", "8/0"]
     assert rows[0]["per_node"] == pytest.approx(20 * 0.46)
-    text, files = report_text(rows), {}
+    text, files = report_text(rows), report_files(rows)
     assert "4/4 against 8/0: better, +10" in text and "paired by seed" in text
     assert max(map(len, text.splitlines())) <= 100
-    assert set(write_report(rows, files.__setitem__)) == files.keys()
     assert [row["label"] for row in json.loads(files["report.json"])] == ["4/4", "8/0"]
     assert len(list(csv.reader(io.StringIO(files["curves.csv"].decode())))) == 1 + 8 * 20
     assert files.get("report.png", b"\x89PNG")[:4] == b"\x89PNG"

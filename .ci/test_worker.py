@@ -19,7 +19,8 @@ import huggingface_hub
 import pytest
 import sapo
 import torch
-from drive_store import COORDINATOR, DriveStore, bucket
+from coordinator import COORDINATOR
+from drive_store import DriveStore, bucket
 from test_grpo import base_models  # noqa: F401
 from test_sapo import PROJECT, TASKS, UNTRAINED, Config, at_call, config_error, config_of, contents, events_of
 from test_sapo import drive, own_temp_folder, unbroken  # noqa: F401
@@ -73,10 +74,14 @@ def test_a_variable_more_as_in_an_exercise_breaks_no_test_of_settings_or_layout(
 def test_auto_follows_the_hardware_and_the_model(monkeypatch, gpu, bf16):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: bf16)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14e9, 16e9))
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     auto = config_of()
     assert (auto.DEVICE, auto.DTYPE) == ("cuda" if gpu else "cpu", "bfloat16" if bf16 else "float32")
-    assert auto.MODEL_NAME == ("Gensyn/Qwen2.5-0.5B-Instruct" if gpu else "tiny")
+    assert auto.MODEL_NAME == (sapo.REAL_MODEL if gpu else "tiny")
+    for shared in (dict(LOCAL_NODES=4), dict(NUM_WORKERS=4)):  # four of them do not fit a T4
+        config, notes = read_config({name: str(value) for name, value in shared.items()})
+        assert config.MODEL_NAME == "tiny" and "MODEL_NAME=auto takes tiny" in notes[0]
     for model, values in {"tiny": (0, 1750, 3e-4, 10), "gpt2": (2, 0, 1e-6, 256)}.items():
         c = config_of(MODEL_NAME=model)
         assert (c.NUM_SHOTS, c.WARM_START_STEPS, c.LEARNING_RATE, c.MAX_NEW_TOKENS) == values
@@ -105,7 +110,7 @@ def test_test_mode_changes_defaults_each_of_which_can_be_set():
 def test_retention_covers_resuming_and_the_oldest_externals():
     for given, kept in (("23", 24), ("24", 24), ("30", 30)):
         settings = dict(CHECKPOINT_INTERVAL="20", ROLLOUT_KEEP_LAST_N_ROUNDS=given)
-        config, warnings = read_config({"ROLLOUT_CLEANUP_ENABLED": "1", **settings})
+        config, warnings = read_config({"MODEL_NAME": "tiny", "ROLLOUT_CLEANUP_ENABLED": "1", **settings})
         assert sapo.rounds_to_keep(config) == kept and bool(warnings) == (given == "23")
 
 
