@@ -812,7 +812,8 @@ def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
     for node, mine in by_node.items():
         life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
     live, nodes, times = life.live_workers(), life.workers(), sorted(row["timestamp"] for row in rows)
-    led = "live" if life.is_live(COORDINATOR) else "away" if COORDINATOR in life.sessions else "none"
+    seat = COORDINATOR if COORDINATOR in life.sessions else None
+    led = "left" if life.has_left(seat) else "live" if life.is_live(seat) else "dead" if seat else "none"
     workers = f"{len(live)} of {len(nodes)} workers live, coordinator {led}"
     lines = [f"{store.base.name}: round {clock} of {max_rounds}, {workers}"]
     if rows:

@@ -279,6 +279,21 @@ class DriveStore:
             with contextlib.suppress(OSError), self.folder(outer) as folder:
                 os.rmdir(inner, dir_fd=folder)
 
+    def probe(self, patience: float = 3.0) -> str:
+        """What the folder can do, in one line. OSError if it cannot rename: then nothing here is safe."""
+        old, new, links = secrets.token_hex(8), secrets.token_hex(8), "no"
+        with self.folder(self.tmp, make=True) as tmp:
+            os.close(os.open(old, NEW_FILE, 0o666, dir_fd=tmp))
+            with contextlib.suppress(OSError):
+                os.link(old, f"{old}.link", src_dir_fd=tmp, dst_dir_fd=tmp)
+                links = "yes"
+            os.replace(old, new, src_dir_fd=tmp, dst_dir_fd=tmp)
+        began = time.monotonic()
+        while (shown := new in self.names(self.tmp)) is False and time.monotonic() < began + patience:
+            time.sleep(0.05)
+        seen = f"after {time.monotonic() - began:.2f} s" if shown else f"not within {patience:g} s"
+        return f"links: {links}, rename: yes, a listing shows a new file {seen}"
+
     def can_write(self) -> bool:
         """Whether the folder takes a small file now: then a write that fails does so for its own path."""
         with contextlib.suppress(OSError):
@@ -311,15 +326,15 @@ class DriveStore:
         StoreError if that is damaged, or if the folder has another layout than this program's.
         """
         names = [*self.names("rollouts"), *self.names("rewards"), *self.names("state/rounds")]
-        other = any(re.fullmatch(r"round_(\d{1,5}|\d{6}\.json)", name) for name in names)
+        layout = None if any(re.fullmatch(r"round_(\d{1,5}|\d{6}\.json)", n) for n in names) else LAYOUT
         try:
             began_with = self.read("config.json")
-            if began_with is None and not (other or only_read):
+            if began_with is None and layout == LAYOUT and not only_read:
                 self.write_once("config.json", {"layout": LAYOUT, **settings})
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
             raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or {AFRESH}") from error
-        if other or (began_with or {"layout": LAYOUT}).get("layout") != LAYOUT:
+        if (began_with or {"layout": layout}).get("layout") != LAYOUT:  # names say it where no config does
             why = "was written by another version of this program; nothing was changed"
             raise StoreError(f"{self.base} {why}: {AFRESH}")
         return began_with or settings

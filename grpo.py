@@ -30,6 +30,7 @@ import math
 import os
 import random
 import re
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -127,7 +128,8 @@ def update(
 
     Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward
     pass, None for all; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
-    (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted).
+    (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted) and logps:
+    the mean log-probability per token of each completion that was trained on, at the start.
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,), flat groups included
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
@@ -165,7 +167,7 @@ def update(
         stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
         stats["clip_fraction"] += clipped / (stats["trained_tokens"] * num_iterations)
     optimizer.zero_grad()
-    return {**stats, "max_rows": max_rows}
+    return {**stats, "max_rows": max_rows, "logps": (old_logp.sum(1).cpu() / lengths).tolist()}
 
 
 # -------- Log-probabilities, with gradient ----------------------------------------------------------------
@@ -788,7 +790,7 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
     rng = random.Random(f"warm start {config.SEED}")
     endless = functools.partial(warm_start_batches, codec, config, tasks, rng, batch_size)
     batches = itertools.chain(itertools.islice(endless(0.5), main), endless(config.ANSWER_TAG_SHARE))
-    optimizer = new_optimizer(model, config)
+    optimizer, began = new_optimizer(model, config), time.monotonic()
     for step, batch in enumerate(itertools.islice(batches, steps)):
         if step < main:  # warm-up and cosine
             lr = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
@@ -802,7 +804,9 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
         if (step + 1) % max(1, steps // 10) == 0:
-            say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}")
+            left = (time.monotonic() - began) / (step + 1) * (steps - step - 1)
+            why = ", which rises on purpose: the rewarded form is made rare" * (step >= main)
+            say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}{why} | eta {left:.0f}s")
     make_question.cache_clear()
 
 

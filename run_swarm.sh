@@ -33,9 +33,13 @@ stop_all() {  # only what this script started; a second Ctrl-C makes them exit a
 }
 trap stop_all INT TERM HUP  # HUP: the terminal was closed
 
-prefixed() {  # NAME LOG: each line with the name before it; goes on until its process has ended
+prefixed() {  # NAME LOG: each line with the name before it; workers' lines of single rounds only with VERBOSE
   trap '' INT TERM HUP
-  while IFS= read -r line; do printf '%s\n' "[$1] $line"; done | tee "$2"
+  while IFS= read -r line; do
+    printf '%s\n' "[$1] $line" >> "$2"
+    [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* && $line == *" round "*" | reward "* ]] ||
+      printf '%s\n' "[$1] $line"
+  done
 }
 
 start() {  # NAME VAR=VALUE…: one process in the background, in a process group of its own

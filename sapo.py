@@ -53,6 +53,7 @@ try:
         from grpo import make_question, new_optimizer, pack_weights, rows_that_fit, score_all, task_hash
         from grpo import update, warm_start, warm_start_name, why_refused
 except ImportError as error:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a notebook goes on
     raise SystemExit(f"{error}\n  pip install torch transformers reasoning-gym") from None
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------
@@ -103,36 +104,6 @@ class Node:
     figures: dict = field(default_factory=dict)  # of the current stage, for the log and the reward file
 
 
-@dataclass
-class Run:
-    """What the functions below share: one process's nodes and its view of the swarm."""
-
-    config: "Config"
-    store: DriveStore  # handed to the Swarm's thread; training itself never calls it
-    swarm: Swarm
-    codec: Codec
-    nodes: list[Node]
-    log: "Log"
-    stop: "StopButton"
-    tasks: list[str]
-    scratch: Path  # local folder for files on their way to the shared one
-    done: int = -1  # last round finished (or skipped)
-    saved: int = -1  # last round after which a checkpoint was made
-    checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
-    verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
-    reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
-    max_rows: int = 1024  # completions per forward pass in the update
-    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
-    round_began: float = 0.0
-    hanging: bool = False  # whether it was said that the folder does not answer
-    history: list = field(default_factory=list)  # of each round of this start: mean figures, and its seconds
-
-    @property
-    def pace(self) -> float:
-        """Seconds of a round, mean of the last ten."""
-        return average(figures["seconds"] for figures in self.history[-10:]) or 0.0
-
-
 # -------- The six steps of a round ----------------------------------------------------------------
 
 
@@ -142,7 +113,7 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % HELD_OUT_SEEDS.start
 
 
-def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
+def sample_batch(run: "Run", node: Node, t: int, stage: int) -> list[Question]:
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
         run.stop.check()  # only here: once weights have changed, the round is finished first
@@ -150,12 +121,12 @@ def sample_batch(run: Run, node: Node, t: int, stage: int) -> list[Question]:
     return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
 
 
-def draw_questions(run: Run, seeds: list[int]) -> list[Question]:
+def draw_questions(run: "Run", seeds: list[int]) -> list[Question]:
     """A question of a random task for each seed."""
     return [lucky_question(random.Random(seed).choice(run.tasks), seed) for seed in seeds]
 
 
-def generate_rollouts(run: Run, node: Node, questions: list[Question], t: int, stage: int) -> None:
+def generate_rollouts(run: "Run", node: Node, questions: list[Question], t: int, stage: int) -> None:
     """Step 2: G completions for each question, in one batched call, decoded and scored, as node.rollouts."""
     began = time.monotonic()
     seed = stream_seed(run.config, node.id, t, stage, "generate")
@@ -175,7 +146,7 @@ def generate_rollouts(run: Run, node: Node, questions: list[Question], t: int, s
     }
 
 
-def answer(run: Run, node: Node, questions: list[Question], g: int, seed: int) -> list[Rollout]:
+def answer(run: "Run", node: Node, questions: list[Question], g: int, seed: int) -> list[Rollout]:
     """`g` completions of each question by this node's model, decoded and scored."""
     config, codec = run.config, run.codec
     prompts = [codec.prompt(q) for q in questions]
@@ -204,7 +175,7 @@ def mean_reward(rollouts: list[Rollout]) -> float:
     return sum(rewards) / len(rewards)
 
 
-def communicate(run: Run, node: Node, t: int, stage: int) -> None:
+def communicate(run: "Run", node: Node, t: int, stage: int) -> None:
     """Step 3: publish this stage's groups as text, before training on them."""
     groups = [as_published(rollout) for rollout in node.rollouts]
     if run.config.ROLLOUT_PUBLISH_FREQUENCY == "round":
@@ -224,7 +195,7 @@ def as_published(rollout: Rollout) -> dict:
     return {"task": q.task, "seed": q.seed, "prompt": q.text, "answer": q.answer, "completions": completions}
 
 
-def sample_external(run: Run, node: Node, t: int, stage: int) -> list[Rollout]:
+def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]:
     """Step 4: verify and score the peers' groups, drop those that are not informative, draw J uniformly.
 
     Groups of older rounds, up to ROLLOUT_MAX_AGE back, fill gaps.
@@ -250,7 +221,7 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> list[Rollout]:
     return drawn
 
 
-def wait_for_peers(run: Run, t: int, stage: int) -> None:
+def wait_for_peers(run: "Run", t: int, stage: int) -> None:
     """Wait for the peers that published the round before, FETCH_TIMEOUT_SECONDS at most."""
     swarm, config = run.swarm, run.config
     last_stage = config.MAX_STAGES - 1
@@ -273,7 +244,7 @@ def wait_for_peers(run: Run, t: int, stage: int) -> None:
 PEER_SECONDS = 20.0  # for what one peer has published in a round: verifiers can be made slow
 
 
-def informative_pool(run: Run, node: Node, round_: int, stage, rng, figures: dict) -> list[Rollout]:
+def informative_pool(run: "Run", node: Node, round_: int, stage, rng, figures: dict) -> list[Rollout]:
     """The groups of one round that this node may draw: verified, scored here, informative, not used before.
 
     At most FETCH_MAX_PEERS peers, and I groups of each: flooding the folder buys no influence.
@@ -306,7 +277,7 @@ def informative_pool(run: Run, node: Node, round_: int, stage, rng, figures: dic
     return pool
 
 
-def verify(run: Run, raw: dict) -> Rollout | str:
+def verify(run: "Run", raw: dict) -> Rollout | str:
     """A peer's group -> Rollout in this process's ids with rewards of its own, or the reason of rejection.
 
     Only (task, seed) and the completions' text are used: question and answer are made again from them.
@@ -335,7 +306,7 @@ def verify(run: Run, raw: dict) -> Rollout | str:
     return Rollout(question, group, texts, finished, raw["key"])
 
 
-def policy_gradient(run: Run, node: Node, external: list[Rollout], t: int, stage: int) -> None:
+def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, stage: int) -> None:
     """Step 5: one GRPO update on I own groups, informative ones first, and the external ones alike."""
     config, began = run.config, time.monotonic()
     local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
@@ -347,10 +318,32 @@ def policy_gradient(run: Run, node: Node, external: list[Rollout], t: int, stage
         clip_high=config.CLIP_HIGH, num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows,
         pad_id=run.codec.eos_id, dtype=getattr(torch, config.DTYPE),
     )  # fmt: skip
-    run.max_rows = min(run.max_rows, stats.pop("max_rows"))
+    run.max_rows, logps = min(run.max_rows, stats.pop("max_rows")), stats.pop("logps")
+    rows = sum(len(group.completions) for group in own if group.is_informative)
+    stats |= {"logp_own": average(logps[:rows]), "logp_external": average(logps[rows:])}  # how far off policy
     informative = sum(group.is_informative for group in groups)
     node.figures |= {**stats, "local_groups": len(own), "informative_groups": informative}
     node.figures["train_seconds"] = time.monotonic() - began
+
+
+def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
+    """Step 6: publish the reward and the round's figures, now and then with held-out accuracy."""
+    config, figures = run.config, node.figures
+    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
+        figures["held_out"] = held_out_accuracy(run, node, t)
+    node.total_reward += figures["reward"]
+    data = {"session": run.swarm.nodes[node.id], **figures}
+    run.swarm.post(run.store.submit_reward, t, stage, node.id, data)
+    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
+    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
+    run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
+
+
+def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
+    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
+    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
+    questions = draw_questions(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
+    return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
 
 
 def replay(groups: list[Group], node: Node, config: "Config", t: int, stage: int) -> list[Group]:
@@ -366,27 +359,37 @@ def replay(groups: list[Group], node: Node, config: "Config", t: int, stage: int
     return useful + [past[i][1] for i in again] + flat[len(again) :]
 
 
-def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the reward and the round's figures, now and then with held-out accuracy."""
-    config, figures = run.config, node.figures
-    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
-        figures["held_out"] = held_out_accuracy(run, node, t)
-    node.total_reward += figures["reward"]
-    data = {"session": run.swarm.nodes[node.id], **figures}
-    run.swarm.post(run.store.submit_reward, t, stage, node.id, data)
-    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
-    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
-    run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
-
-
-def held_out_accuracy(run: Run, node: Node, t: int) -> float:
-    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
-    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
-    questions = draw_questions(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
-    return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
-
-
 # -------- From round to round ---------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What the functions below share: one process's nodes and its view of the swarm."""
+
+    config: "Config"
+    store: DriveStore  # handed to the Swarm's thread; training itself never calls it
+    swarm: Swarm
+    codec: Codec
+    nodes: list[Node]
+    log: "Log"
+    stop: "StopButton"
+    tasks: list[str]
+    scratch: Path  # local folder for files on their way to the shared one
+    done: int = -1  # last round finished (or skipped)
+    saved: int = -1  # last round after which a checkpoint was made
+    checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
+    verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
+    reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
+    max_rows: int = 1024  # completions per forward pass in the update
+    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
+    round_began: float = 0.0
+    hanging: bool = False  # whether it was said that the folder does not answer
+    history: list = field(default_factory=list)  # of each round of this start: mean figures, and its seconds
+
+    @property
+    def pace(self) -> float:
+        """Seconds of a round, mean of the last ten."""
+        return average(figures["seconds"] for figures in self.history[-10:]) or 0.0
 
 
 class Ended(Exception):
@@ -568,10 +571,12 @@ def short_line(t: int, max_rounds: int, s: dict) -> str:
 
 def long_line(t: int, max_rounds: int, s: dict) -> str:
     """All figures of one node's round. How to read it: README, "The log line"."""
+    own, external = ("-" if s[name] is None else f"{s[name]:.2f}" for name in ("logp_own", "logp_external"))
     return short_line(t, max_rounds, s) + (
         f" | {s['external_pool']} in the pool, {s['external_short']} short, {s['rejected']} rejected"
         f" | tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f}"
         f" | loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f}"
+        f" | logp {own} own {external} external"
     )
 
 
@@ -1083,7 +1088,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         swarm.state = "done"
         if run.history:
             save_models(run)
-            log.event("end", f"finished; {conclusion(run)}")
+            log.event("end", f"finished; {conclusion(run)}; next: NODE_ROLE=report compares experiments")
         return "finished"
     except Ended as how:
         if str(how) == "stopped":
@@ -1105,8 +1110,8 @@ def check_memory(config: Config, model, say) -> int:
     share = memory_share(config, config.DEVICE)
     rows, row = rows_that_fit(model, config, share)
     batch = config.NUM_GENERATIONS * (config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES)
-    memory = f"{needed:.1f} GB for {config.LOCAL_NODES} x {config.MODEL_NAME} with gradients and Adam"
-    memory += f", about {min(rows, batch) * row:.1f} GB for {min(rows, batch)} completions at once"
+    memory = f"{needed:.2g} GB for {config.LOCAL_NODES} x {config.MODEL_NAME} with gradients and Adam"
+    memory += f", about {min(rows, batch) * row:.2g} GB for {min(rows, batch)} completions at once"
     if needed > share / 1e9:
         todo = "lower LOCAL_NODES or NUM_WORKERS, or set a smaller MODEL_NAME"
         raise ConfigError(f"not enough memory: {memory}; this process may have {share / 1e9:.1f} GB: {todo}")
@@ -1140,7 +1145,8 @@ def prepare(run: Run) -> None:
     for node in run.nodes:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
-    store.delete(store.tmp)  # temp files that a killed process of this name left
+    run.log.say(f"the folder: {store.probe()}")
+    store.delete(store.tmp)  # the probe, and temp files that a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()
     lost = range(run.done + 1, 0 if swarm.alone else swarm.clock)  # finished before a kill, and not replayed
@@ -1306,8 +1312,7 @@ def main(environ=None) -> int:
         log.say(str(error))
         return 2
     except OSError as error:
-        where, why = error.filename or config.GDRIVE_PATH, error.strerror or error
-        log.say(f"{where} cannot be used: {why} (GDRIVE_PATH={config.GDRIVE_PATH})")
+        log.say(f"GDRIVE_PATH={config.GDRIVE_PATH} cannot be used: {error}")
         return 2
     except (Ended, KeyboardInterrupt):
         log.say(f"stopped; to go on:\n  {log.resume_line}")

@@ -160,7 +160,7 @@ class Script(Command):
 
     def __init__(self, drive: Path, **settings):
         super().__init__(
-            drive, "run_swarm", PYTHON=sys.executable, NUM_WORKERS=2, MAX_ROUNDS=10**5, **settings
+            drive, "run_swarm", PYTHON=sys.executable, NUM_WORKERS=2, MAX_ROUNDS=10**5, VERBOSE=1, **settings
         )
         del self.settings["NODE_ID"]
 
