@@ -708,7 +708,10 @@ def compare(summaries: list[dict]) -> list[dict]:
         row["spread"] = statistics.stdev(run["per_node"] for run in runs) if len(runs) > 1 else None
         row |= {"improvement": None, "low": None, "high": None, "p_value": None, "note": "baseline"}
         if arm != base:
-            row |= advantage(runs, [run for run in found if run["arm"] == base and run["task"] == task])
+            lone = [run for run in found if run["arm"] == base and run["task"] == task]
+            row |= advantage(runs, lone)
+            share = row["completions"] / (average(run["completions"] for run in lone) or math.inf)
+            row["note"] += f", at {share:.0%} of the completions" * bool(lone)
         rows.append(row | {"settings": settings, "members": runs})
     return sorted(rows, key=lambda row: (row["members"][0]["task"], -row["per_node"]))
 
@@ -726,7 +729,7 @@ def advantage(runs: list[dict], lone: list[dict]) -> dict:
     mean = sum(map(average, samples))  # of the logarithm of the ratio, either way
     gain = math.expm1(mean)
     if min(map(len, samples)) < 3:
-        return {"improvement": gain, "note": f"{gain:+.0%}, too few seeds for an interval"}
+        return {"improvement": gain, "note": f"{gain:+.0%}, three seeds at least give an interval"}
     parts = [statistics.variance(sample) / len(sample) + 1e-18 for sample in samples]  # never 0
     freedom = sum(parts) ** 2 / sum(v * v / (len(s) - 1) for v, s in zip(parts, samples, strict=True))
     error = math.sqrt(sum(parts))
@@ -793,7 +796,8 @@ def draw(rows: list[dict]) -> bytes | None:
         place, thread = (1.05, (i + 0.5) / len(rows)), {"arrowstyle": "-", "color": color, "relpos": (0, 0.5)}
         look = {"textcoords": "axes fraction", "arrowprops": thread, "color": color, "parse_math": False}
         right.annotate(plain(row["label"], 34), (spent[-1], mean[-1]), place, va="center", **look)
-    left.set(xlabel="round", ylabel="mean reward (0 to 1), smoothed", ylim=(0, None))
+    name = rows[0]["members"][0]["experiment"] if len(rows) == len(rows[0]["members"]) == 1 else ""
+    left.set(xlabel="round", ylabel="mean reward (0 to 1), smoothed", ylim=(0, None), title=name)
     right.set(xlabel="completions generated per node (log)", xscale="log")
     figure.savefig(png)
     return png.getvalue()

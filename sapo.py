@@ -564,7 +564,8 @@ def report_round(run: Run, t: int) -> None:
 def short_line(t: int, max_rounds: int, s: dict) -> str:
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative)"
-    seconds = "{generate_seconds:.1f}s gen {wait_seconds:.1f}s wait {train_seconds:.1f}s train".format(**s)
+    wait = f" ({s['wait_seconds']:.1f}s wait)" if s["wait_seconds"] >= 0.1 else ""
+    seconds = f"{s['generate_seconds'] + s['wait_seconds'] + s['train_seconds']:.1f}s{wait}"
     counted = f"round {t:0{len(str(max_rounds))}d}/{max_rounds}"
     return f"{counted} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
 
@@ -573,6 +574,7 @@ def long_line(t: int, max_rounds: int, s: dict) -> str:
     """All figures of one node's round. How to read it: README, "The log line"."""
     own, external = ("-" if s[name] is None else f"{s[name]:.2f}" for name in ("logp_own", "logp_external"))
     return short_line(t, max_rounds, s) + (
+        f" | {s['generate_seconds']:.1f}s gen {s['train_seconds']:.1f}s train"
         f" | {s['external_pool']} in the pool, {s['external_short']} short, {s['rejected']} rejected"
         f" | tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f}"
         f" | loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f}"

@@ -26,13 +26,17 @@ SETTINGS = {
         TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
     ),
 }  # fmt: skip
-ARMS = {  # name -> what makes it
-    "8/0": dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0),
-    "4/4": dict(NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4),
-    "8/0 x2": dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0, LOCAL_OVERSAMPLE=2),
-    "6/2": dict(NUM_TRAIN_SAMPLES=6, NUM_TRANSPLANT_TREES=2),
-    "2/6": dict(NUM_TRAIN_SAMPLES=2, NUM_TRANSPLANT_TREES=6),
-    "4/4 unfiltered": dict(NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, EXTERNAL_FILTER=False),
+OWN, PEERS, AGAIN = "NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "LOCAL_REPLAY"
+ARMS = {  # name -> what makes it; the two that matter most come first
+    "8/0": {OWN: 8, PEERS: 0},
+    "4/4": {OWN: 4, PEERS: 4},
+    "8/0 +r8": {OWN: 8, PEERS: 0, AGAIN: 8},
+    "4/0 +r4": {OWN: 4, PEERS: 0, AGAIN: 4},
+    "8/0 x2": {OWN: 8, PEERS: 0, "LOCAL_OVERSAMPLE": 2},
+    "6/2": {OWN: 6, PEERS: 2},
+    "2/6": {OWN: 2, PEERS: 6},
+    "4/4 unfiltered": {OWN: 4, PEERS: 4, "EXTERNAL_FILTER": False},
+    "8/0 x4": {OWN: 8, PEERS: 0, "LOCAL_OVERSAMPLE": 4},
 }
 SEEDS = range(1, 7)
 

@@ -521,7 +521,6 @@ def test_in_a_terminal_ctrl_c_ends_run_swarm_and_all_that_it_started(drive, how)
     is_stopped_in_order(script, drive)
 
 
-@pytest.mark.xfail(strict=False, reason="a signal that comes while torch is imported can get lost: seen once")
 @pytest.mark.parametrize("pause", [0.3, 2, 5])
 def test_ctrl_c_ends_run_swarm_while_it_is_starting_and_when_pressed_twice(drive, pause):
     script = ScriptInTerminal(drive).start()

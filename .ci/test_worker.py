@@ -453,3 +453,142 @@ def test_a_variable_may_have_one_bound_only():
         KL_BETA: float = sapo.var(0.0, "weight of the KL", low=0)
 
     assert sapo.parse_value("1", fields(More)[0]) == 1.0
+
+
+# -------- Ranks, memory, replay, what a new user meets ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "environ, name, role",
+    [
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, "node_0", "coordinator"),
+        ({"SLURM_PROCID": "2", "RANK": "7"}, "node_2", "worker"),
+        ({"SLURM_ARRAY_TASK_ID": "4", "SLURM_PROCID": "0"}, "node_4", "worker"),
+        ({"SLURM_ARRAY_TASK_ID": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "node_4_1", "worker"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "node_0", "coordinator"), ({"SKYPILOT_NODE_RANK": "3"}, "node_3", "worker"),
+        ({"RANK": "x"}, None, "worker"), ({}, None, "worker"),
+    ],
+)  # fmt: skip
+def test_an_engines_rank_is_the_name_so_that_a_requeued_task_resumes_itself(environ, name, role):
+    config = read_config({"NODE_ROLE": "auto", "MODEL_NAME": "tiny", **environ})[0]
+    assert config.NODE_ROLE == role
+    plain = read_config({"MODEL_NAME": "tiny", **environ})[0]
+    assert plain.NODE_ROLE == "worker" and plain.NODE_ID == (name or plain.NODE_ID)
+    assert name or re.fullmatch("node_[0-9a-f]{8}", plain.NODE_ID)
+    assert read_config({"NODE_ID": "anna", "MODEL_NAME": "tiny", **environ})[0].NODE_ID == "anna"
+
+
+@pytest.mark.parametrize("shared", [{"LOCAL_NODES": "4"}, {"NUM_WORKERS": "4"}])
+def test_what_cannot_fit_into_memory_is_refused_before_it_is_tried(monkeypatch, shared):
+    monkeypatch.setattr(sapo, "available_memory", lambda device: (8 * 10**9, 8 * 10**9))
+    model = torch.nn.Linear(1000, 250_000, bias=False, device="meta")  # 250 M parameters: 4 GB
+    model.config = torch.nn.Module()
+    shape = type("Shape", (), {"num_hidden_layers": 2, "hidden_size": 64})
+    model.config.get_text_config = lambda: shape
+    said = []
+    assert sapo.check_memory(config_of(MODEL_NAME="x", DEVICE="cpu"), model, said.append) >= 8
+    assert said[0].startswith("memory: 4 GB for 1 x x") and said[0].endswith("8.0 GB available")
+    with pytest.raises(sapo.ConfigError, match="LOCAL_NODES or NUM_WORKERS, or set a smaller MODEL_NAME"):
+        sapo.check_memory(config_of(MODEL_NAME="x", DEVICE="cpu", **shared), model, said.append)
+
+
+def test_own_informative_groups_are_used_again_once_in_the_place_of_flat_ones():
+    config = config_of(LOCAL_REPLAY=2, ROLLOUT_MAX_AGE=2)
+    node, rewards = sapo.Node("n", None, None), {"flat": [0.0, 0.0], "good": [0.0, 1.0]}
+
+    def round_(t, *kinds):
+        groups = [sapo.Group([t, i], [[1], [2]], rewards[kind]) for i, kind in enumerate(kinds)]
+        return [tuple(group.prompt) for group in sapo.replay(groups, node, config, t, 0)]
+
+    assert round_(0, "good", "good", "flat") == [(0, 0), (0, 1), (0, 2)], "there is no past yet"
+    assert set(round_(1, "flat", "flat", "flat")) == {(0, 0), (0, 1), (1, 2)}, "at most two"
+    assert round_(2, "good", "flat") == [(2, 0), (2, 1)], "each once"
+    assert round_(5, "flat") == [(5, 0)], "too old"
+    assert sapo.replay([1, 2], node, config_of(), 6, 0) == [1, 2]
+
+
+def test_a_run_with_replay_repeats_after_a_kill(drive, monkeypatch):
+    settings = dict(MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0, LOCAL_REPLAY=2, NUM_TRAIN_SAMPLES=3)
+    assert swarm(drive, "replayed", **settings) == 0
+
+    def work():
+        at_call(monkeypatch, "finish_round", 8, lambda: os._exit(9))
+        swarm(drive, "replayed_killed", **settings)
+
+    assert in_another_process(work) == 9 and swarm(drive, "replayed_killed", **settings) == 0
+    assert rewards_of(drive, "replayed_killed") == rewards_of(drive, "replayed")
+    assert max(row["informative_groups"] for row in rows_of(drive, "replayed")) > 0
+
+
+def test_a_strangers_group_weighs_no_more_than_one_of_ones_own(drive):
+    group = group_by_hand(3, right=2)
+    group["completions"] *= 16
+    write_peer(drive, "heavy", "human", [group])
+    assert swarm(drive, "heavy", MAX_ROUNDS=1, **UNTRAINED) == 0
+    rows = rows_of(drive, "heavy")
+    assert all(row["external_groups"] in (0, 1) for row in rows) and any(
+        row["external_groups"] for row in rows
+    )
+    own = max(row["trained_tokens"] for row in rows)
+    assert own <= 4 * 20, "four completions, as in a group of its own"
+
+
+def test_a_folder_that_gives_no_answer_is_said_and_training_goes_on(drive, monkeypatch):
+    hanging, done = threading.Event(), threading.Event()
+    look = sapo.Swarm._look
+
+    def slow_look(self):
+        if hanging.is_set():
+            done.wait(20)
+            hanging.clear()
+        look(self)
+
+    monkeypatch.setattr(sapo.Swarm, "_look", slow_look)
+    monkeypatch.setattr(
+        sapo.Swarm, "down", property(lambda self: hanging.is_set() or self._failing is not None)
+    )
+    at_call(monkeypatch, "finish_round", 3, hanging.set)
+    at_call(monkeypatch, "sample_batch", 13, done.set)
+    assert swarm(drive, "hangs", MAX_ROUNDS=8, **UNTRAINED) == 0
+    assert [event["text"] for event in events_of(drive, "hangs", "outage")][0].endswith("writes are queued")
+    assert len(rows_of(drive, "hangs")) == 16
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_during_the_imports_ends_the_start_in_order(tmp_path, number):
+    environ = {**os.environ, "GDRIVE_PATH": str(tmp_path), "MODEL_NAME": "tiny", "NODE_ID": "n"}
+    program = [sys.executable, PROJECT / "sapo.py"]
+    with subprocess.Popen(program, env=environ, stdout=-1, stderr=-2, text=True) as child:
+        assert "loading torch" in child.stdout.readline()
+        child.send_signal(number)
+        text = child.communicate(timeout=120)[0]
+    assert child.returncode == 130 and "to go on" in text and "Traceback" not in text
+
+
+def test_run_swarm_spreads_its_workers_over_the_gpus_and_names_missing_packages(tmp_path):
+    for name, lines in {
+        "nvidia-smi": ["echo GPU 0", "echo GPU 1"],
+        "python": [
+            '[ "$1" != -c ] || exec python3 "$@"',
+            'echo "$NODE_ROLE has ${CUDA_VISIBLE_DEVICES:-all}"',
+        ],
+    }.items():
+        (tmp_path / name).write_text("\n".join(["#!/bin/sh", *lines]))
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "PYTHON": str(tmp_path / "python"), "NUM_WORKERS": "3"}
+    command = ["bash", str(PROJECT / "run_swarm.sh")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert sorted(done.stdout.split("\n")[:-1]) == [
+        "[coordinator] coordinator has all", "[worker_0] worker has 0", "[worker_1] worker has 1",
+        "[worker_2] worker has 0",
+    ]  # fmt: skip
+    (tmp_path / "python").write_text('#!/bin/sh\nexec /usr/bin/env -i python3 -S "$@"\n')
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "pip install torch transformers reasoning-gym" in done.stderr
+
+
+def test_the_folder_is_tried_at_the_start_and_described_in_a_line(tmp_path):
+    store = DriveStore(tmp_path, "x", "n")
+    store.create()
+    assert re.fullmatch(r"links: yes, rename: yes, a listing shows a new file after 0\.\d\d s", store.probe())
