@@ -221,6 +221,7 @@ class Swarm:
 
         The nodes of one process draw from each other's older rounds too: after a restart they are read again.
         """
+        self._good_look = time.monotonic()  # loading a checkpoint may have taken minutes
         self._look()
         older = range(max(0, self.round - self.max_age), self.round) if self.max_peers else ()
         for key in itertools.product(older, range(self.stages), self.nodes if len(self.nodes) > 1 else ()):

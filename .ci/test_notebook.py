@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODULES = [(ROOT / f).read_text() for f in ("drive_store.py", "grpo.py", "coordinator.py", "sapo.py")]
 README = (ROOT / "README.md").read_text()
 CELLS = dict(re.findall(r"<!-- cell: (\w+) -->\n```python\n(.*?)```", README, re.DOTALL))
-PASTE = "# drive_store.py, grpo.py, coordinator.py and sapo.py go here\n"
+RUN = "%run /content/drive/MyDrive/sapo/sapo.py\n"  # the last line of each cell; or the modules' text
 STAND_IN = """
 import os, sys, types
 def mount(path):
@@ -35,12 +35,14 @@ class Session:
         self.run(STAND_IN)
         self.run(CELLS["mount"])
 
-    def start(self, cell: str, **settings):
-        """Begin a README cell, with the modules where it says so; `settings` make it short."""
+    def start(self, cell: str, paste=False, **settings):
+        """Begin a README cell, as it is or with the modules pasted in; `settings` make it short."""
         settings = {name: str(value) for name, value in settings.items()}
         self.text, self.pictures = "", 0
-        paste = "\n".join([f"os.environ.update({settings!r})", *MODULES])
-        self.request = self.client.execute(cell.replace(PASTE, paste))
+        program = MODULES if paste else [f"%run {ROOT / 'sapo.py'}\n"]
+        self.request = self.client.execute(
+            cell.replace(RUN, "\n".join([f"os.environ.update({settings!r})", *program]))
+        )
 
     def until(self, pattern: str | None, seconds: float = 300) -> str:
         """Read what the cell prints until it shows `pattern`; None: until it has ended."""
@@ -89,15 +91,17 @@ def session(tmp_path):
 
 def test_a_whole_swarm_in_one_cell_is_stopped_resumed_and_looked_into(session, tmp_path):
     one = session()
-    one.start(CELLS["swarm"])
+    one.start("SEED = 7\n" + CELLS["swarm"], paste=True)
     one.until(r"round 002/200")
+    assert "SEED is a Python variable, which is not seen: write %env SEED=7" in one.text
     stopped = one.stop()
     assert "once more to exit at once" in stopped and "node end: stopped before round" in stopped
     assert re.search(r"4 nodes round .* groups 4\+", stopped), "the nodes of the cell share with one another"
     last = int(re.search(r"stopped before round (\d+)", stopped)[1]) - 1
     experiment = tmp_path / "drive/MyDrive/rl-swarm/experiments/ours"
     assert [path.parent.name for path in experiment.glob("checkpoints/*/node.pt")] == [f"round_{last:06d}"]
-    again = one.run(CELLS["swarm"], MAX_ROUNDS=last + 3)
+    assert "to go on:\n  run this cell again" in stopped
+    again = one.run(CELLS["swarm"], paste=True, MAX_ROUNDS=last + 3)
     assert f"from the checkpoint after round {last}\n" in again and "node end: finished" in again
     assert len(list(experiment.glob("models/node_?/config.json"))) == 4
     table = one.run(CELLS["look"])
@@ -139,7 +143,7 @@ def test_the_settings_of_the_readme_are_compared_on_one_machine(tmp_path):
     (command,) = re.findall(r"^!cd \S+ && (.*)$", CELLS["compare"], re.MULTILINE)
     command = re.sub(r"MODEL_NAME=\S+", "MODEL_NAME=tiny", command)
     command = re.sub(r"MAX_ROUNDS=\d+", "MAX_ROUNDS=2", command).replace("bash ", f"bash {ROOT}/")
-    environ = {**os.environ, "PYTHON": sys.executable, "WARM_START_STEPS": "40", "LOCAL_NODES": "2"}
+    environ = {**os.environ, "PYTHON": sys.executable, "WARM_START_STEPS": "40", "NUM_WORKERS": "2"}
     environ |= {"GDRIVE_PATH": str(tmp_path)}
     shell = ["bash", "-c", command]
     done = subprocess.run(shell, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=600)
