@@ -395,7 +395,8 @@ class Swarm:
         chosen = self._chosen.setdefault(round_, set())
         for r in (round_ - 1, round_):
             there = [peers for key, peers in self._published.items() if key[0] == r]
-            others = set().union(*there) - chosen
+            unusable = {key[2] for key in self.refused if key[0] == r}
+            others = set().union(*there) - chosen - unusable
             chosen |= set(random.sample(sorted(others), min(len(others), self.max_peers - len(chosen))))
         return chosen
 
@@ -424,21 +425,20 @@ def recent(by_key: dict, oldest: int) -> dict:
 
 
 def mean_rewards(store, round_: int, limit: int = 100) -> dict[str, float]:
-    """{node: its mean reward in a round} of the first `limit` nodes, the best first."""
-    rewards = {}
+    """{node: its mean reward in a round} of the first `limit` registered nodes, the best first."""
+    rewards, known = {}, store.sessions()
     for stage in store.stages("rewards", round_):
-        for node in store.nodes("rewards", round_, stage)[:limit]:
+        for node in [node for node in store.nodes("rewards", round_, stage) if node in known][:limit]:
             if data := store.reward(round_, stage, node):
                 rewards.setdefault(node, []).append(data["reward"])
     means = {node: statistics.fmean(each) for node, each in rewards.items()}
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-def write_winners(store, round_: int) -> dict[str, float]:
-    """winners/round_000012.json, for people: the `mean_rewards` of a round, which are returned too."""
+def write_winners(store, round_: int) -> None:
+    """winners/round_000012.json, for people: the `mean_rewards` of a round."""
     if means := mean_rewards(store, round_):
         store.rewrite(f"winners/round_{round_:06d}.json", means)
-    return means
 
 
 def rounds_to_keep(config) -> int:
@@ -501,9 +501,10 @@ class Coordinator:
             too_few = len(self.life.sessions.keys() - {COORDINATOR}) < expected
             self.holding = not submitted or (too_few and elapsed < interval)
         elif self.round >= config.MAX_ROUNDS - 1:
-            if not late:
+            is_over = not late or elapsed > interval + config.STALE_AFTER_SECONDS  # they can end alone
+            if is_over:
                 self._tell(self.round, submitted, late)
-            return not late
+            return is_over
         elif is_round_over(config.ROUND_ADVANCE, elapsed, interval, live, submitted):
             self.store.open_round(self.round + 1, COORDINATOR)  # may fail: then this round goes on
             self.swarm.round = self.round = self.round + 1
@@ -529,8 +530,9 @@ class Coordinator:
         return submitted, [n for n in self.life.sessions if n != COORDINATOR and self.life.is_live(n)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
-        """One line for a round that has ended, and its winners' file."""
-        means = write_winners(self.store, round_)
+        """One line for a round that has ended; its winners' file is written by the Swarm's thread."""
+        means = mean_rewards(self.store, round_)
+        self.swarm.post(write_winners, self.store, round_)
         reward = f"reward {statistics.fmean(means.values()):.2f}" if means else "no reward"
         who = f"{len(submitted)} nodes" + f" | late: {' '.join(late)[:40]}" * bool(late)
         eta = short_time((average(self.paces) or 0.0) * (self.config.MAX_ROUNDS - 1 - round_))
@@ -626,8 +628,9 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     config, rows, clock = store.read_matching("config.json") or {}, reward_rows(store), store.clock()[0]
     by_node, last = rows_by("node_id", rows), max_rounds - 1
     nonzero = {name for row in rows for name in row if row[name]}
-    unpaid = sorted(set(range(max_rounds)) - {row["round"] for row in rows})
-    silent = [t for t in range(max_rounds) if not files_of(store, "rollouts", [t])]
+    rounds = range(min(max_rounds, clock + 1))
+    unpaid = sorted(set(rounds) - {row["round"] for row in rows})
+    silent = [t for t in rounds if not files_of(store, "rollouts", [t])]
     late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
     bare = [row for row in rows if not row.get("completions") or not row.get("local_groups")]
     alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0
@@ -665,13 +668,13 @@ NO_SETTING = {  # may differ between repetitions; every other key of config.json
 
 def summarize(store, known: dict | None = None) -> dict | None:
     """One experiment as figures, None if it has no rewards. ValueError if config.json cannot be used."""
-    defaults = {"LOCAL_OVERSAMPLE": 1, "LOCAL_REPLAY": 0, "EXTERNAL_FILTER": True}
-    config, rows = defaults | (store.read("config.json") or {}), reward_rows(store, known)
+    config = {"LOCAL_OVERSAMPLE": 1, "LOCAL_REPLAY": 0, "EXTERNAL_FILTER": True}
+    if (there := store.read("config.json")) is None or not (rows := reward_rows(store, known)):
+        return None
+    config |= there
     for name in ARM:
         if not isinstance(config.get(name), int) or not 0 <= config[name] <= 4096:
             raise ValueError(f"config.json: {name} is {plain(config.get(name))}")
-    if not rows:
-        return None
     own, external, oversample, replay, filtered = (config[name] for name in ARM)
     arm = f"{own}/{external}" + f" x{oversample}" * (oversample > 1) + f" +r{replay}" * (replay > 0)
     nodes, rounds, found = len(rows_by("node_id", rows)), rows[-1]["round"] + 1, rows_by("round", rows)
@@ -699,12 +702,13 @@ def summarize(store, known: dict | None = None) -> dict | None:
 def compare(summaries: list[dict]) -> list[dict]:
     """A row for each group of repetitions, compared with its baseline; the best of equal settings first."""
     found, rows = [run for run in summaries if run], []
-    names = sorted({name for run in found for name in run["settings"]} - set(ARM))
+    names = {name: 0 for name in ("rounds", "nodes")} | {name: 0 for run in found for name in run["settings"]}
+    names = [name for name in names if name not in ARM]
     differ = [n for n in names if len({json.dumps(run["settings"].get(n)) for run in found}) > 1]
     for runs in rows_by("key", found).values():
         arm, base, task, settings = (runs[0][name] for name in ("arm", "baseline", "task", "settings"))
         where = " ".join(plain(f"{name}={settings.get(name, 'unset')}", 60) for name in differ)
-        row = {"label": f"{arm} {where}".rstrip(), "baseline": base, "runs": len(runs)}
+        row = {"label": f"{arm} {where}".rstrip()[:200], "baseline": base, "runs": len(runs)}
         row |= {n: average(r[n] for r in runs) for n in ("per_node", "final", "held_out", "completions")}
         row["spread"] = statistics.stdev(run["per_node"] for run in runs) if len(runs) > 1 else None
         row |= {"improvement": None, "low": None, "high": None, "p_value": None, "note": "baseline"}
@@ -713,8 +717,12 @@ def compare(summaries: list[dict]) -> list[dict]:
             row |= advantage(runs, lone)
             share = row["completions"] / (average(run["completions"] for run in lone) or math.inf)
             row["note"] += f", at {share:.0%} of the completions" * bool(lone)
-        rows.append(row | {"settings": settings, "members": runs})
-    return sorted(rows, key=lambda row: (row["members"][0]["task"], -row["per_node"]))
+        rows.append({"short": "", **row, "settings": settings, "members": runs})
+    rows.sort(key=lambda row: (row["members"][0]["task"], -row["per_node"]))
+    alike = Counter(row["label"][:30] for row in rows)  # what the table and the picture have room for
+    for i, row in enumerate(rows, 1):
+        row["short"] = plain(row["label"][:30]) + f" #{i}" * (alike[row["label"][:30]] > 1)
+    return rows
 
 
 def advantage(runs: list[dict], lone: list[dict]) -> dict:
@@ -752,9 +760,9 @@ def report_text(rows: list[dict]) -> str:
     """The comparison as a table of at most 100 columns (indented: code in Markdown), then in sentences."""
     from tabulate import tabulate  # reasoning-gym brings it
 
-    names = {"runs": "runs", "per_node": "reward per node", "spread": "sd", "final": "final"}
+    names = {"runs": "runs", "per_node": "per node", "spread": "sd", "final": "final"}
     names |= {"held_out": "held-out", "completions": "completions"}
-    cells = [[row["label"][:34], *(row[name] for name in names)] for row in rows]
+    cells = [[row["short"], *(row[name] for name in names)] for row in rows]
     formats = ("", "d", ".2f", ".2f", ".2f", ".2f", ".0f")
     table = tabulate(cells, ["groups", *names.values()], "simple", floatfmt=formats, missingval="-")
     compared = [row for row in rows if row["note"] != "baseline"]
@@ -796,7 +804,7 @@ def draw(rows: list[dict]) -> bytes | None:
             axis.fill_between(x, low, high, color=color, alpha=0.08)
         place, thread = (1.05, (i + 0.5) / len(rows)), {"arrowstyle": "-", "color": color, "relpos": (0, 0.5)}
         look = {"textcoords": "axes fraction", "arrowprops": thread, "color": color, "parse_math": False}
-        right.annotate(plain(row["label"], 34), (spent[-1], mean[-1]), place, va="center", **look)
+        right.annotate(row["short"], (spent[-1], mean[-1]), place, va="center", **look)
     name = rows[0]["members"][0]["experiment"] if len(rows) == len(rows[0]["members"]) == 1 else ""
     left.set(xlabel="round", ylabel="mean reward (0 to 1), smoothed", ylim=(0, None), title=name)
     right.set(xlabel="completions generated per node (log)", xscale="log")
@@ -809,8 +817,13 @@ def in_notebook() -> bool:
     return {"ipykernel", "IPython"} <= sys.modules.keys() and sys.modules["IPython"].get_ipython() is not None
 
 
-def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
-    """An experiment as text that fits the terminal: clock, nodes, what looks wrong, latest rollout."""
+def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> str:
+    """An experiment as text that fits the terminal: clock, nodes, what looks wrong, latest rollout.
+
+    max_rounds: None means what config.json says by now.
+    """
+    begun_with = (store.read_matching("config.json") or {}).get("MAX_ROUNDS")
+    max_rounds = max_rounds or (begun_with if type(begun_with) is int and 0 < begun_with <= 10**6 else 2000)
     screen = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((110, 1000))
     life.refresh()
     clock, by_node = store.clock()[0], rows_by("node_id", rows)
@@ -819,7 +832,8 @@ def dashboard(store, life, rows: list[dict], max_rounds: int) -> str:
     live, nodes, times = life.live_workers(), life.workers(), sorted(row["timestamp"] for row in rows)
     seat = COORDINATOR if COORDINATOR in life.sessions else None
     led = "left" if life.has_left(seat) else "live" if life.is_live(seat) else "dead" if seat else "none"
-    workers = f"{len(live)} of {len(nodes)} workers live, coordinator {led}"
+    done = "finished, " * (bool(nodes) and clock >= max_rounds - 1 and all(map(life.has_left, nodes)))
+    workers = f"{done}{len(live)} of {len(nodes)} workers live, coordinator {led}"
     lines = [f"{store.base.name}: round {clock} of {max_rounds}, {workers}"]
     if rows:
         last, took = rows[-1], times[-1] - times[0]
@@ -870,7 +884,9 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
     return [f"! {warning}" for is_so, warning in checks if is_so]
 
 
-def monitor(store, stale_after: float, max_rounds: int, once=False, should_stop=lambda: False) -> None:
+def monitor(
+    store, stale_after: float, max_rounds: int | None = None, once=False, should_stop=lambda: False
+) -> None:
     """Show the dashboard every 30 s in place of the last, in a notebook with a picture; once if asked."""
     life, known = Life(store, stale_after), {}
     while True:

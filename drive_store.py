@@ -40,11 +40,11 @@ MAX_QUESTION_CHARS = 16384
 GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
 MAX_GAP = 100  # a round this far above all others is a stranger's joke, not the clock
-MAX_CLOCK_SKEW = 86400  # seconds: a session from further ahead is not counted
+MAX_CLOCK_SKEW = 3600  # seconds: a session from further ahead is not counted
 AFRESH = "start a new EXPERIMENT_NAME"
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not hold up who opens it
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM}
+NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EAGAIN}
 
 
 class StoreError(Exception):
@@ -82,7 +82,7 @@ def last_without_gap(rounds) -> int:
     return last
 
 
-def parse_json(data: bytes) -> dict:
+def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
     """JSON -> dict. NaN, Infinity, 1e400, lone surrogates, deep nesting and huge integers raise BadFile."""
 
     def finite(digits):
@@ -90,7 +90,7 @@ def parse_json(data: bytes) -> dict:
             raise ValueError(f"{digits} is no finite number")
         return value
 
-    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
+    if sum(map(data.count, (b",", b"[", b"{"))) > max_parts:
         raise BadFile("too many elements")
     try:
         parsed = json.loads(data.decode("utf-8"), parse_constant=finite, parse_float=finite)
@@ -173,11 +173,11 @@ class DriveStore:
         parent, _, name = path.rpartition("/")
         try:
             with self.folder(parent, make) as folder:
-                file = open(os.open(name, flags | NO_LINK, 0o666, dir_fd=folder), mode)
-            about = os.fstat(file.fileno())
+                fd = os.open(name, flags | NO_LINK, 0o666, dir_fd=folder)
+            about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode) and (flags == os.O_RDONLY or about.st_nlink == 1):
-                return file
-            file.close()
+                return open(fd, mode)
+            os.close(fd)
         except OSError as error:
             if error.errno not in NOT_A_FILE:
                 raise
@@ -193,7 +193,7 @@ class DriveStore:
     def read(self, path: str, max_bytes: int = MAX_ABOUT_BYTES) -> dict | None:
         """One JSON object; None if there is no such file, BadFile (counted) if it is unusable."""
         try:
-            return parse_json(self.read_bytes(path, max_bytes))
+            return parse_json(self.read_bytes(path, max_bytes), max_bytes * MAX_JSON_PARTS // MAX_JSON_BYTES)
         except FileNotFoundError:
             return None
         except BadFile as error:
@@ -269,11 +269,7 @@ class DriveStore:
         """Delete a file, a link, or a folder with all in it. prune: its folder too, if that is empty then."""
         parent, _, name = path.rpartition("/")
         with contextlib.suppress(FileNotFoundError), self.folder(parent) as folder:
-            if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
-                os.unlink(name, dir_fd=folder)
-            else:
-                with contextlib.suppress(RecursionError):  # folders nested too deep to delete are left
-                    shutil.rmtree(name, dir_fd=folder)  # goes by descriptors too, and refuses a link
+            delete_in(folder, name)
         if prune:
             outer, _, inner = parent.rpartition("/")
             with contextlib.suppress(OSError), self.folder(outer) as folder:
@@ -293,6 +289,15 @@ class DriveStore:
             time.sleep(0.05)
         seen = f"after {time.monotonic() - began:.2f} s" if shown else f"not within {patience:g} s"
         return f"links: {links}, rename: yes, a listing shows a new file {seen}"
+
+    def sweep(self) -> None:
+        """Delete what a killed process of this owner left in tmp/OWNER, or a file in the place of tmp/."""
+        try:
+            self.delete(self.tmp)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            self.delete("tmp")  # a file or a link
 
     def can_write(self) -> bool:
         """Whether the folder takes a small file now: then a write that fails does so for its own path."""
@@ -377,8 +382,9 @@ class DriveStore:
         return session
 
     def registration(self, node_id: str, session: str) -> dict | None:
-        """What a node said of itself when it registered: role, model, host, pid …"""
-        return self.read_matching(f"peers/{node_id}.{session}.json", node_id=node_id)
+        """What a node said of itself when it registered, as far as its life is concerned."""
+        data = self.read_matching(f"peers/{node_id}.{session}.json", node_id=node_id)
+        return data and {name: data.get(name) for name in ("role", "host", "boot_id", "pid", "pid_start")}
 
     def heartbeat(self, node_id: str, data: dict) -> None:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
@@ -435,7 +441,10 @@ class DriveStore:
             figures = [data.get("reward"), data.get("timestamp"), *(data.get(key, 0) for key in counts)]
             if not all(map(is_number, figures)) or not 0 <= data["reward"] <= 1:
                 return None
-            self._rewards[path] = {**data, "round": round_, "stage": stage}  # True equals 1, but is no index
+            known = list({**data, "round": round_, "stage": stage}.items())[
+                :64
+            ]  # True equals 1, but is no index
+            self._rewards[path] = {k: v for k, v in known if is_number(v) or k in ("node_id", "session")}
         return self._rewards[path]
 
     def last_rewarded(self) -> int:
@@ -446,6 +455,24 @@ class DriveStore:
         """Rounds after which this process has a checkpoint file, newest first."""
         rounds = reversed(self.rounds("checkpoints"))
         return [r for r in rounds if f"{process}.pt" in self.names(f"checkpoints/{bucket(r)}")]
+
+
+def delete_in(folder: int, name: str, depth: int = 50) -> None:
+    """Delete a name in an open folder, with what is in it, never through a link and never waiting for a FIFO.
+
+    shutil.rmtree can be made to open what was put into a folder's place. What is nested deeper is left.
+    """
+    if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
+        os.unlink(name, dir_fd=folder)
+    elif depth > 0:
+        inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=folder)
+        try:
+            for each in os.listdir(inner):
+                delete_in(inner, each, depth - 1)
+        finally:
+            os.close(inner)
+        with contextlib.suppress(OSError):  # not empty
+            os.rmdir(name, dir_fd=folder)
 
 
 # -------- What a stranger's rollout file may look like --------------------------------------------

@@ -33,12 +33,15 @@ stop_all() {  # only what this script started; a second Ctrl-C makes them exit a
 }
 trap stop_all INT TERM HUP  # HUP: the terminal was closed
 
-prefixed() {  # NAME LOG: each line with the name before it; workers' lines of single rounds only with VERBOSE
+prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all workers say is shown once
   trap '' INT TERM HUP
+  local once='^(memory:|the folder:|to resume:|final model:|  try it:|note:|  [0-9]+ others|[ *] [A-Z_]+ {2,})' quiet=
+  [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* ]] && quiet=1
   while IFS= read -r line; do
     printf '%s\n' "[$1] $line" >> "$2"
-    [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* && $line == *" round "*" | reward "* ]] ||
-      printf '%s\n' "[$1] $line"
+    [[ $quiet && $line == *" round "*" | reward "* ]] && continue
+    [[ $quiet && $1 != worker_0 && $line =~ $once ]] && continue
+    [ -z "$line" ] || printf '%s\n' "[$1] $line"
   done
 }
 
@@ -98,7 +101,7 @@ main() {
   if [ -z "${CONFIGS:-}" ]; then
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
     run_experiment || exit 1
-    [ "$stopping" -eq 0 ] || exit 130
+    [ "$stopping" -eq 0 ] || { echo "run_swarm: stopped; the same command goes on"; exit 130; }
     return
   fi
   local pattern='^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$' name filter

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch", "transformers", "reasoning-gym"]
+# dependencies = ["torch>=2.6", "transformers", "reasoning-gym"]
 # ///
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
 GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import re
 import secrets
 import shlex
 import shutil
@@ -44,9 +45,17 @@ try:
     if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
         from coordinator import COORDINATOR, Coordinator, Swarm, average, compare, experiment_status
         from coordinator import in_notebook, is_known_dead, list_experiments, monitor, process_identity
-        from coordinator import recent, report_files, report_text, reward_rows, rounds_to_keep, short_time
+        from coordinator import (
+            plain,
+            recent,
+            report_files,
+            report_text,
+            reward_rows,
+            rounds_to_keep,
+            short_time,
+        )
         from coordinator import summarize, validate_experiment, write_winners
-        from drive_store import BadFile, DriveStore, StoreError, bucket, check_name
+        from drive_store import MAX_GAP, BadFile, DriveStore, StoreError, bucket, check_name, is_number
         from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
         from grpo import BadQuestion, Codec, ConfigError, Group, Question, available_memory, find_answer
         from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question
@@ -450,9 +459,11 @@ def grace(run: Run) -> float:
 
     Longer where others have registered of whom nothing has come yet: they may only be slow to show.
     """
-    config = run.config
+    config, others = run.config, run.swarm.sessions.keys() - {COORDINATOR}
     if config.LOCAL_NODES > 1:
         return 0.0
+    if config.NUM_WORKERS != "auto" and len(others) < config.NUM_WORKERS and not run.history:
+        return config.COORDINATOR_ROUND_INTERVAL  # so many are expected
     strange = config.NUM_TRANSPLANT_TREES > 0 and not run.swarm.alone and not run.swarm.has_met
     return max(2.0, config.FETCH_TIMEOUT_SECONDS) if strange else 2.0
 
@@ -704,6 +715,28 @@ def rank_of(environ) -> str | None:
     return "_".join(ranks[: 2 if several else 1]) or None
 
 
+def mistakes_in(config: Config) -> list[str]:
+    """What is wrong with values that are each of the right type."""
+    mistakes = []
+    longest = f"{config.NODE_ID}_{config.LOCAL_NODES - 1}" if config.LOCAL_NODES > 1 else config.NODE_ID
+    names = (("EXPERIMENT_NAME", config.EXPERIMENT_NAME), ("NODE_ID", config.NODE_ID), ("NODE_ID", longest))
+    for name, value in dict.fromkeys(names):
+        try:
+            check_name(value, name)
+        except ValueError as error:
+            mistakes.append(str(error))
+    if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
+        mistakes.append(f"NODE_ID={config.NODE_ID!r}: this name is the coordinator's seat; choose another")
+    if not (config.HUGGINGFACE_ACCESS_TOKEN.isascii() and config.HUGGINGFACE_ACCESS_TOKEN.isprintable()):
+        mistakes.append(f"{SECRET}: holds characters that no token has (pasted with something invisible?)")
+    if difflib.get_close_matches(config.MODEL_NAME, ["tiny"]) and not os.path.isdir(config.MODEL_NAME):
+        mistakes += [f"MODEL_NAME={config.MODEL_NAME!r}: did you mean tiny?"] * (config.MODEL_NAME != "tiny")
+    tasks = [task.strip() for task in config.TASKS.split(",")]
+    refused = [task for task in tasks if task not in TASK_TABLE and tasks != ["auto"]]
+    mistakes += [f"TASKS: {why_refused(task)}" for task in refused]
+    return mistakes
+
+
 def read_config(environ) -> tuple[Config, list[str]]:
     """Environment -> (Config without "auto", warnings). All mistakes come in one ConfigError."""
     specs, rank = {f.name: f for f in fields(Config)}, rank_of(environ)
@@ -724,22 +757,10 @@ def read_config(environ) -> tuple[Config, list[str]]:
     if rank and given.get("NODE_ID", "auto") == "auto" and given.get("LOCAL_NODES", 1) == 1:
         given["NODE_ID"] = f"node_{rank}"
     config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
-    longest = f"{config.NODE_ID}_{config.LOCAL_NODES - 1}" if config.LOCAL_NODES > 1 else config.NODE_ID
-    names = (("EXPERIMENT_NAME", config.EXPERIMENT_NAME), ("NODE_ID", config.NODE_ID), ("NODE_ID", longest))
-    for name, value in dict.fromkeys(names):
-        try:
-            check_name(value, name)
-        except ValueError as error:
-            mistakes.append(str(error))
-    if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
-        mistakes.append(f"NODE_ID={config.NODE_ID!r}: this name is the coordinator's seat; choose another")
-    if not (config.HUGGINGFACE_ACCESS_TOKEN.isascii() and config.HUGGINGFACE_ACCESS_TOKEN.isprintable()):
-        mistakes.append(f"{SECRET}: holds characters that no token has (pasted with something invisible?)")
-    tasks = [task.strip() for task in config.TASKS.split(",")]
-    refused = [task for task in tasks if task not in TASK_TABLE and tasks != ["auto"]]
-    mistakes += [f"TASKS: {why_refused(task)}" for task in refused]
+    mistakes += mistakes_in(config)
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes))
+    tasks = [task.strip() for task in config.TASKS.split(",")]
     config = resolve(replace(config, TASKS=",".join(tasks)), warnings)
     kept, keep = config.ROLLOUT_KEEP_LAST_N_ROUNDS, rounds_to_keep(config)
     if config.ROLLOUT_CLEANUP_ENABLED and keep > kept:
@@ -796,13 +817,15 @@ def memory_share(config: Config, device: str) -> int:
     return min(free, total // workers)
 
 
-def config_table(config: Config) -> str:
+def config_table(config: Config, everything: bool = True) -> str:
     """The settings in force, one per line, non-defaults marked with *; a secret only as set or unset."""
-    lines = []
-    for spec in fields(config):
+    lines, chosen = [], [f for f in fields(config) if everything or getattr(config, f.name) != f.default]
+    for spec in chosen:
         value = getattr(config, spec.name)
         shown = ("set" if value else "unset") if spec.name == SECRET else value
         lines.append(f"{'*' if value != spec.default else ' '} {spec.name:28} {shown}")
+    left = len(fields(config)) - len(chosen)
+    lines += [f"  {left} others at their defaults (VERBOSE=1 shows them, --help explains)"] if left else []
     return "\n".join(lines)
 
 
@@ -820,7 +843,8 @@ def resume_line(config: Config, environ) -> str:
     """How to resume this node: the command with what was set and what was made up; never the secret."""
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
-    given = {f.name: environ[f.name] for f in fields(config) if environ.get(f.name) and f.name != SECRET}
+    names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
+    given = {name: value for name, value in environ.items() if value and name in names}
     given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
 
@@ -859,63 +883,87 @@ def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
     """In the Swarm's thread: copy a checkpoint to the folder, delete all but the newest CHECKPOINT_KEEP."""
     if local.exists():  # else a newer one took its place
         run.store.write(checkpoint_path(run, round_), local)
+        local.unlink(missing_ok=True)
         run.checkpoints.append(round_)
         for old in run.checkpoints[: -run.config.CHECKPOINT_KEEP]:
-            run.store.delete(checkpoint_path(run, old), prune=True)
-            run.checkpoints.remove(old)
-        local.unlink(missing_ok=True)
+            run.swarm.post(run.store.delete, checkpoint_path(run, old), True)
+        del run.checkpoints[: -run.config.CHECKPOINT_KEEP]
 
 
 def resume(run: Run) -> None:
     """Load the newest checkpoint of this process that is readable; none at all means round 0.
 
-    StoreError if there are checkpoints and none can be used: a swarm never starts over by accident.
+    ConfigError or StoreError if there are checkpoints and none can be used: a swarm never starts over by
+    accident. One from far above all that this experiment has done is not believed.
     """
-    rounds = run.store.checkpoints(run.config.NODE_ID)
-    for round_ in rounds:
+    store, reason = run.store, None
+    there, known = store.checkpoints(run.config.NODE_ID), max(store.clock()[0], store.last_rewarded())
+    for round_ in [r for r in there if r <= known + MAX_GAP]:
         try:
-            with run.store.open(checkpoint_path(run, round_)) as file:
-                if damaged := zipfile.ZipFile(file).testzip():  # torch.load does not look at the checksums
-                    raise ValueError(f"checksum of {damaged}")
-                file.seek(0)
+            with store.open(checkpoint_path(run, round_)) as file:
+                check_archive(file, 3 * checkpoint_bytes(run) + 2**26)
                 restore(run, torch.load(file, map_location="cpu", weights_only=True), round_)
-        except ConfigError:
-            raise
         except Exception as error:  # torch raises many kinds; an unusable file is what they have in common
-            path = run.store.base / checkpoint_path(run, round_)
+            reason, path = error, store.base / checkpoint_path(run, round_)
             run.log.event("resume", f"{path} cannot be used ({type(error).__name__}); trying the one before")
             continue
         run.done = run.saved = round_
-        run.checkpoints = sorted(r for r in rounds if r <= round_)
+        run.checkpoints = sorted(r for r in there if r <= round_)
         run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
         return
-    if rounds:
+    if isinstance(reason, ConfigError):
+        raise reason
+    if there:
         raise StoreError(
-            f"{run.store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s checkpoints can be used. "
+            f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s checkpoints can be used. "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
 
 
+def checkpoint_bytes(run: Run) -> int:
+    """About the size of a checkpoint: weights and Adam's two moments in float32."""
+    return 12 * sum(p.numel() for node in run.nodes for p in node.model.parameters())
+
+
+def check_archive(file, max_bytes: int) -> None:
+    """ValueError if a checkpoint is a zip bomb, or damaged (torch.load does not look at the checksums)."""
+    archive = zipfile.ZipFile(file)
+    packed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
+    if packed or file.seek(0, os.SEEK_END) > max_bytes or archive.testzip():
+        raise ValueError("not a checkpoint of this model, or damaged")
+    file.seek(0)
+
+
 def restore(run: Run, state: dict, round_: int) -> None:
     """A checkpoint's contents into the nodes; but the settings of the update are those of this start."""
+    name = run.config.NODE_ID
     if state["model_name"] != run.config.MODEL_NAME:
-        made_with = f"the checkpoint of {run.config.NODE_ID} was made with {state['model_name']!r}"
+        made_with = f"the checkpoint of {name} was made with {plain(state['model_name'])}"
         raise ConfigError(f"MODEL_NAME={run.config.MODEL_NAME!r}: {made_with}; set that, or another NODE_ID")
     if state["nodes"].keys() != {node.id for node in run.nodes}:
-        holds = f"the checkpoint of {run.config.NODE_ID} holds {', '.join(state['nodes'])}"
+        holds = f"the checkpoint of {name} holds {plain(', '.join(map(str, state['nodes'])))}"
         raise ConfigError(f"LOCAL_NODES={run.config.LOCAL_NODES}: {holds}; set that many, or another NODE_ID")
     if state["next_round"] != round_ + 1:
         raise ValueError("the round differs from the file's name")
     for node in run.nodes:
-        mine = state["nodes"][node.id]
+        mine, own = state["nodes"][node.id], list(node.model.parameters())
+        moments = [(s["exp_avg"], s["exp_avg_sq"]) for s in mine["optimizer"]["state"].values()]
+        shapes = [m.shape == p.shape for p, pair in zip(own, moments, strict=True) for m in pair]
+        numbers = itertools.chain(mine["model"].values(), *moments)
+        if (
+            not all(shapes)
+            or not all(x.isfinite().all() for x in numbers)
+            or not is_number(mine["total_reward"])
+        ):
+            raise ValueError("shapes that differ from the model's, or no finite numbers")
         (group,) = node.optimizer.param_groups
         ours = {key: value for key, value in group.items() if key != "params"}
         node.model.load_state_dict(mine["model"])
         node.optimizer.load_state_dict(mine["optimizer"])
         node.optimizer.param_groups[0].update(ours)
-        node.total_reward = float(mine["total_reward"])
-        node.trained = {tuple(key) for key in mine["trained"]}
-        node.past = [(t, Group(*group)) for t, *group in mine["past"]]
+        node.total_reward = mine["total_reward"]
+        node.trained = {(int(t), int(stage), str(peer), int(i)) for t, stage, peer, i in mine["trained"]}
+        node.past = [(int(t), Group(*group)) for t, *group in mine["past"]]
 
 
 def save_models(run: Run) -> None:
@@ -926,7 +974,8 @@ def save_models(run: Run) -> None:
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
     tokens = run.config.MAX_NEW_TOKENS
-    ask = f"pipeline('text-generation', {str(folder)!r})({prompt!r}, max_new_tokens={tokens})"
+    about, asked = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
+    ask = f'pipeline("text-generation", {about})({asked}, max_new_tokens={tokens})'
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
     run.log.say(f"final model: {folder}\n  try it: python -c {code}")
 
@@ -1017,7 +1066,14 @@ def announce(config: Config, store: DriveStore, say) -> None:
         also = f"; there are also: {', '.join(others)}" if others else ""
         say(f"new experiment {config.EXPERIMENT_NAME}{also}")
         return
-    nodes = sorted(store.sessions().keys() - {COORDINATOR})
+    nodes, last = (
+        sorted(store.sessions().keys() - {COORDINATOR}),
+        store.open_config({}, True).get("MAX_ROUNDS"),
+    )
+    made_up = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID)
+    if nodes and made_up and is_number(last) and store.clock()[0] >= last - 1:
+        todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
+        raise ConfigError(f"experiment {config.EXPERIMENT_NAME} has finished its {last} rounds: {todo}")
     known = f"{', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else "nobody yet"
     say(f"experiment {config.EXPERIMENT_NAME} is there already: round {store.clock()[0]}, nodes: {known}")
     if nodes and config.NODE_ID not in {node.rsplit("_", 1)[0] for node in nodes} | set(nodes):
@@ -1071,6 +1127,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID)
     store.create()
     announce(config, store, log.say)
+    store.sweep()  # temp files that a killed process of this name left
     tasks = join_experiment(config, store, log.say, only_read=True)
     keep_freed_memory()
     if config.MODEL_NAME == "tiny":
@@ -1148,13 +1205,13 @@ def prepare(run: Run) -> None:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
     run.log.say(f"the folder: {store.probe()}")
-    store.delete(store.tmp)  # the probe, and temp files that a killed process of this name left
+    store.sweep()
     swarm.round = run.done + 1
     swarm.start()
     lost = range(run.done + 1, 0 if swarm.alone else swarm.clock)  # finished before a kill, and not replayed
     for t, node, stage in itertools.product(lost, run.nodes, range(config.MAX_STAGES)):
         node.total_reward += (store.reward(t, stage, node.id) or {"reward": 0.0})["reward"]
-    size = 12 * sum(p.numel() for p in run.nodes[0].model.parameters()) * len(run.nodes)  # of a checkpoint
+    size = checkpoint_bytes(run)
     for place, copies in ((store.base, config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
         if (free := shutil.disk_usage(place).free) < copies * size:
             needed = f"{free / 1e9:.1f} GB free, {copies} checkpoints need {copies * size / 1e9:.1f} GB"
@@ -1201,8 +1258,8 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     """Open rounds for the swarm; loads no model."""
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR)
     store.create()
+    store.sweep()
     join_experiment(config, store, log.say, only_read=True)
-    store.delete(store.tmp)  # temp files that a killed process of this name left
     session = store.register(COORDINATOR, "coordinator", {"model": None, **system_info()})
     swarm = Swarm(store, {COORDINATOR: session}, config, log.event, log.lines)
     swarm.start()
@@ -1226,6 +1283,12 @@ def run_reader(config: Config, stop: StopButton) -> str:
             except OSError as error:
                 print(f"{shared.base / 'reports' / name} cannot be written: {error}")
         return "finished" if rows else "invalid"
+    live = config.NODE_ROLE == "monitor" and (sys.stdout.isatty() or in_notebook())
+    if live and config.EXPERIMENT_NAME not in names:
+        print(f"waiting for experiment {config.EXPERIMENT_NAME} in {config.GDRIVE_PATH}", flush=True)
+    while live and config.EXPERIMENT_NAME not in names and not stop.pressed:
+        time.sleep(0.5)
+        names = list_experiments(config.GDRIVE_PATH)
     if config.EXPERIMENT_NAME not in names:
         there = f"there are: {', '.join(names)}" if names else "there is none"
         print(f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; {there}")
@@ -1238,10 +1301,11 @@ def run_reader(config: Config, stop: StopButton) -> str:
         known = [n for n in both if type(n) is int and 0 < n <= 10**6 and n != getattr(Config, name)]
         return known[0] if known else otherwise
 
-    rounds, nodes = given("MAX_ROUNDS", Config.MAX_ROUNDS), given("LOCAL_NODES", given("NUM_WORKERS", 4))
+    known = len(store.sessions().keys() - {COORDINATOR})
+    rounds, nodes = given("MAX_ROUNDS", Config.MAX_ROUNDS), given("LOCAL_NODES", given("NUM_WORKERS", known))
     if config.NODE_ROLE == "monitor":
-        live = sys.stdout.isatty() or in_notebook()  # every 30 seconds there, once elsewhere
-        monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.pressed)
+        asked = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else None
+        monitor(store, config.STALE_AFTER_SECONDS, asked, once=not live, should_stop=lambda: stop.pressed)
         return "finished"
     problems = validate_experiment(store, rounds, nodes)
     for line in (*problems, f"{store.base}: " + ("FAILED" if problems else "passed")):
@@ -1293,20 +1357,20 @@ def main(environ=None) -> int:
     """Run the role that the environment asks for; returns the exit status. Only here it is read."""
     environ = os.environ if environ is None else environ
     try:
-        config, warnings = read_config(environ)
+        config, notes = read_config(environ)
     except ConfigError as error:
         print(error)
         return 2
     log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
-    for warning in warnings + unseen_globals(environ):
-        log.say(f"note: {warning}")
+    notes += unseen_globals(environ)
     transformers.utils.logging.set_verbosity_error()  # it warns of padding that this program handles itself
     transformers.utils.logging.disable_progress_bar()
     stop = StopButton()
     stop.install()
     try:
         if config.NODE_ROLE in ("worker", "coordinator"):
-            print(config_table(config), flush=True)
+            log.say(config_table(config, config.VERBOSE))
+            log.say("\n".join(f"note: {note}" for note in notes))
             outcome = (run_worker if config.NODE_ROLE == "worker" else run_coordinator)(config, log, stop)
         else:
             outcome = run_reader(config, stop)
@@ -1314,7 +1378,7 @@ def main(environ=None) -> int:
         log.say(str(error))
         return 2
     except OSError as error:
-        log.say(f"GDRIVE_PATH={config.GDRIVE_PATH} cannot be used: {error}")
+        log.say(f"GDRIVE_PATH={config.GDRIVE_PATH} cannot be used: {plain(error)}")
         return 2
     except (Ended, KeyboardInterrupt):
         log.say(f"stopped; to go on:\n  {log.resume_line}")
@@ -1329,3 +1393,5 @@ if __name__ == "__main__":
     status = print(help_text()) if wants_help else main()
     if status and not in_notebook():  # in a notebook the cell just ends
         sys.exit(status)
+else:  # only imported: signals do again what they did before
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -47,7 +47,7 @@ def runs(setting: str):
     for arms, seeds in ((main, SEEDS[:3]), (ARMS, SEEDS[:3]), (ARMS, SEEDS)):
         for seed in seeds:
             for arm in arms:
-                name = f"{setting}-{arm}-s{seed}".replace("/", "_").replace(" ", "_")
+                name = f"{setting}-{arm}-s{seed}".replace("/", "_").replace(" ", "_").replace("+", "")
                 yield arm, seed, name
 
 

@@ -17,7 +17,7 @@ import time
 import pytest
 from coordinator import COORDINATOR, Life, boot_id, dashboard, experiment_status, is_known_dead
 from coordinator import is_round_over, list_experiments, p_value, pid_start, process_identity, report_text
-from coordinator import report_files, reward_rows, validate_experiment
+from coordinator import report_files, reward_rows, validate_experiment, write_winners
 from drive_store import DriveStore
 from sapo import Config, compare_experiments
 from test_drive_store import refuse
@@ -376,3 +376,26 @@ def test_a_report_names_gain_interval_cost_and_baseline_and_is_written_in_every_
     assert files.get("report.png", b"\x89PNG")[:4] == b"\x89PNG"
     put(new_store(tmp_path), "config.json", {"NUM_TRAIN_SAMPLES": "2"})
     assert [row["runs"] for row in compare_experiments(tmp_path)] == [4, 4], "one damaged hides no other"
+
+
+def test_a_peer_whose_file_could_not_be_used_is_not_waited_for_in_the_next_round(tmp_path):
+    store = new_store(tmp_path)
+    ours, _ = new_swarm(store)
+    put(store, "rollouts/round_000000/stage_0/n2.json", wire_file("n2", round=0))
+    put(store, "rollouts/round_000000/stage_0/evil.json", b"")
+    ours.start()
+    ours.round = 1
+    until(lambda: ours.looked_at == 1)
+    assert ours.missing(1, 0) == {"n2"}
+    ours.close(patience=5)
+
+
+def test_winners_are_registered_nodes_and_their_rewards_take_little_memory(tmp_path):
+    store = new_store(tmp_path)
+    store.register("n1", "worker", {})
+    for node, reward in (("n1", 0.25), ("a_stranger", 1.0)):
+        padding = {f"x{i}": "y" * 50 for i in range(500)}
+        store.submit_reward(0, 0, node, {"reward": reward, **padding})
+    write_winners(store, 0)
+    assert store.read("winners/round_000000.json") == {"n1": 0.25}
+    assert len(json.dumps(store.reward(0, 0, "n1"))) < 2000

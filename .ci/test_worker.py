@@ -592,3 +592,79 @@ def test_the_folder_is_tried_at_the_start_and_described_in_a_line(tmp_path):
     store = DriveStore(tmp_path, "x", "n")
     store.create()
     assert re.fullmatch(r"links: yes, rename: yes, a listing shows a new file after 0\.\d\d s", store.probe())
+
+
+# -------- Checkpoints that a stranger has put there -------------------------------------------------------
+
+
+def forge(kind: str, state: dict) -> dict:
+    node = state["nodes"]["node_0"]
+    if kind == "other rows":
+        node["trained"] = [[]]
+    elif kind == "other shapes":
+        for moments in node["optimizer"]["state"].values():
+            moments["exp_avg"] = torch.zeros(3)
+    elif kind == "not finite":
+        node["model"] = {name: weight * float("nan") for name, weight in node["model"].items()}
+    elif kind == "another model":
+        state["model_name"] = "\x1b]0;other\x07"
+    elif kind == "other nodes":
+        state["nodes"] = {"\x1b[2J": node}
+    return state
+
+
+@pytest.mark.parametrize("kind", ["other rows", "other shapes", "not finite", "another model", "other nodes"])
+def test_a_forged_checkpoint_is_passed_over_for_the_one_before(drive, unbroken, capsys, kind):
+    name = f"forged {kind}".replace(" ", "_")
+    shutil.copytree(unbroken, drive / "experiments" / name)
+    path = drive / "experiments" / name / "checkpoints/round_000013/node.pt"
+    torch.save(forge(kind, torch.load(path, weights_only=True)), path)
+    assert swarm(drive, name, MAX_ROUNDS=15) == 0
+    events = [event["text"] for event in events_of(drive, name, "resume")]
+    assert "cannot be used" in events[-2] and "after round 11" in events[-1]
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_packed_checkpoint_is_refused_before_it_is_unpacked(drive, unbroken):
+    shutil.copytree(unbroken, drive / "experiments/bomb")
+    path = drive / "experiments/bomb/checkpoints/round_000013/node.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**8))
+    assert swarm(drive, "bomb", MAX_ROUNDS=15) == 0
+    assert "after round 11" in events_of(drive, "bomb", "resume")[-1]["text"]
+
+
+def test_a_checkpoint_from_a_far_round_is_not_believed(drive, unbroken):
+    shutil.copytree(unbroken, drive / "experiments/far")
+    checkpoints = drive / "experiments/far/checkpoints"
+    (checkpoints / "round_999998").mkdir()
+    shutil.copy(checkpoints / "round_000013/node.pt", checkpoints / "round_999998/node.pt")
+    assert swarm(drive, "far", MAX_ROUNDS=15) == 0
+    assert [event["round"] for event in events_of(drive, "far", "resume")] == [13]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_costs_no_other_one(drive):
+    name = "undeleted"
+    folder = drive / "experiments" / name / "checkpoints"
+    (folder / "round_000001").mkdir(parents=True)
+    settings = dict(MAX_ROUNDS=12, CHECKPOINT_INTERVAL=2, CHECKPOINT_KEEP=2, **UNTRAINED)
+    (folder / "round_000003").symlink_to(drive)  # writing and deleting there fail for their own path
+    assert swarm(drive, name, **settings) == 0
+    assert sorted(path.parent.name for path in folder.glob("round_0000??/node.pt"))[-2:] == [
+        "round_000009", "round_000011",
+    ]  # fmt: skip
+
+
+def test_a_mistyped_tiny_and_a_finished_experiment_are_told_before_anything_is_joined(
+    drive, unbroken, capsys
+):
+    assert "did you mean tiny?" in config_error(MODEL_NAME="tinny")
+    environ = {"GDRIVE_PATH": str(drive), "EXPERIMENT_NAME": "unbroken", "MODEL_NAME": "tiny"}
+    assert sapo.main(environ) == 2
+    assert "experiment unbroken has finished its 14 rounds" in capsys.readouterr().out
+
+
+def test_an_import_leaves_signals_as_they_were():
+    code = "import sapo, signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
