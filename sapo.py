@@ -1370,7 +1370,8 @@ def main(environ=None) -> int:
     try:
         if config.NODE_ROLE in ("worker", "coordinator"):
             log.say(config_table(config, config.VERBOSE))
-            log.say("\n".join(f"note: {note}" for note in notes))
+            for note in notes:
+                log.say(f"note: {note}")
             outcome = (run_worker if config.NODE_ROLE == "worker" else run_coordinator)(config, log, stop)
         else:
             outcome = run_reader(config, stop)
