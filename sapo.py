@@ -411,8 +411,8 @@ def next_round(run: Run) -> int | None:
     t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
     if t >= config.MAX_ROUNDS:
         if not run.history:
-            todo = f"raise MAX_ROUNDS={config.MAX_ROUNDS} to go on, or choose another EXPERIMENT_NAME"
-            run.log.event("end", f"already finished: the experiment is at round {t}; {todo}")
+            there = f"the experiment is at round {t}, MAX_ROUNDS={config.MAX_ROUNDS}"
+            run.log.event("end", f"already finished: {there}; raise it, or choose another EXPERIMENT_NAME")
         return None
     if t > own:
         missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
@@ -1066,10 +1066,8 @@ def announce(config: Config, store: DriveStore, say) -> None:
         also = f"; there are also: {', '.join(others)}" if others else ""
         say(f"new experiment {config.EXPERIMENT_NAME}{also}")
         return
-    nodes, last = (
-        sorted(store.sessions().keys() - {COORDINATOR}),
-        store.open_config({}, True).get("MAX_ROUNDS"),
-    )
+    nodes = sorted(store.sessions().keys() - {COORDINATOR})
+    last = (store.read_matching("config.json") or {}).get("MAX_ROUNDS")
     made_up = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID)
     if nodes and made_up and is_number(last) and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"

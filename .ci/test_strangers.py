@@ -508,7 +508,7 @@ def test_every_node_reads_back_as_itself_and_no_other(tmp_path_factory, names):
         [group] = store.fetch(1, 0, node)
         assert (group["key"], group["seed"]) == ((1, 0, node, 0), i)
         about, beat = store.registration(node, sessions[node]), store.read_heartbeat(node)
-        assert about["node_id"] == beat["node_id"] == store.reward(1, 0, node)["node_id"] == node
+        assert about["role"] == "worker" and beat["node_id"] == store.reward(1, 0, node)["node_id"] == node
 
 
 any_bytes = st.binary(min_size=1, max_size=12).filter(
