@@ -237,16 +237,19 @@ class DriveStore:
                 with contextlib.suppress(OSError):
                     os.unlink(temp, dir_fd=tmp)
 
-    def write_once(self, path: str, data: dict, keep=lambda old: parse_json(old) is not None) -> bool:
-        """Write a JSON file unless a readable one is there; whether ours was written. Too large: BadFile."""
-        text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=1).encode("utf-8", "replace")
+    def write_once(self, path: str, data: dict, keep=lambda old: parse_json(old) is not None, indent=None):
+        """Write a JSON file unless a readable one is there; whether ours was written. Too large: BadFile.
+
+        indent: 1 for people to read; it costs ten times as long, because Python's fast encoder has none.
+        """
+        text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent).encode("utf-8", "replace")
         if len(text) > MAX_JSON_BYTES:
             raise BadFile(f"over {MAX_JSON_BYTES} bytes are not read: lower NUM_GENERATIONS, MAX_NEW_TOKENS")
         return self.write(path, text, keep)
 
     def rewrite(self, path: str, data: dict) -> None:
         """Replace a JSON file that is a convenience for people."""
-        self.write_once(path, data, keep=None)
+        self.write_once(path, data, keep=None, indent=1)
 
     def append(self, path: str, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first. BadFile: what lies there is not ours."""
@@ -335,7 +338,7 @@ class DriveStore:
         try:
             began_with = self.read("config.json")
             if began_with is None and layout == LAYOUT and not only_read:
-                self.write_once("config.json", {"layout": LAYOUT, **settings})
+                self.write_once("config.json", {"layout": LAYOUT, **settings}, indent=1)
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
             raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or {AFRESH}") from error

@@ -283,8 +283,8 @@ class ComputeCache(transformers.DynamicCache):
     """Keys and values in the compute type: under autocast rotary embeddings leave the keys in float32."""
 
     def update(self, keys, values, *args, **kwargs):
-        if torch.is_autocast_enabled(keys.device.type):  # attention casts them to this type in any case
-            keys, values = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (keys, values))
+        # Attention casts them to this type in any case.
+        keys, values = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (keys, values))
         return super().update(keys, values, *args, **kwargs)
 
 
@@ -300,9 +300,10 @@ def forward_hidden(model, ids, mask=None, cache=None):
     else:
         mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+    new_cache = ComputeCache if torch.is_autocast_enabled(ids.device.type) else transformers.DynamicCache
     out = model.base_model(
         input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
-        past_key_values=cache if cache is not None else ComputeCache(config=model.config),
+        past_key_values=cache if cache is not None else new_cache(config=model.config),
     )  # fmt: skip
     return out.last_hidden_state, out.past_key_values
 
@@ -320,9 +321,8 @@ def prefill(model, prompts: list[list[int]], pad_id: int, copies):
     """
     same = [len(set(column)) == 1 for column in zip(*(p[:-1] for p in prompts), strict=False)]
     common = [*same, False].index(False)  # at most all but the last token, whose hidden state is asked for
-    # Sliding windows and MPT's ALiBi measure distance over padding too: none may stand inside a prompt.
-    slots = any(ComputeCache(config=model.config).is_sliding) or model.config.model_type in ("gpt_neo", "mpt")
-    common = 0 if len(prompts) == 1 or common < MIN_COMMON_TOKENS or slots else common
+    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or counts_slots(model.config):
+        common = 0
     ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
     cache = None
     if common:
@@ -332,6 +332,12 @@ def prefill(model, prompts: list[list[int]], pad_id: int, copies):
     hidden, cache = forward_hidden(model, ids, mask, cache)
     cache.batch_repeat_interleave(copies)
     return hidden[:, -1], cache, None if mask is None else mask.repeat_interleave(copies, 0)
+
+
+def counts_slots(config) -> bool:
+    """Whether distance is measured over padding too, so that none may stand inside a prompt: sliding windows,
+    MPT's ALiBi."""
+    return config.model_type in ("gpt_neo", "mpt") or any(ComputeCache(config=config).is_sliding)
 
 
 def right_pad(rows: list[list[int]], pad_id: int, device):
