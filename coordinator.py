@@ -176,7 +176,7 @@ class Swarm:
         self.rollouts = {}  # (round, stage, node) -> groups, structure checked, of the last max_age rounds
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
         self.round, self.looked_at = 0, -1  # the round that is worked on; for which the folder was looked at
-        self.given_up = set()  # peers that were waited for in vain before anybody had published
+        self.given_up = set()  # peers that were waited for in vain; counts until anybody has published
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read

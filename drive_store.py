@@ -106,7 +106,7 @@ def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
 class DriveStore:
     """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
 
-    Paths are relative to `base`. Every method raises OSError when the folder cannot be reached.
+    Paths are relative to `base`. All but can_write and read_heartbeat raise OSError where there is no folder.
     """
 
     def __init__(self, root, experiment: str | None, owner: str = "reader"):
@@ -444,9 +444,8 @@ class DriveStore:
             figures = [data.get("reward"), data.get("timestamp"), *(data.get(key, 0) for key in counts)]
             if not all(map(is_number, figures)) or not 0 <= data["reward"] <= 1:
                 return None
-            known = list({**data, "round": round_, "stage": stage}.items())[
-                :64
-            ]  # True equals 1, but is no index
+            data |= {"round": round_, "stage": stage}  # as the path says: a file's True would pass for 1
+            known = list(data.items())[:64]
             self._rewards[path] = {k: v for k, v in known if is_number(v) or k in ("node_id", "session")}
         return self._rewards[path]
 

@@ -113,7 +113,7 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
     unclipped = ratio * a
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
-    # EXERCISE (KL): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1); flat groups too
+    # EXERCISE (KL): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1); none for flat groups
     return (token_loss * mask * weights.unsqueeze(1)).sum(), ((clipped < unclipped) & mask.bool()).sum()
 
 

@@ -125,7 +125,7 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
 def sample_batch(run: "Run", node: Node, t: int, stage: int) -> list[Question]:
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
-        run.stop.check()  # only here: once weights have changed, the round is finished first
+        run.stop.check()  # within a round only here: one that has changed weights is finished first
     config, count = run.config, run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
     return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
 
@@ -231,7 +231,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
 
 
 def wait_for_peers(run: "Run", t: int, stage: int) -> None:
-    """Wait for the peers that published the round before, FETCH_TIMEOUT_SECONDS at most."""
+    """Wait FETCH_TIMEOUT_SECONDS at most for who published the round before; at first for all registered."""
     swarm, config = run.swarm, run.config
     last_stage = config.MAX_STAGES - 1
     if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < last_stage:
@@ -256,7 +256,7 @@ PEER_SECONDS = 20.0  # for what one peer has published in a round: verifiers can
 def informative_pool(run: "Run", node: Node, round_: int, stage, rng, figures: dict) -> list[Rollout]:
     """The groups of one round that this node may draw: verified, scored here, informative, not used before.
 
-    At most FETCH_MAX_PEERS peers, and I groups of each: flooding the folder buys no influence.
+    At most FETCH_MAX_PEERS peers, and I groups of each: flooding under one name buys no influence.
     """
     config = run.config
     files = {peer: groups for peer, groups in run.swarm.groups_of(round_, stage).items() if peer != node.id}
@@ -289,7 +289,7 @@ def informative_pool(run: "Run", node: Node, round_: int, stage, rng, figures: d
 def verify(run: "Run", raw: dict) -> Rollout | str:
     """A peer's group -> Rollout in this process's ids with rewards of its own, or the reason of rejection.
 
-    Only (task, seed) and the completions' text are used: question and answer are made again from them.
+    Only task, seed, response and finished are used: the question is made again, the prompt must agree.
     """
     if raw["task"] not in run.tasks:
         return "task is not one of this experiment's"
@@ -490,7 +490,7 @@ def finish_round(run: Run, t: int) -> None:
 
 
 class StopButton:
-    """Counts signals; looked at between a round's steps. A second one exits at once."""
+    """Counts signals; looked at before and after a round. A second one exits at once."""
 
     def __init__(self):
         self.pressed, self._since, self._old = 0, 0.0, {}
@@ -515,7 +515,7 @@ class StopButton:
         if self.pressed > 1:
             raise KeyboardInterrupt
         with contextlib.suppress(OSError, RuntimeError):  # a closed terminal; a print that was interrupted
-            print("\nstopping after this step; once more to exit at once", flush=True)
+            print("\nstopping after this round; once more to exit at once", flush=True)
 
 
 # -------- The log ---------------------------------------------------------------------------------
@@ -643,13 +643,13 @@ class Config:
     CLIP_LOW: float = var(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     CLIP_HIGH: float = var(0.28, "ratio clipped above at 1 + this", low=0, high=10)
     NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage", low=1, high=100)
-    LOSS_TYPE: str = var("dapo", "mean over all tokens, of completions' means, fixed", "dapo grpo dr_grpo")
+    LOSS_TYPE: str = var("dapo", "per token, per completion, by MAX_NEW_TOKENS", "dapo grpo dr_grpo")
     MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass; auto: by memory", low=1, high=65536)
     DTYPE: str = var("auto", "to compute in; auto: bfloat16 if the hardware can", "auto float32 bfloat16")
     DEVICE: str = var("auto", "cuda, cuda:1, mps or cpu; auto: the first there is")
     COORDINATOR_ROUND_INTERVAL: float = var(60.0, "seconds of a round, at the latest", low=0.01, high=86400)
     ROUND_ADVANCE: str = var("hybrid", "all live workers submitted, or either", "time completion hybrid")
-    ROLLOUT_PUBLISH_FREQUENCY: str = var("stage", "when a file is published", "stage round generation")
+    ROLLOUT_PUBLISH_FREQUENCY: str = var("stage", "generation means stage", "stage round generation")
     ROLLOUT_MAX_AGE: int = var(4, "how many rounds back externals may come from", low=0, high=1000)
     FETCH_MAX_PEERS: int = var(10, "peers to read per round, drawn at random", low=1, high=1000)
     FETCH_TIMEOUT_SECONDS: float = var(30.0, "how long to wait for peers' rollouts", low=0, high=3600)
