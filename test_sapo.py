@@ -266,9 +266,8 @@ def tiny_codec(num_shots=0, chat_template=None, controls=()) -> Codec:
 
 
 def test_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeats_itself():
-    keys = list(
-        itertools.product(("n", "n1", "n11"), range(40), range(2), ("question", "external"), range(4))
-    )
+    purposes = ("question", "external")
+    keys = list(itertools.product(("n", "n1", "n11"), range(40), range(2), purposes, range(4)))
     ours, again, another = config_of(), config_of(NODE_ID="another"), config_of(SEED=43)
     seeds = [stream_seed(ours, *key) for key in keys]
     assert len(set(seeds)) == len(seeds) and not any(seed in HELD_OUT_SEEDS for seed in seeds)
@@ -595,8 +594,7 @@ def imports_in(*nodes) -> list[tuple[str, str, str]]:
 
 
 def test_leaves_import_no_other_module_and_sapo_imports_them_in_one_guarded_block():
-    guard = "'DriveStore' not in globals()"
-    optional = {"matplotlib", "pandas", "IPython", "mpmath", "tabulate"}  # imported where they are needed
+    guard, lazy = "'DriveStore' not in globals()", "matplotlib pandas IPython mpmath tabulate".split()
     for name, tree in TREES.items():
         blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == guard]
         inside = [statement for block in blocks for statement in block.body]
@@ -604,7 +602,7 @@ def test_leaves_import_no_other_module_and_sapo_imports_them_in_one_guarded_bloc
         assert all(isinstance(s, ast.ImportFrom) and a.asname is None for s in inside for a in s.names)
         everywhere = [module for module, *_ in imports_in(tree) if module in MODULES]
         assert everywhere == [module for module, *_ in imports_in(*inside)], name
-        others = {module for module, *_ in imports_in(tree)} - sys.stdlib_module_names - optional
+        others = {module for module, *_ in imports_in(tree)} - sys.stdlib_module_names - {*lazy}
         assert not others or name in ("grpo", "sapo"), "the other two need nothing but Python"
         top = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
         assert not optional & {module for module, *_ in imports_in(*top)}
