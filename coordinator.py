@@ -184,6 +184,7 @@ class Swarm:
         self._said = set()  # writes whose failure was told
         self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
         self._wanted = False  # somebody waits for news
+        self._lead = None  # what a coordinator does after each look
         self._closing = threading.Event()  # nothing more will be posted
         self._failing = None  # monotonic time at which an outage began
         self._next_beat = 0.0
@@ -216,16 +217,18 @@ class Swarm:
         """Whether anybody else's rollouts were seen in the rounds that count."""
         return any(self._published.values())
 
-    def start(self) -> None:
+    def start(self, lead=None) -> None:
         """One look in the foreground (or OSError): nothing is decided blindly. Then the thread.
 
         The nodes of one process draw from each other's older rounds too: after a restart they are read again.
+        lead: called after each look of the thread, see Coordinator.
         """
         self._good_look = time.monotonic()  # loading a checkpoint may have taken minutes
         self._look()
         older = range(max(0, self.round - self.max_age), self.round) if self.max_peers else ()
         for key in itertools.product(older, range(self.stages), self.nodes if len(self.nodes) > 1 else ()):
             self._fetch_one(key)
+        self._lead = lead
         self._thread.start()
 
     def post(self, function, *args) -> None:
@@ -259,7 +262,7 @@ class Swarm:
     def _awaited(self, round_: int) -> set[str]:
         if self.has_met:
             return set(self._chosen.get(round_, ()))
-        return self.sessions.keys() - {COORDINATOR} - self.nodes.keys() - self.given_up
+        return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""
@@ -370,6 +373,8 @@ class Swarm:
             silence = time.monotonic() - self._good_look
             self.note("outage over", f"the shared folder answers again, after {silence:.0f} s")
         self._good_look, self.looked_at = time.monotonic(), round_
+        if self._lead is not None:
+            self._lead()
 
     def _fetch(self, round_: int) -> None:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
@@ -416,6 +421,11 @@ class Swarm:
         self.refused.pop(key, None)
 
 
+def without_seat(sessions) -> list[str]:
+    """The nodes among those that have registered, in order: all but the coordinator's seat."""
+    return sorted(sessions.keys() - {COORDINATOR})
+
+
 def recent(by_key: dict, oldest: int) -> dict:
     """What there is of rounds from `oldest` on, of a dict with keys (round, …)."""
     return {key: value for key, value in by_key.items() if key[0] >= oldest}
@@ -426,18 +436,14 @@ def recent(by_key: dict, oldest: int) -> dict:
 
 def mean_rewards(store, round_: int, limit: int = 100) -> dict[str, float]:
     """{node: its mean reward in a round} of the first `limit` registered nodes, the best first."""
-    rewards, known = {}, store.sessions()
-    for stage in store.stages("rewards", round_):
-        for node in [node for node in store.nodes("rewards", round_, stage) if node in known][:limit]:
-            if data := store.reward(round_, stage, node):
-                rewards.setdefault(node, []).append(data["reward"])
-    means = {node: statistics.fmean(each) for node, each in rewards.items()}
+    found = rows_by("node_id", store.rewards(round_, store.sessions(), limit))
+    means = {node: average(row["reward"] for row in rows) for node, rows in found.items()}
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-def write_winners(store, round_: int) -> None:
+def write_winners(store, round_: int, means: dict | None = None) -> None:
     """winners/round_000012.json, for people: the `mean_rewards` of a round."""
-    if means := mean_rewards(store, round_):
+    if means := means or mean_rewards(store, round_):
         store.rewrite(f"winners/round_{round_:06d}.json", means)
 
 
@@ -459,17 +465,17 @@ def is_round_over(strategy: str, elapsed: float, interval: float, live, submitte
 class Coordinator:
     """The role that keeps a swarm in step: it opens rounds, trains nothing and loads no model.
 
-    swarm: a started Swarm of the coordinator's seat; it beats, writes the log and says when the folder fails.
-    Round 0 is held until the first reward (models take minutes to download), and where NUM_WORKERS is set
-    until so many have registered, one interval longer at most.
+    swarm: a Swarm of the coordinator's seat, not yet started. Its thread beats, writes the log, says when the
+    folder fails, and calls `step` after each look. Round 0 is held until the first reward (models take
+    minutes to download), and where NUM_WORKERS is set until so many have registered, one interval at most.
     """
 
-    LOOK_AT = 8  # registrations and heartbeats read per look, however many workers are silent
+    LOOK_AT = 4  # registrations and heartbeats read per look, however many workers are silent
 
     def __init__(self, swarm, config, say):
         self.swarm, self.store, self.config, self.say = swarm, swarm.store, config, say
-        self.life = Life(swarm.store, config.STALE_AFTER_SECONDS)
-        self.round, self.paces = self.store.clock()[0], deque(maxlen=10)
+        self.life, self.paces, self.is_over = swarm.life, deque(maxlen=10), False
+        self.round = self.store.clock()[0]
         if self.round < 0:  # none, or the state folder was lost: then the last rewarded one
             self.round = max(0, self.store.last_rewarded())
             self.store.open_round(self.round, COORDINATOR)
@@ -480,31 +486,26 @@ class Coordinator:
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
-        while not should_stop():
-            if self.swarm.superseded:
-                return "superseded"
-            began = time.monotonic()
-            with contextlib.suppress(OSError):  # the Swarm's thread meets it too, and says so
-                if self.step():
-                    return "finished"
-            time.sleep(min(5.0, max(0.02, 10 * (time.monotonic() - began))))
-        return "stopped"
+        self.swarm.start(lead=self.step)
+        while not (should_stop() or self.swarm.superseded or self.is_over):
+            self.swarm.wait()
+        return "finished" if self.is_over else "superseded" if self.swarm.superseded else "stopped"
 
-    def step(self) -> bool:
-        """One look at the folder, and perhaps the next round; whether the coordinator's work is done."""
+    def step(self) -> None:
+        """In the Swarm's thread, after a look at the folder: perhaps the next round, perhaps the end."""
+        if self.is_over:
+            return
         submitted, live = self._look()
         config, elapsed = self.config, time.monotonic() - self.opened
         late, interval = sorted(set(live) - set(submitted)), config.COORDINATOR_ROUND_INTERVAL
         if self.holding:
-            expected = 0 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS
             self.opened = self.opened if submitted else time.monotonic()
-            too_few = len(self.life.sessions.keys() - {COORDINATOR}) < expected
+            too_few = len(without_seat(self.life.sessions)) < config.NUM_WORKERS
             self.holding = not submitted or (too_few and elapsed < interval)
         elif self.round >= config.MAX_ROUNDS - 1:
-            is_over = not late or elapsed > interval + config.STALE_AFTER_SECONDS  # they can end alone
-            if is_over:
+            self.is_over = not late or elapsed > interval + config.STALE_AFTER_SECONDS  # they can end alone
+            if self.is_over:
                 self._tell(self.round, submitted, late)
-            return is_over
         elif is_round_over(config.ROUND_ADVANCE, elapsed, interval, live, submitted):
             self.store.open_round(self.round + 1, COORDINATOR)  # may fail: then this round goes on
             self.swarm.round = self.round = self.round + 1
@@ -514,30 +515,32 @@ class Coordinator:
                 before = self.round - 2 * rounds_to_keep(config)
                 self.swarm.post(self.store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
             self._tell(self.round - 1, submitted, late)
-        return False
 
     def _look(self) -> tuple[list[str], list[str]]:
         """(workers that submitted this round, workers that live): listings first, then a few heartbeats."""
-        clock, _ = self.store.clock()
-        if clock > self.round:
-            self.round, self.opened = clock, time.monotonic()
+        if self.swarm.clock > self.round:  # a worker that saw no coordinator opened it
+            self.round, self.opened = self.swarm.clock, time.monotonic()
         submitted = self.store.nodes("rewards", self.round, self.config.MAX_STAGES - 1)
         for kind, nodes in (("reward", submitted), ("rollouts", self.store.nodes("rollouts", self.round, 0))):
             for node in nodes:
                 self.life.note(node, kind, self.round)
-        quiet = sorted(self.life.sessions.keys() - {COORDINATOR} - set(submitted))
+        quiet = sorted(set(without_seat(self.life.sessions)) - set(submitted))
         self.life.refresh(random.sample(quiet, min(len(quiet), self.LOOK_AT)))
-        return submitted, [n for n in self.life.sessions if n != COORDINATOR and self.life.is_live(n)]
+        return submitted, [node for node in without_seat(self.life.sessions) if self.life.is_live(node)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
         """One line for a round that has ended; its winners' file is written by the Swarm's thread."""
         means = mean_rewards(self.store, round_)
-        self.swarm.post(write_winners, self.store, round_)
+        self.swarm.post(write_winners, self.store, round_, means)
         reward = f"reward {statistics.fmean(means.values()):.2f}" if means else "no reward"
         who = f"{len(submitted)} nodes" + f" | late: {' '.join(late)[:40]}" * bool(late)
         eta = short_time((average(self.paces) or 0.0) * (self.config.MAX_ROUNDS - 1 - round_))
-        counted = f"round {round_:0{len(str(self.config.MAX_ROUNDS))}d}/{self.config.MAX_ROUNDS}"
-        self.say(f"{counted} | {reward} | {who} | eta {eta}")
+        self.say(f"{counted(round_, self.config.MAX_ROUNDS)} | {reward} | {who} | eta {eta}")
+
+
+def counted(round_: int, max_rounds: int) -> str:
+    """(7, 200) -> "round 007/200"."""
+    return f"round {round_:0{len(str(max_rounds))}d}/{max_rounds}"
 
 
 def short_time(seconds: float) -> str:
@@ -548,13 +551,11 @@ def short_time(seconds: float) -> str:
 
 # -------- The readers: what an experiment's folder says. They change nothing in it ----------------
 
-FIGURES = ("timestamp", "completions", "local_groups", "informative_groups", "grad_norm", "held_out")
 
-
-def files_of(store, kind: str, rounds) -> list[tuple]:
-    """(round, stage, node) of every file of this kind ("rewards", "rollouts") in these rounds, in order."""
-    stages = [(round_, stage) for round_ in rounds for stage in store.stages(kind, round_)]
-    return [(*where, node) for where in stages for node in store.nodes(kind, *where)]
+def rollout_files(store, rounds) -> list[tuple]:
+    """(round, stage, node) of every rollout file in these rounds, in order."""
+    stages = [(round_, stage) for round_ in rounds for stage in store.stages("rollouts", round_)]
+    return [(*where, node) for where in stages for node in store.nodes("rollouts", *where)]
 
 
 def reward_rows(store, known: dict | None = None) -> list[dict]:
@@ -563,9 +564,8 @@ def reward_rows(store, known: dict | None = None) -> list[dict]:
     rounds = [r for r in store.rounds("rewards") if r <= clock]
     for round_ in rounds:
         if round_ not in known or round_ > clock - 8:  # a slow node may still add to the newest rounds
-            found = [store.reward(*key) for key in files_of(store, "rewards", [round_]) if key[2] in nodes]
-            sane = [row for row in found if row and all(0 <= row.get(name, 0) < 1e11 for name in FIGURES)]
-            known[round_] = [{**r, "experiment": store.base.name, "my_reward": r["reward"]} for r in sane]
+            rows = store.rewards(round_, nodes)
+            known[round_] = [{**r, "experiment": store.base.name, "my_reward": r["reward"]} for r in rows]
     return [row for round_ in rounds for row in known[round_]]
 
 
@@ -574,6 +574,12 @@ def list_experiments(root) -> list[str]:
     found = [*Path(root).glob("experiments/*/config.json"), *Path(root).glob("experiments/*/state/rounds")]
     names = {path.relative_to(root).parts[1] for path in found}
     return sorted(name for name in names if re.fullmatch(r"[\w.-]{1,64}", name, re.ASCII))
+
+
+def begun_with(store, name: str, otherwise):
+    """A number that config.json holds since the experiment began, `otherwise` if it makes no sense there."""
+    value = (store.read_matching("config.json") or {}).get(name)
+    return value if type(value) is int and 0 < value <= 10**6 else otherwise
 
 
 def rows_by(column: str, rows: list[dict]) -> dict:
@@ -630,7 +636,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     nonzero = {name for row in rows for name in row if row[name]}
     rounds = range(min(max_rounds, clock + 1))
     unpaid = sorted(set(rounds) - {row["round"] for row in rows})
-    silent = [t for t in rounds if not files_of(store, "rollouts", [t])]
+    silent = [t for t in rounds if not rollout_files(store, [t])]
     late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
     bare = [row for row in rows if not row.get("completions") or not row.get("local_groups")]
     alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0
@@ -822,8 +828,7 @@ def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> s
 
     max_rounds: None means what config.json says by now.
     """
-    begun_with = (store.read_matching("config.json") or {}).get("MAX_ROUNDS")
-    max_rounds = max_rounds or (begun_with if type(begun_with) is int and 0 < begun_with <= 10**6 else 2000)
+    max_rounds = max_rounds or begun_with(store, "MAX_ROUNDS", 2000)
     screen = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((110, 1000))
     life.refresh()
     clock, by_node = store.clock()[0], rows_by("node_id", rows)
@@ -846,9 +851,9 @@ def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> s
     for node in sorted(nodes, key=lambda node: (node not in live, node)):
         state = "live" if node in live else "left" if life.has_left(node) else "dead"
         rewards = [row["reward"] for row in by_node.get(node, [])]
-        trend = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * reward))] for reward in smooth(rewards)[-20:])
+        trend = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * r))] for r in smooth(rewards)[-20:])
         lines.append(f"{node:20.20} {state}  {len(rewards):5} rewards, in all {sum(rewards):8.2f}  {trend}")
-    shared = files_of(store, "rollouts", [r for r in store.rounds("rollouts") if clock - 3 < r <= clock])
+    shared = rollout_files(store, [r for r in store.rounds("rollouts") if clock - 3 < r <= clock])
     tail = health_warnings(store, life, rows, clock, shared)[:4]
     tail += [f"storage: {shutil.disk_usage(store.base).free / 1e9:.1f} GB free (Ctrl-C: the swarm goes on)"]
     with contextlib.suppress(OSError, ValueError, IndexError):  # there is none, or it is damaged
@@ -871,10 +876,7 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live and not finished, "no live worker: start one with its old NODE_ID to resume it"),
-        (
-            live and clock > 1 and not shared,
-            "no rollouts in three rounds: too short, or another folder?",
-        ),
+        (live and clock > 1 and not shared, "no rollouts in three rounds: too short, or another folder?"),
         (idle > life.stale_after / 2, f"nothing new for {idle:.0f} s: is the drive still mounted?"),
         (informative and not any(informative), "no informative group: WARM_START_STEPS, NUM_SHOTS, TASKS?"),
         (often, f"started more than five times: {often}. Do two machines share this NODE_ID?"),
@@ -884,9 +886,7 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
     return [f"! {warning}" for is_so, warning in checks if is_so]
 
 
-def monitor(
-    store, stale_after: float, max_rounds: int | None = None, once=False, should_stop=lambda: False
-) -> None:
+def monitor(store, stale_after: float, max_rounds=None, once=False, should_stop=lambda: False) -> None:
     """Show the dashboard every 30 s in place of the last, in a notebook with a picture; once if asked."""
     life, known = Life(store, stale_after), {}
     while True:

@@ -103,6 +103,14 @@ def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
     return parsed
 
 
+def to_json(data: dict, indent: int | None = None) -> bytes:
+    """For people with indent=1; that costs ten times as long, because Python's fast encoder has none."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent).encode("utf-8", "replace")
+    if len(text) > MAX_JSON_BYTES:
+        raise BadFile(f"over {MAX_JSON_BYTES} bytes are not read: lower NUM_GENERATIONS, MAX_NEW_TOKENS")
+    return text
+
+
 class DriveStore:
     """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
 
@@ -168,11 +176,14 @@ class DriveStore:
             self.skipped["not a folder that this user may read"] += error.errno != errno.ENOENT
             return []
 
-    def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False):
-        """Open a regular file, with one name only if it is to be written; else BadFile. Nothing blocks."""
+    def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False, within=None):
+        """Open a regular file, with one name only if it is to be written; else BadFile. Nothing blocks.
+
+        within: descriptor of the file's folder, where many files of one folder are read.
+        """
         parent, _, name = path.rpartition("/")
         try:
-            with self.folder(parent, make) as folder:
+            with contextlib.nullcontext(within) if within else self.folder(parent, make) as folder:
                 fd = os.open(name, flags | NO_LINK, 0o666, dir_fd=folder)
             about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode) and (flags == os.O_RDONLY or about.st_nlink == 1):
@@ -183,27 +194,28 @@ class DriveStore:
                 raise
         raise BadFile("not a regular file that this user may use")
 
-    def read_bytes(self, path: str, max_bytes: int) -> bytes:
-        with self.open(path) as file:
+    def read_bytes(self, path: str, max_bytes: int, within=None) -> bytes:
+        with self.open(path, within=within) as file:
             data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise BadFile(f"larger than {max_bytes} bytes")
         return data
 
-    def read(self, path: str, max_bytes: int = MAX_ABOUT_BYTES) -> dict | None:
+    def read(self, path: str, max_bytes: int = MAX_ABOUT_BYTES, within=None) -> dict | None:
         """One JSON object; None if there is no such file, BadFile (counted) if it is unusable."""
         try:
-            return parse_json(self.read_bytes(path, max_bytes), max_bytes * MAX_JSON_PARTS // MAX_JSON_BYTES)
+            data = self.read_bytes(path, max_bytes, within)
+            return parse_json(data, max_bytes * MAX_JSON_PARTS // MAX_JSON_BYTES)
         except FileNotFoundError:
             return None
         except BadFile as error:
             self.skipped[str(error)] += 1
             raise
 
-    def read_matching(self, path: str, **identity) -> dict | None:
+    def read_matching(self, path: str, within=None, **identity) -> dict | None:
         """A JSON file that says of itself what its path says; None if absent, unusable or another's."""
         with contextlib.suppress(BadFile):
-            data = self.read(path)
+            data = self.read(path, within=within)
             if data is not None and all(data.get(key) == value for key, value in identity.items()):
                 return data
         return None
@@ -212,7 +224,7 @@ class DriveStore:
         """Write a file through a temp file: readers see the old one, or none, or the whole new one.
 
         source: bytes, or the path of a local file. keep: called with the contents of a file that has the name
-        already; where it says True that file stays, and False is returned. A crash leaves a temp file.
+        already; where it is true of them that file stays, and False is returned. A crash leaves a temp file.
         """
         parent, _, name = path.rpartition("/")
         temp = secrets.token_hex(8)
@@ -237,19 +249,13 @@ class DriveStore:
                 with contextlib.suppress(OSError):
                     os.unlink(temp, dir_fd=tmp)
 
-    def write_once(self, path: str, data: dict, keep=lambda old: parse_json(old) is not None, indent=None):
-        """Write a JSON file unless a readable one is there; whether ours was written. Too large: BadFile.
-
-        indent: 1 for people to read; it costs ten times as long, because Python's fast encoder has none.
-        """
-        text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent).encode("utf-8", "replace")
-        if len(text) > MAX_JSON_BYTES:
-            raise BadFile(f"over {MAX_JSON_BYTES} bytes are not read: lower NUM_GENERATIONS, MAX_NEW_TOKENS")
-        return self.write(path, text, keep)
+    def write_once(self, path: str, data: dict) -> bool:
+        """Write a JSON file unless one that parses is there; whether ours was written. Too large: BadFile."""
+        return self.write(path, to_json(data), keep=parse_json)
 
     def rewrite(self, path: str, data: dict) -> None:
         """Replace a JSON file that is a convenience for people."""
-        self.write_once(path, data, keep=None, indent=1)
+        self.write(path, to_json(data, indent=1))
 
     def append(self, path: str, text: str) -> None:
         """Append to a log; a line torn by a crash is closed first. BadFile: what lies there is not ours."""
@@ -290,6 +296,7 @@ class DriveStore:
         began = time.monotonic()
         while (shown := new in self.names(self.tmp)) is False and time.monotonic() < began + patience:
             time.sleep(0.05)
+        self.sweep()
         seen = f"after {time.monotonic() - began:.2f} s" if shown else f"not within {patience:g} s"
         return f"links: {links}, rename: yes, a listing shows a new file {seen}"
 
@@ -338,7 +345,7 @@ class DriveStore:
         try:
             began_with = self.read("config.json")
             if began_with is None and layout == LAYOUT and not only_read:
-                self.write_once("config.json", {"layout": LAYOUT, **settings}, indent=1)
+                self.write("config.json", to_json({"layout": LAYOUT, **settings}, indent=1), keep=parse_json)
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
             raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or {AFRESH}") from error
@@ -435,19 +442,22 @@ class DriveStore:
         identity = {"node_id": node_id, "round": round_, "stage": stage, "timestamp": time.time()}
         return self.write_once(f"{stage_folder('rewards', round_, stage)}/{node_id}.json", identity | data)
 
-    def reward(self, round_: int, stage: int, node_id: str) -> dict | None:
-        """A published reward file, or None if there is none or it makes no sense."""
-        path = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
-        if path not in self._rewards:
-            data = self.read_matching(path, node_id=node_id, round=round_, stage=stage) or {}
-            counts = "completions local_groups external_groups informative_groups held_out grad_norm".split()
-            figures = [data.get("reward"), data.get("timestamp"), *(data.get(key, 0) for key in counts)]
-            if not all(map(is_number, figures)) or not 0 <= data["reward"] <= 1:
-                return None
-            data |= {"round": round_, "stage": stage}  # as the path says: a file's True would pass for 1
-            known = list(data.items())[:64]
-            self._rewards[path] = {k: v for k, v in known if is_number(v) or k in ("node_id", "session")}
-        return self._rewards[path]
+    def rewards(self, round_: int, nodes, limit: int | None = None) -> list[dict]:
+        """The reward files of `nodes` in a round that make sense, stage by stage; each is read once.
+
+        limit: of the first so many nodes of a stage. Its folder is opened once for all of them.
+        """
+        rows = []
+        for stage in self.stages("rewards", round_):
+            where = stage_folder("rewards", round_, stage)
+            there = [node for node in self.nodes("rewards", round_, stage) if node in nodes][:limit]
+            with self.folder(where) if there else contextlib.nullcontext() as folder:
+                for node in there:
+                    path, identity = f"{where}/{node}.json", dict(node_id=node, round=round_, stage=stage)
+                    if path not in self._rewards and (data := self.read_matching(path, folder, **identity)):
+                        self._rewards |= {path: row} if (row := sane_reward(data | identity)) else {}
+                    rows += [self._rewards[path]] if path in self._rewards else []
+        return rows
 
     def last_rewarded(self) -> int:
         """The clock's second witness, for a lost state folder: the last round with rewards, or -1."""
@@ -484,6 +494,15 @@ def is_number(value) -> bool:
     """A finite int or float. True and False are no numbers here, nor is an integer too large for a float."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and abs(value) < 1e300 and math.isfinite(value)
+
+
+def sane_reward(data: dict) -> dict | None:
+    """The figures of a reward file, None if they make no sense."""
+    counts = "completions local_groups external_groups informative_groups held_out grad_norm".split()
+    figures = [data.get("reward"), data.get("timestamp"), *(data.get(key, 0) for key in counts)]
+    if not all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) or data["reward"] > 1:
+        return None
+    return {k: v for k, v in list(data.items())[:64] if is_number(v) or k in ("node_id", "session")}
 
 
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:

@@ -97,8 +97,6 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
     """
     rows, lengths = len(lengths), lengths.to(torch.float64)
     divisors = {"dapo": lengths.sum(), "grpo": rows * lengths, "dr_grpo": rows * max_new_tokens}
-    if loss_type not in divisors:
-        raise ValueError(f"LOSS_TYPE={loss_type!r}: expected {', '.join(divisors)}")
     return torch.ones_like(lengths) / divisors[loss_type]
 
 
@@ -162,8 +160,7 @@ def update(
         if not torch.isfinite(norm):
             print("non-finite gradient: the rest of this update is skipped", flush=True)
             break
-        # (1, 1): without a second try, because half of the weights may have moved
-        halving_on_oom(lambda _: optimizer.step(), 1, 1, "the optimizer's step")
+        optimizer.step()  # needs no memory of its own, see new_optimizer
         stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
         stats["clip_fraction"] += clipped / (stats["trained_tokens"] * num_iterations)
     optimizer.zero_grad()
@@ -371,10 +368,6 @@ def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id
 OUT_OF_MEMORY = "out of memory|can't allocate memory|not enough memory|bad_alloc|STATUS_ALLOC_FAILED"
 
 
-class ConfigError(ValueError):
-    """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
-
-
 def micro_batches(groups: list[Group], max_rows: int):
     """Yield ([(prompt, completions), …], index of its rows among all B), at most `max_rows`, similar lengths
     together; a larger group is cut."""
@@ -393,7 +386,7 @@ def micro_batches(groups: list[Group], max_rows: int):
 def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int = 1):
     """attempt(max_rows); when memory runs out, again with half as many. Returns (its result, what fitted).
 
-    rows: how many there are: halving starts there if max_rows is above. ConfigError where `smallest` fails.
+    rows: how many there are: halving starts there if max_rows is above. MemoryError where `smallest` fails.
     """
     while True:
         try:
@@ -403,7 +396,7 @@ def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int 
                 raise
             if min(max_rows, rows) <= smallest:
                 todo = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
-                raise ConfigError(f"out of memory in {where}: {todo}") from error
+                raise MemoryError(f"out of memory in {where}: {todo}") from error
         max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: what failed is freed
         print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
 
@@ -659,7 +652,7 @@ def build_tiny(tasks):
 
 
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
-    """Model (float32, eval mode, on its device) and Codec. ConfigError if it cannot be had or used here."""
+    """Model (float32, eval mode, on its device) and Codec. ValueError if it cannot be had or used here."""
     name, new = config.MODEL_NAME, config.MAX_NEW_TOKENS
     try:
         if name == "tiny":
@@ -672,14 +665,14 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         wanted = "expected tiny, a Hugging Face id or a local folder"
-        raise ConfigError(f"MODEL_NAME={name!r} cannot be loaded ({reason}): {wanted}") from error
+        raise ValueError(f"MODEL_NAME={name!r} cannot be loaded ({reason}): {wanted}") from error
     eos = model.generation_config.eos_token_id if model.generation_config else None
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     if not eos_ids:
-        raise ConfigError(f"MODEL_NAME={name!r}: its tokenizer names no end-of-sequence token")
+        raise ValueError(f"MODEL_NAME={name!r}: its tokenizer names no end-of-sequence token")
     positions = exact_positions(model)
     if positions < 2 * new:
-        raise ConfigError(f"MAX_NEW_TOKENS={new}: expected at most half of {name}'s {positions} positions")
+        raise ValueError(f"MAX_NEW_TOKENS={new}: expected at most half of {name}'s {positions} positions")
     longest = min(2 * new, positions // 2)  # of a peer's completion: its tokenizer may be another one
     eos_id = end_of_turn(tokenizer, eos_ids)
     codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest)
@@ -709,7 +702,7 @@ def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
 
 @torch.no_grad()
 def check_model(model, ids: list[int]) -> None:
-    """ConfigError unless shared prompts give the log-probabilities of the model's own plain forward pass.
+    """ValueError unless shared prompts give the log-probabilities of the model's own plain forward pass.
 
     They do not where a cache cannot be repeated (state-space models), positions are ignored (BART) or logits
     are more than `head_logits` (soft cap, scaling): training would be silently wrong. ids: 30 of any text.
@@ -728,7 +721,7 @@ def check_model(model, ids: list[int]) -> None:
                 raise ValueError(f"log-probabilities differ by {error:.2g} from a plain forward pass")
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ConfigError(
+        raise ValueError(
             f"MODEL_NAME: architecture {model.config.model_type!r} does not work with shared-prompt caches "
             f"({reason}); expected a decoder with an ordinary KV cache, such as Qwen2.5, Llama or GPT-2"
         ) from error
@@ -830,9 +823,8 @@ def load_weights(model, data: bytes) -> bool:
         return False
     floats = (torch.float32, torch.bfloat16, torch.float16)
     usable = all(w.dtype in floats and w.isfinite().all() for w in weights.values())
-    if not usable or {k: w.shape for k, w in weights.items()} != {
-        k: p.shape for k, p in model.named_parameters()
-    }:
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if not usable or {name: w.shape for name, w in weights.items()} != shapes:
         return False
     model.load_state_dict(weights, strict=False)  # what is tied to one of them is the same tensor
     return True

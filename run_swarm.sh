@@ -13,7 +13,7 @@ if [ $# -gt 0 ]; then  # --help, -h, help: nothing is set by arguments
   sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exec "$python" "$here/sapo.py" --help
 fi
-export NUM_WORKERS=${NUM_WORKERS:-4} MODEL_NAME=${MODEL_NAME:-tiny}  # several large models seldom fit one machine
+export NUM_WORKERS=${NUM_WORKERS:-4} MODEL_NAME=${MODEL_NAME:-tiny}  # large models: several seldom fit
 [[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"; exit 2; }
 
 missing=$("$python" -c 'import importlib.util as u
@@ -33,9 +33,10 @@ stop_all() {  # only what this script started; a second Ctrl-C makes them exit a
 }
 trap stop_all INT TERM HUP  # HUP: the terminal was closed
 
-prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all workers say is shown once
+prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all say is shown once
   trap '' INT TERM HUP
-  local once='^(memory:|the folder:|to resume:|final model:|  try it:|note:|  [0-9]+ others|[ *] [A-Z_]+ {2,})' quiet=
+  local quiet= once='^(memory:|the folder:|to resume:|final model:|  try it:|note:|'
+  once+='  [0-9]+ others|[ *] [A-Z_]+ {2})'
   [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* ]] && quiet=1
   while IFS= read -r line; do
     printf '%s\n' "[$1] $line" >> "$2"
@@ -48,8 +49,8 @@ prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE wha
 start() {  # NAME VAR=VALUE…: one process in the background, in a process group of its own
   local name=$1 log=/dev/null; shift
   if [ -n "${LOG_DIR:-}" ]; then mkdir -p "$LOG_DIR"; log=$LOG_DIR/$name.log; fi
-  # Job control only here: the terminal's Ctrl-C must reach this script, which passes it on exactly once. With job
-  # control on for good it would go to whatever command the script is just waiting for.
+  # Job control only here: the terminal's Ctrl-C must reach this script, which passes it on exactly once.
+  # With job control on for good it would go to whatever command the script is just waiting for.
   set -m
   env "$@" "$python" "$here/sapo.py" > >(prefixed "$name" "$log") 2>&1 &
   set +m
@@ -106,9 +107,9 @@ main() {
   fi
   local pattern='^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$' name filter
   export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
-  local number=0 all=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}})
-  for seed in ${SEEDS:-${SEED:-42}}; do
-    for config in $CONFIGS; do
+  local number=0 pairs=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}})
+  for seed in "${seeds[@]}"; do
+    for config in "${pairs[@]}"; do
       [[ $config =~ $pattern ]] || {
         echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"
         exit 2
@@ -116,7 +117,7 @@ main() {
       name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
       [ -z "${BASH_REMATCH[3]}" ] || filter=False
       number=$((number + 1))
-      echo "run_swarm: experiment $number of $((${#all[@]} * ${#seeds[@]})): $name"
+      echo "run_swarm: experiment $number of $((${#pairs[@]} * ${#seeds[@]})): $name"
       run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" \
         NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" EXTERNAL_FILTER=$filter \
         LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1

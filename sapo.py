@@ -16,6 +16,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import math
 import os
 import platform
 import random
@@ -33,37 +34,35 @@ from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last before a time limit
-signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # during the slow imports they wait for main
-try:
+if "DriveStore" not in globals():  # pasted into one notebook cell, the modules are there already
+    from coordinator import COORDINATOR, Coordinator, Swarm, average, begun_with, compare, counted
+    from coordinator import experiment_status, in_notebook, is_known_dead, list_experiments, monitor, plain
+    from coordinator import process_identity, recent, report_files, report_text, reward_rows, rounds_to_keep
+    from coordinator import short_time, summarize, validate_experiment, without_seat, write_winners
+    from drive_store import MAX_GAP, BadFile, DriveStore, StoreError, bucket, check_name, is_number
+
+
+def import_learner() -> None:
+    """torch and grpo.py, where a worker runs: all else starts at once and needs a tenth of the memory."""
+    global torch, transformers, HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
+    global BadQuestion, Codec, Group, Question, available_memory, find_answer, generate, halving_on_oom
+    global keep_freed_memory, load_model, load_weights, lucky_question, make_question, new_optimizer
+    global pack_weights, rows_that_fit, score_all, task_hash, update, warm_start, warm_start_name, why_refused
+
     if "torch" not in sys.modules:
         print("loading torch …", file=sys.stderr, flush=True)
     import torch
     import transformers
-    from tqdm.auto import tqdm
 
-    if "DriveStore" not in globals():  # pasted into one notebook cell, the three modules are there already
-        from coordinator import COORDINATOR, Coordinator, Swarm, average, compare, experiment_status
-        from coordinator import in_notebook, is_known_dead, list_experiments, monitor, process_identity
-        from coordinator import (
-            plain,
-            recent,
-            report_files,
-            report_text,
-            reward_rows,
-            rounds_to_keep,
-            short_time,
-        )
-        from coordinator import summarize, validate_experiment, write_winners
-        from drive_store import MAX_GAP, BadFile, DriveStore, StoreError, bucket, check_name, is_number
+    transformers.utils.logging.set_verbosity_error()  # it warns of padding that grpo.py handles itself
+    transformers.utils.logging.disable_progress_bar()
+    if "Group" not in globals():
         from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
-        from grpo import BadQuestion, Codec, ConfigError, Group, Question, available_memory, find_answer
-        from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question
+        from grpo import BadQuestion, Codec, Group, Question, available_memory, find_answer, generate
+        from grpo import halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question
         from grpo import make_question, new_optimizer, pack_weights, rows_that_fit, score_all, task_hash
         from grpo import update, warm_start, warm_start_name, why_refused
-except ImportError as error:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a notebook goes on
-    raise SystemExit(f"{error}\n  pip install torch transformers reasoning-gym") from None
+
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------
 
@@ -91,8 +90,8 @@ def train(run: "Run") -> None:
 class Rollout:
     """A question with its G completions, as text and as this process's token ids."""
 
-    question: Question
-    group: Group
+    question: "Question"
+    group: "Group"
     texts: list[str]
     finished: list[bool]  # whether the model ended the completion itself
     key: tuple | None = None  # of an external one: (round, stage, node, index)
@@ -103,8 +102,8 @@ class Node:
     """One learner. Model, optimizer, total_reward, trained and past go into its checkpoint."""
 
     id: str
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    model: "torch.nn.Module"
+    optimizer: "torch.optim.Optimizer"
     total_reward: float = 0.0
     trained: set = field(default_factory=set)  # keys of external groups already used: never twice
     past: list = field(default_factory=list)  # for LOCAL_REPLAY: (round, own informative Group)
@@ -122,7 +121,7 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % HELD_OUT_SEEDS.start
 
 
-def sample_batch(run: "Run", node: Node, t: int, stage: int) -> list[Question]:
+def sample_batch(run: "Run", node: Node, t: int, stage: int) -> "list[Question]":
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
         run.stop.check()  # within a round only here: one that has changed weights is finished first
@@ -130,12 +129,12 @@ def sample_batch(run: "Run", node: Node, t: int, stage: int) -> list[Question]:
     return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
 
 
-def draw_questions(run: "Run", seeds: list[int]) -> list[Question]:
+def draw_questions(run: "Run", seeds: list[int]) -> "list[Question]":
     """A question of a random task for each seed."""
     return [lucky_question(random.Random(seed).choice(run.tasks), seed) for seed in seeds]
 
 
-def generate_rollouts(run: "Run", node: Node, questions: list[Question], t: int, stage: int) -> None:
+def generate_rollouts(run: "Run", node: Node, questions: "list[Question]", t: int, stage: int) -> None:
     """Step 2: G completions for each question, in one batched call, decoded and scored, as node.rollouts."""
     began = time.monotonic()
     seed = stream_seed(run.config, node.id, t, stage, "generate")
@@ -155,7 +154,7 @@ def generate_rollouts(run: "Run", node: Node, questions: list[Question], t: int,
     }
 
 
-def answer(run: "Run", node: Node, questions: list[Question], g: int, seed: int) -> list[Rollout]:
+def answer(run: "Run", node: Node, questions: "list[Question]", g: int, seed: int) -> list[Rollout]:
     """`g` completions of each question by this node's model, decoded and scored."""
     config, codec = run.config, run.codec
     prompts = [codec.prompt(q) for q in questions]
@@ -355,16 +354,15 @@ def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
     return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
 
 
-def replay(groups: list[Group], node: Node, config: "Config", t: int, stage: int) -> list[Group]:
+def replay(groups: "list[Group]", node: Node, config: "Config", t: int, stage: int) -> "list[Group]":
     """LOCAL_REPLAY: own informative groups of earlier rounds, each once more, in the place of flat ones."""
     if config.LOCAL_REPLAY == 0:
         return groups
-    useful = [group for group in groups if group.is_informative]
+    useful, flat = ([g for g in groups if g.is_informative is wanted] for wanted in (True, False))
     past = [(round_, group) for round_, group in node.past if round_ >= t - config.ROLLOUT_MAX_AGE]
     rng = random.Random(stream_seed(config, node.id, t, stage, "replay"))
-    again = rng.sample(range(len(past)), min(config.LOCAL_REPLAY, len(past), len(groups) - len(useful)))
+    again = rng.sample(range(len(past)), min(config.LOCAL_REPLAY, len(past), len(flat)))
     node.past = [pair for i, pair in enumerate(past) if i not in again] + [(t, group) for group in useful]
-    flat = [group for group in groups if not group.is_informative]
     return useful + [past[i][1] for i in again] + flat[len(again) :]
 
 
@@ -378,7 +376,7 @@ class Run:
     config: "Config"
     store: DriveStore  # handed to the Swarm's thread; training itself never calls it
     swarm: Swarm
-    codec: Codec
+    codec: "Codec"
     nodes: list[Node]
     log: "Log"
     stop: "StopButton"
@@ -459,10 +457,10 @@ def grace(run: Run) -> float:
 
     Longer where others have registered of whom nothing has come yet: they may only be slow to show.
     """
-    config, others = run.config, run.swarm.sessions.keys() - {COORDINATOR}
+    config, registered = run.config, len(without_seat(run.swarm.sessions))
     if config.LOCAL_NODES > 1:
         return 0.0
-    if config.NUM_WORKERS != "auto" and len(others) < config.NUM_WORKERS and not run.history:
+    if registered < config.NUM_WORKERS and not run.history:
         return config.COORDINATOR_ROUND_INTERVAL  # so many are expected
     strange = config.NUM_TRANSPLANT_TREES > 0 and not run.swarm.alone and not run.swarm.has_met
     return max(2.0, config.FETCH_TIMEOUT_SECONDS) if strange else 2.0
@@ -489,6 +487,9 @@ def finish_round(run: Run, t: int) -> None:
     run.stop.check()
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last before a time limit
+
+
 class StopButton:
     """Counts signals; looked at before and after a round. A second one exits at once."""
 
@@ -498,7 +499,6 @@ class StopButton:
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             self._old = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def restore(self) -> None:
         for number, handler in self._old.items():
@@ -577,8 +577,7 @@ def short_line(t: int, max_rounds: int, s: dict) -> str:
     groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative)"
     wait = f" ({s['wait_seconds']:.1f}s wait)" if s["wait_seconds"] >= 0.1 else ""
     seconds = f"{s['generate_seconds'] + s['wait_seconds'] + s['train_seconds']:.1f}s{wait}"
-    counted = f"round {t:0{len(str(max_rounds))}d}/{max_rounds}"
-    return f"{counted} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
+    return f"{counted(t, max_rounds)} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
 
 
 def long_line(t: int, max_rounds: int, s: dict) -> str:
@@ -664,7 +663,7 @@ class Config:
     VERBOSE: bool = var(False, "every node's line of every round on the screen, not only in stdout.log")
     HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never shown")
     HF_REPO: str = var("auto", "where to; auto: <user>/<experiment>-<node>")
-    NUM_WORKERS: int = var("auto", "workers to start and expect; auto: 4", low=1, high=10**4)
+    NUM_WORKERS: int = var(0, "workers to start (0: 4) and to expect", low=0, high=10**4)
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
 
@@ -731,14 +730,18 @@ def mistakes_in(config: Config) -> list[str]:
         mistakes.append(f"{SECRET}: holds characters that no token has (pasted with something invisible?)")
     if difflib.get_close_matches(config.MODEL_NAME, ["tiny"]) and not os.path.isdir(config.MODEL_NAME):
         mistakes += [f"MODEL_NAME={config.MODEL_NAME!r}: did you mean tiny?"] * (config.MODEL_NAME != "tiny")
-    tasks = [task.strip() for task in config.TASKS.split(",")]
-    refused = [task for task in tasks if task not in TASK_TABLE and tasks != ["auto"]]
-    mistakes += [f"TASKS: {why_refused(task)}" for task in refused]
+    if config.NODE_ROLE == "worker" and config.TASKS != "auto":
+        mistakes += [
+            f"TASKS: {why_refused(task)}" for task in config.TASKS.split(",") if task not in TASK_TABLE
+        ]
     return mistakes
 
 
 def read_config(environ) -> tuple[Config, list[str]]:
-    """Environment -> (Config without "auto", warnings). All mistakes come in one ConfigError."""
+    """Environment -> (Config without "auto", warnings). All mistakes come in one ConfigError.
+
+    Where it is a worker's, this imports torch (the devices, the tasks): ImportError if that is missing.
+    """
     specs, rank = {f.name: f for f in fields(Config)}, rank_of(environ)
     given, mistakes, warnings = {}, [], []
     for name, spec in specs.items():
@@ -756,65 +759,78 @@ def read_config(environ) -> tuple[Config, list[str]]:
         given["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
     if rank and given.get("NODE_ID", "auto") == "auto" and given.get("LOCAL_NODES", 1) == 1:
         given["NODE_ID"] = f"node_{rank}"
+    given |= {"TASKS": ",".join(map(str.strip, given["TASKS"].split(",")))} if "TASKS" in given else {}
     config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
+    if config.NODE_ROLE == "worker":
+        import_learner()
     mistakes += mistakes_in(config)
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes))
-    tasks = [task.strip() for task in config.TASKS.split(",")]
-    config = resolve(replace(config, TASKS=",".join(tasks)), warnings)
+    config = resolve(config, warnings)
     kept, keep = config.ROLLOUT_KEEP_LAST_N_ROUNDS, rounds_to_keep(config)
     if config.ROLLOUT_CLEANUP_ENABLED and keep > kept:
         why = "a resumed node may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds"
         warnings.append(f"ROLLOUT_KEEP_LAST_N_ROUNDS={kept} counts as {keep}: {why}")
     if config.NODE_ROLE == "coordinator" and "NODE_ID" in given and not rank:
         warnings.append(f"NODE_ID={given['NODE_ID']} is ignored: the coordinator has a seat of its own")
-    if (
-        "COORDINATOR_ROUND_INTERVAL" in given
-        and config.FETCH_TIMEOUT_SECONDS > config.COORDINATOR_ROUND_INTERVAL
-    ):
-        interval = f"COORDINATOR_ROUND_INTERVAL={config.COORDINATOR_ROUND_INTERVAL:g}"
-        warnings.append(f"FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g} is longer than {interval}")
+    timeout, interval = config.FETCH_TIMEOUT_SECONDS, config.COORDINATOR_ROUND_INTERVAL
+    if "COORDINATOR_ROUND_INTERVAL" in given and timeout > interval:
+        longer = f"is longer than COORDINATOR_ROUND_INTERVAL={interval:g}"
+        warnings.append(f"FETCH_TIMEOUT_SECONDS={timeout:g} {longer}")
     return config, warnings
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
 
 
 REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, Adam, activations of one node
 
 
 def resolve(config: Config, notes: list[str]) -> Config:
-    """Work out every "auto" except TASKS, which may come from the experiment's config.json."""
+    """Work out every "auto" but TASKS, which may come from config.json; the model's only for a worker."""
+    colab, made_up = Path("/content/drive/MyDrive"), "node" if config.LOCAL_NODES > 1 else None
+    auto = {
+        "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
+        "NODE_ID": made_up or f"node_{secrets.token_hex(4)}",
+    }
+    if config.NODE_ROLE == "worker":
+        auto |= resolve_model(config, notes)
+    if config.NODE_ROLE == "coordinator":
+        config = replace(config, NODE_ID=COORDINATOR)
+    return replace(config, **{name: value for name, value in auto.items() if getattr(config, name) == "auto"})
+
+
+def resolve_model(config: Config, notes: list[str]) -> dict:
+    """The device and model that "auto" stands for here, and what follows from them."""
     found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     there = [name for name in found if found[name]] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     device = there[0] if config.DEVICE == "auto" else config.DEVICE
     if device not in there:
         raise ConfigError(f"DEVICE={device!r}: this machine has {', '.join(there)}")
     model, needed = config.MODEL_NAME, ITS_GB * config.LOCAL_NODES
-    if model == "auto" and config.NODE_ROLE == "worker":
+    if model == "auto":
         here = memory_share(config, device) / 1e9
         model = REAL_MODEL if device != "cpu" and here > needed else "tiny"
         why = "there is no accelerator" if device == "cpu" else f"{here:.0f} GB for this process on {device}"
         notes.append(f"MODEL_NAME=auto takes {model}: {why}; {REAL_MODEL} needs one with {needed} GB")
-    tiny, colab = model in ("tiny", "auto"), Path("/content/drive/MyDrive")
+    tiny = model == "tiny"
     has_bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)  # no T4
-    auto = {
-        "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
-        "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
+    return {
+        "MODEL_NAME": model,
+        "DEVICE": device,
         "NUM_SHOTS": 0 if tiny else 2,
         "WARM_START_STEPS": 1750 if tiny else 0,
         "LEARNING_RATE": 3e-4 if tiny else 1e-6,
         "MAX_NEW_TOKENS": 10 if tiny else 256,
         "DTYPE": "bfloat16" if has_bf16 else "float32",
     }
-    chosen = {name: value for name, value in auto.items() if getattr(config, name) == "auto"}
-    if config.NODE_ROLE == "coordinator":
-        chosen["NODE_ID"] = COORDINATOR
-    return replace(config, MODEL_NAME=model, DEVICE=device, **chosen)
 
 
 def memory_share(config: Config, device: str) -> int:
     """Bytes that this process may have: what is available, or its part of all where NUM_WORKERS share it."""
-    workers = 1 if config.NUM_WORKERS == "auto" else config.NUM_WORKERS
     free, total = available_memory(device)
-    return min(free, total // workers)
+    return min(free, total // max(1, config.NUM_WORKERS))
 
 
 def config_table(config: Config, everything: bool = True) -> str:
@@ -948,13 +964,9 @@ def restore(run: Run, state: dict, round_: int) -> None:
     for node in run.nodes:
         mine, own = state["nodes"][node.id], list(node.model.parameters())
         moments = [(s["exp_avg"], s["exp_avg_sq"]) for s in mine["optimizer"]["state"].values()]
-        shapes = [m.shape == p.shape for p, pair in zip(own, moments, strict=True) for m in pair]
-        numbers = itertools.chain(mine["model"].values(), *moments)
-        if (
-            not all(shapes)
-            or not all(x.isfinite().all() for x in numbers)
-            or not is_number(mine["total_reward"])
-        ):
+        fits = all(m.shape == p.shape for p, pair in zip(own, moments, strict=True) for m in pair)
+        finite = all(x.isfinite().all() for x in itertools.chain(mine["model"].values(), *moments))
+        if not (fits and finite and is_number(mine["total_reward"])):
             raise ValueError("shapes that differ from the model's, or no finite numbers")
         (group,) = node.optimizer.param_groups
         ours = {key: value for key, value in group.items() if key != "params"}
@@ -1042,16 +1054,14 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
     settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash()}
     began_with = store.open_config(settings | {"created_at": time.time()}, only_read)
     path = store.base / "config.json"
-    is_coordinator = config.NODE_ROLE == "coordinator"  # it knows neither I, J nor model
-    if config.TASKS == "auto" or is_coordinator:
+    if config.TASKS == "auto":
         settings["TASKS"] = str(began_with.get("TASKS"))
     tasks = settings["TASKS"].split(",")
     if unknown := [task for task in tasks if task not in TASK_TABLE]:
         raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
     differ = {name: value for name, value in settings.items() if began_with.get(name) != value}
     differ = {name: f"{value!r} (there {began_with.get(name)!r:.80})" for name, value in differ.items()}
-    fixed = ("MAX_STAGES",) if is_coordinator else SHARED_SETTINGS
-    if wrong := [f"{name}={differ[name]}" for name in fixed if name in differ]:
+    if wrong := [f"{name}={differ[name]}" for name in SHARED_SETTINGS if name in differ]:
         raise ConfigError(f"{path} disagrees; change {', '.join(wrong)} or EXPERIMENT_NAME")
     if differ and not only_read:
         each = ", ".join(f"{name}={both}" for name, both in differ.items())
@@ -1066,22 +1076,26 @@ def announce(config: Config, store: DriveStore, say) -> None:
         also = f"; there are also: {', '.join(others)}" if others else ""
         say(f"new experiment {config.EXPERIMENT_NAME}{also}")
         return
-    nodes = sorted(store.sessions().keys() - {COORDINATOR})
-    last = (store.read_matching("config.json") or {}).get("MAX_ROUNDS")
+    sessions, last = store.sessions(), begun_with(store, "MAX_ROUNDS", math.inf)
+    nodes = without_seat(sessions)
     made_up = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID)
-    if nodes and made_up and is_number(last) and store.clock()[0] >= last - 1:
+    if nodes and made_up and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
         raise ConfigError(f"experiment {config.EXPERIMENT_NAME} has finished its {last} rounds: {todo}")
     known = f"{', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else "nobody yet"
     say(f"experiment {config.EXPERIMENT_NAME} is there already: round {store.clock()[0]}, nodes: {known}")
     if nodes and config.NODE_ID not in {node.rsplit("_", 1)[0] for node in nodes} | set(nodes):
         say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
+    for node in [node for node in nodes if node in (config.NODE_ID, f"{config.NODE_ID}_0")]:
+        host = (store.registration(node, sessions[node]) or {}).get("host")
+        if host not in (None, process_identity()["host"]):
+            say(f"{node} ran on {plain(host)} last, it goes on here: no two machines may share a NODE_ID")
 
 
 CLAIM_SECONDS = 600.0  # how long the others wait for whoever makes the warm start
 
 
-def load_warm_start(config: Config, model, codec: Codec, tasks, say, check_stop=lambda: None) -> None:
+def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda: None) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
     warmstart/<recipe>.safetensors is write-once; a claim file keeps the others from making it too. It is
@@ -1122,6 +1136,7 @@ def load_warm_start(config: Config, model, codec: Codec, tasks, say, check_stop=
 
 def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     """Load, resume, train, save. Returns how it ended: finished, stopped or superseded."""
+    stop.check()  # the imports took a while
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID)
     store.create()
     announce(config, store, log.say)
@@ -1130,12 +1145,15 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     keep_freed_memory()
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
-    model, codec = load_model(config, tasks)
+    try:
+        model, codec = load_model(config, tasks)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     load_warm_start(config, model, codec, tasks, log.say, stop.check)
     tasks = join_experiment(config, store, log.say, only_read=False)
     max_rows = check_memory(config, model, log.say)
-    one, ids = [config.NODE_ID], [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
-    nodes = [new_node(node_id, model, config) for node_id in (ids if config.LOCAL_NODES > 1 else one)]
+    ids = [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
+    nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
     run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch(), max_rows=max_rows)
@@ -1203,12 +1221,11 @@ def prepare(run: Run) -> None:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
     run.log.say(f"the folder: {store.probe()}")
-    store.sweep()
     swarm.round = run.done + 1
     swarm.start()
     lost = range(run.done + 1, 0 if swarm.alone else swarm.clock)  # finished before a kill, and not replayed
-    for t, node, stage in itertools.product(lost, run.nodes, range(config.MAX_STAGES)):
-        node.total_reward += (store.reward(t, stage, node.id) or {"reward": 0.0})["reward"]
+    for t, node in itertools.product(lost, run.nodes):
+        node.total_reward += sum(row["reward"] for row in store.rewards(t, [node.id]))
     size = checkpoint_bytes(run)
     for place, copies in ((store.base, config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
         if (free := shutil.disk_usage(place).free) < copies * size:
@@ -1220,6 +1237,8 @@ def prepare(run: Run) -> None:
     run.log.event("start", f"{what}, round {run.done + 1}")
     run.log.say(f"to resume: {run.log.resume_line}")
     if sys.stdout.isatty() or in_notebook():  # a log file wants plain lines
+        from tqdm.auto import tqdm  # transformers brings it
+
         run.log.bar = tqdm(total=config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
 
 
@@ -1247,9 +1266,9 @@ def close(run: Run) -> None:
 
 def system_info() -> dict:
     """This process and the versions that it runs."""
-    info = {**process_identity(), "cpus": os.cpu_count(), "python": platform.python_version()}
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {**info, **versions, "reasoning_gym": REASONING_GYM_VERSION}
+    versions |= {"python": platform.python_version(), "reasoning_gym": REASONING_GYM_VERSION}
+    return {**process_identity(), "cpus": os.cpu_count(), **versions}
 
 
 def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
@@ -1257,10 +1276,12 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR)
     store.create()
     store.sweep()
-    join_experiment(config, store, log.say, only_read=True)
-    session = store.register(COORDINATOR, "coordinator", {"model": None, **system_info()})
+    stages = store.open_config({"MAX_STAGES": config.MAX_STAGES}, only_read=True).get("MAX_STAGES")
+    if stages != config.MAX_STAGES:
+        todo = f"{store.base / 'config.json'} says {stages!r}; change that or EXPERIMENT_NAME"
+        raise ConfigError(f"MAX_STAGES={config.MAX_STAGES}: {todo}")
+    session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity()})
     swarm = Swarm(store, {COORDINATOR: session}, config, log.event, log.lines)
-    swarm.start()
     outcome = Coordinator(swarm, config, log.say).run(lambda: stop.pressed)
     log.say(f"coordinator: {outcome}" + " by a newer one on this seat" * (outcome == "superseded"))
     swarm.state = "done" if outcome == "finished" else "stopped"
@@ -1292,20 +1313,15 @@ def run_reader(config: Config, stop: StopButton) -> str:
         print(f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; {there}")
         return "invalid"
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
-    began_with = store.open_config({}, only_read=True)
-
-    def given(name, otherwise):  # as set here, else as the run was started
-        both = (getattr(config, name), began_with.get(name))
-        known = [n for n in both if type(n) is int and 0 < n <= 10**6 and n != getattr(Config, name)]
-        return known[0] if known else otherwise
-
-    known = len(store.sessions().keys() - {COORDINATOR})
-    rounds, nodes = given("MAX_ROUNDS", Config.MAX_ROUNDS), given("LOCAL_NODES", given("NUM_WORKERS", known))
+    store.open_config({}, only_read=True)  # StoreError if it is none of this program's
+    rounds = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else None  # as set here
     if config.NODE_ROLE == "monitor":
-        asked = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else None
-        monitor(store, config.STALE_AFTER_SECONDS, asked, once=not live, should_stop=lambda: stop.pressed)
+        monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.pressed)
         return "finished"
-    problems = validate_experiment(store, rounds, nodes)
+    set_here = max(config.LOCAL_NODES, config.NUM_WORKERS)
+    begun = max(begun_with(store, "LOCAL_NODES", 1), begun_with(store, "NUM_WORKERS", 1))
+    nodes = next((n for n in (set_here, begun) if n > 1), len(without_seat(store.sessions())))
+    problems = validate_experiment(store, rounds or begun_with(store, "MAX_ROUNDS", Config.MAX_ROUNDS), nodes)
     for line in (*problems, f"{store.base}: " + ("FAILED" if problems else "passed")):
         print(f"validate: {line}")
     return "invalid" if problems else "valid"
@@ -1343,28 +1359,31 @@ def compare_experiments(path, names=None) -> list[dict]:
 def unseen_globals(environ) -> list[str]:
     """In a notebook: variables set as Python's own, which this program cannot see, with the line to write."""
     names = sys.modules["IPython"].get_ipython().user_ns if in_notebook() else {}
-    unseen = {
-        f.name: names[f.name] for f in fields(Config) if isinstance(names.get(f.name), str | int | float)
-    }
-    differ = {name: value for name, value in unseen.items() if environ.get(name) != str(value)}
-    write = "is a Python variable, which is not seen: write %env {0}={1}"
-    return [f"{n} {write.format(n, v)}" for n, v in differ.items() if n != SECRET]
+    unseen = [(f.name, names[f.name]) for f in fields(Config) if f.name in names and f.name != SECRET]
+    unseen = [(n, v) for n, v in unseen if isinstance(v, str | int | float) and environ.get(n) != str(v)]
+    return [f"{n} is a Python variable, which is not seen: write %env {n}={v}" for n, v in unseen]
 
 
 def main(environ=None) -> int:
     """Run the role that the environment asks for; returns the exit status. Only here it is read."""
     environ = os.environ if environ is None else environ
-    try:
-        config, notes = read_config(environ)
-    except ConfigError as error:
-        print(error)
-        return 2
-    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
-    notes += unseen_globals(environ)
-    transformers.utils.logging.set_verbosity_error()  # it warns of padding that this program handles itself
-    transformers.utils.logging.disable_progress_bar()
     stop = StopButton()
     stop.install()
+    try:
+        config, notes = read_config(environ)
+        log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
+        return run_role(config, notes + unseen_globals(environ), log, stop)
+    except (ConfigError, ImportError) as error:
+        print(error, "\n  pip install torch transformers reasoning-gym" * isinstance(error, ImportError))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        stop.restore()
+
+
+def run_role(config: Config, notes: list[str], log: Log, stop: StopButton) -> int:
+    """The role's exit status; what went wrong is said in a line."""
     try:
         if config.NODE_ROLE in ("worker", "coordinator"):
             log.say(config_table(config, config.VERBOSE))
@@ -1373,7 +1392,7 @@ def main(environ=None) -> int:
             outcome = (run_worker if config.NODE_ROLE == "worker" else run_coordinator)(config, log, stop)
         else:
             outcome = run_reader(config, stop)
-    except (ConfigError, StoreError) as error:
+    except (ConfigError, StoreError, MemoryError) as error:
         log.say(str(error))
         return 2
     except OSError as error:
@@ -1382,8 +1401,6 @@ def main(environ=None) -> int:
     except (Ended, KeyboardInterrupt):
         log.say(f"stopped; to go on:\n  {log.resume_line}")
         return 130
-    finally:
-        stop.restore()
     return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3, "invalid": 1}[outcome]
 
 
@@ -1392,5 +1409,3 @@ if __name__ == "__main__":
     status = print(help_text()) if wants_help else main()
     if status and not in_notebook():  # in a notebook the cell just ends
         sys.exit(status)
-else:  # only imported: signals do again what they did before
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -72,9 +72,11 @@ def run(setting: str, folder: Path, model: str | None) -> None:
 
 
 def tables(setting: str, folder: Path) -> None:
-    """Mean reward by tenths of the run, answer-only accuracy, informative groups; from the files alone."""
+    """What each run gave, answers right in whatever form included; from the files alone."""
     sys.path.insert(0, str(ROOT))
-    from sapo import DriveStore, make_question, reward_rows
+    from coordinator import reward_rows
+    from drive_store import DriveStore
+    from grpo import make_question
 
     print(
         "| arm | seed | cumulative reward | completions | informative per update | held-out | answer only |"

@@ -130,6 +130,17 @@ def test_the_clock_waits_in_round_0_for_as_many_workers_as_are_expected_or_one_i
     until(lambda: ended)
 
 
+def test_the_last_round_ends_though_a_peer_beats_for_ever_and_never_submits(tmp_path):
+    settings = {"COORDINATOR_ROUND_INTERVAL": 0.2, "STALE_AFTER_SECONDS": 1}
+    store, ended, clock = start_clock(tmp_path, rounds=2, strategy="hybrid", **settings)
+    stranger = store.register("stranger", "worker", {})
+    for round_ in range(2):
+        until(lambda: clock() == round_)  # noqa: B023
+        reward(store, round_)
+    until(lambda: ended or store.heartbeat("stranger", {"session": stranger, "state": "running"}))
+    assert ended == [0]
+
+
 def test_the_clock_follows_others_never_rewinds_and_yields_to_a_newer_session(tmp_path):
     store, ended, clock = start_clock(tmp_path, rounds=100)
     store.open_round(5, "n1")
@@ -197,7 +208,7 @@ def test_neither_a_bug_nor_an_obstacle_stops_the_queue(tmp_path):
     ours.post(lambda: 1 / 0)
     for round_ in (1, 2, 3):
         ours.post(store.submit_reward, round_, 0, "n1", {"reward": 0.5})
-    until(lambda: store.reward(3, 0, "n1"))
+    until(lambda: store.rewards(3, ["n1"]))
     assert not ours.down and ours.close(patience=5) == 0
     assert [kind for kind, _ in events] == ["error"] * 3
 
@@ -213,7 +224,7 @@ def test_a_full_disk_is_an_outage_in_which_nothing_that_is_said_is_lost(tmp_path
         ours.lines.append(("logs/n1/stdout.log", "said meanwhile"))
         assert [kind for kind, _ in events] == ["outage"] and "No space" in events[0][1]
     until(lambda: not ours.down)
-    assert ours.close(patience=5) == 0 and store.reward(1, 0, "n1")
+    assert ours.close(patience=5) == 0 and store.rewards(1, ["n1"])
     assert (store.base / "logs/n1/stdout.log").read_text() == "said meanwhile\n"
 
 
@@ -398,4 +409,4 @@ def test_winners_are_registered_nodes_and_their_rewards_take_little_memory(tmp_p
         store.submit_reward(0, 0, node, {"reward": reward, **padding})
     write_winners(store, 0)
     assert store.read("winners/round_000000.json") == {"n1": 0.25}
-    assert len(json.dumps(store.reward(0, 0, "n1"))) < 2000
+    assert len(json.dumps(store.rewards(0, ["n1"]))) < 2000

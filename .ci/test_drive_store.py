@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import threading
 import time
 
@@ -44,8 +45,8 @@ def test_the_first_complete_file_of_a_name_stands(tmp_path, links, old):
     store = new_store(tmp_path)
     if old is not None:
         put(store, "a.json", old)
-    assert store.write_once("a.json", BIG) == (old != b"{}") and not store.write_once("a.json", {"late": 1})
-    assert json.loads((store.base / "a.json").read_bytes()) == ({} if old == b"{}" else BIG)
+    assert store.write_once("a.json", BIG) and not store.write_once("a.json", {"late": 1})
+    assert json.loads((store.base / "a.json").read_bytes()) == BIG
     store.rewrite("a.json", {"new": 1})
     assert contents(store.base).keys() == {"a.json"} and store.read("a.json") == {"new": 1}
 
@@ -185,9 +186,9 @@ def test_a_reward_or_registration_that_says_something_else_than_its_name_is_nobo
     wrong += [{"round": 7}, {"stage": 1}, {"node_id": "n2"}, {"completions": "x"}, {"text": "x" * 70_000}]
     for change in wrong:
         put(store, "rewards/round_000001/stage_0/n1.json", whole | change)
-        assert store.reward(1, 0, "n1") is None, change
+        assert store.rewards(1, ["n1"]) == [], change
     put(store, "rewards/round_000001/stage_0/n1.json", whole | {"new": [1]})
-    assert store.reward(1, 0, "n1")["reward"] == 0.5
+    assert store.rewards(1, ["n1"])[0]["reward"] == 0.5
     session = store.register("n1", "worker", {"host": "b"})
     shutil.copy(store.base / f"peers/n1.{session}.json", store.base / f"peers/n2.{session}.json")
     assert store.registration("n1", session)["host"] == "b" and store.registration("n2", session) is None
@@ -281,3 +282,18 @@ def test_with_a_checkpoint_its_folder_goes_unless_somebody_elses_is_in_it(tmp_pa
     for round_ in (1, 2):
         store.delete(f"checkpoints/{bucket(round_)}/n1.pt", prune=True)
     assert store.rounds("checkpoints") == [2] and store.checkpoints("n2") == [2]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="leases are Linux's own")
+def test_a_file_on_which_another_process_holds_a_lease_blocks_nobody(tmp_path):
+    store = new_store(tmp_path)
+    path = put(store, "a.json", {"a": 1})
+    hold = "import fcntl, os, signal, sys, time; signal.signal(signal.SIGIO, signal.SIG_IGN)\n"
+    hold += "fcntl.fcntl(os.open(sys.argv[1], os.O_RDWR), fcntl.F_SETLEASE, fcntl.F_WRLCK); print(1, flush=True); time.sleep(99)"
+    with subprocess.Popen([sys.executable, "-c", hold, path], stdout=-1) as holder:
+        assert holder.stdout.readline()
+        began = time.monotonic()
+        with pytest.raises(BadFile):
+            store.read("a.json")
+        holder.kill()
+    assert time.monotonic() < began + 5 and store.read("a.json") == {"a": 1}

@@ -1,6 +1,7 @@
 """What else a worker holds: settings, resuming, two stages, other models, the Hub, a lost folder."""
 # ruff: noqa: F811, fixtures are imported
 
+import io
 import json
 import os
 import re
@@ -11,9 +12,9 @@ import sys
 import threading
 import time
 import zipfile
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import huggingface_hub
 import pytest
@@ -47,7 +48,7 @@ DEFAULTS = dict(
     ROUND_ADVANCE="hybrid", ROLLOUT_PUBLISH_FREQUENCY="stage", ROLLOUT_MAX_AGE=4, FETCH_MAX_PEERS=10,
     FETCH_TIMEOUT_SECONDS=30.0, ROLLOUT_CLEANUP_ENABLED=False, ROLLOUT_KEEP_LAST_N_ROUNDS=10,
     ROLLOUT_ARCHIVE_OLD=False, CHECKPOINT_INTERVAL=10, CHECKPOINT_KEEP=2, EVAL_INTERVAL=0, EVAL_SAMPLES=64,
-    STALE_AFTER_SECONDS=300.0, HUGGINGFACE_ACCESS_TOKEN="", HF_REPO="auto", NUM_WORKERS="auto", CONFIGS="",
+    STALE_AFTER_SECONDS=300.0, HUGGINGFACE_ACCESS_TOKEN="", HF_REPO="auto", NUM_WORKERS=0, CONFIGS="",
     SEEDS="",
 )  # fmt: skip
 
@@ -664,7 +665,80 @@ def test_a_mistyped_tiny_and_a_finished_experiment_are_told_before_anything_is_j
     assert "experiment unbroken has finished its 14 rounds" in capsys.readouterr().out
 
 
-def test_an_import_leaves_signals_as_they_were():
-    code = "import sapo, signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True)
-    assert done.stdout == "set()\n"
+def test_a_file_of_the_old_layout_planted_later_refuses_no_start_and_another_host_is_named(
+    drive, unbroken, tmp_path, capsys
+):
+    shutil.copytree(unbroken, tmp_path / "experiments/unbroken")
+    (tmp_path / "experiments/unbroken/state/rounds/round_000123.json").touch()
+    for path in (tmp_path / "experiments/unbroken/peers").glob("node_0.*"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
+    assert swarm(tmp_path, "unbroken", MAX_ROUNDS=15) == 0
+    assert "node_0 ran on elsewhere last, it goes on here" in capsys.readouterr().out
+    assert max(row["round"] for row in rows_of(tmp_path, "unbroken")) == 14
+
+
+class DictStore(DriveStore):
+    """README's recipe for another store, over a dict."""
+
+    files = {}
+
+    def create(self):
+        self.base.mkdir(parents=True, exist_ok=True)  # for the disk check
+
+    def folder(self, path="", make=False, look=False):
+        return nullcontext()
+
+    def names(self, path):
+        parts = PurePosixPath(*self.place, path).parts
+        known = [PurePosixPath(name).parts for name in self.files]
+        return sorted({name[len(parts)] for name in known if name[: len(parts)] == parts and name != parts})
+
+    def open(self, path, *rest, **more):
+        return io.BytesIO(self.read_bytes(path, 0))
+
+    def read_bytes(self, path, max_bytes, within=None):
+        if (name := "/".join((*self.place, path))) not in self.files:
+            raise FileNotFoundError(name)
+        return self.files[name]
+
+    def write(self, path, source, keep=None):
+        name = "/".join((*self.place, path))
+        if keep and name in self.files and keep(self.files[name]):
+            return False
+        self.files[name] = source if isinstance(source, bytes) else Path(source).read_bytes()
+        return True
+
+    def append(self, path, text):
+        name = "/".join((*self.place, path))
+        self.files[name] = self.files.get(name, b"") + text.encode()
+
+    def delete(self, path, prune=False):
+        self.files.pop("/".join((*self.place, path)), None)
+
+    def probe(self, patience=3.0):
+        return "a dict"
+
+
+def test_another_store_needs_eight_methods_and_resumes_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(sapo, "DriveStore", DictStore)
+    assert swarm(tmp_path, "x") == swarm(tmp_path, "x", MAX_ROUNDS=5) == 0
+    rows = [
+        json.loads(line) for line in DictStore.files["experiments/x/logs/node_0/metrics.jsonl"].splitlines()
+    ]
+    assert [row["round"] for row in rows] == [0, 1, 2, 3, 4] and any(row["external_groups"] for row in rows)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("role", ["coordinator", "monitor", "validate", "report", "worker"])
+def test_only_a_worker_needs_torch(drive, unbroken, tmp_path, role):
+    blocked = "for name in ('torch', 'transformers', 'reasoning_gym'): sys.modules[name] = None"
+    program = [sys.executable, "-c", f"import sys\n{blocked}\nimport sapo\nsys.exit(sapo.main())"]
+    shutil.copytree(drive / "experiments/unbroken", tmp_path / "experiments/unbroken")
+    environ = {"PATH": os.environ["PATH"], "GDRIVE_PATH": str(tmp_path), "EXPERIMENT_NAME": "unbroken"}
+    environ |= {"NODE_ROLE": role, "MAX_ROUNDS": "14", "STALE_AFTER_SECONDS": "1"}
+    done = subprocess.run(program, cwd=PROJECT, env=environ, capture_output=True, text=True)
+    assert "Traceback" not in done.stdout + done.stderr
+    expected = {"coordinator": "finished", "report": "per node", "worker": "pip install torch"}.get(
+        role, "unbroken"
+    )
+    assert expected in done.stdout and (done.returncode == 2) == (role == "worker")
