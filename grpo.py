@@ -604,13 +604,14 @@ class Codec:
         ids = self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
         return ids[-self.max_prompt :]
 
-    def encode(self, text: str) -> list[int]:
-        """Plain text -> ids, on its own, without special tokens: "<|im_end|>" in a peer's text stays text."""
+    def encode(self, text: str | list[str]) -> list:
+        """Text, or texts each on its own, -> ids. "<|im_end|>" in a peer's text is no special token."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
-    def completion(self, text: str, finished: bool) -> list[int]:
-        """A peer's completion as this model would have sampled it: no EOS where `answered` ends it."""
-        return self.encode(text) + [self.eos_id] * (finished and not (self.few_shot and "</answer>" in text))
+    def completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
+        """Peers' completions as this model would have sampled them: no EOS where `answered` ends one."""
+        ends = [d and not (self.few_shot and "</answer>" in t) for t, d in zip(texts, finished, strict=True)]
+        return [ids + [self.eos_id] * end for ids, end in zip(self.encode(texts), ends, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
@@ -767,7 +768,9 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, share:
             question = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
             rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
             style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
-            samples.append((codec.prompt(question), codec.completion(style.format(question.answer), True)))
+            samples.append(
+                (codec.prompt(question), *codec.completions([style.format(question.answer)], [True]))
+            )
         samples = [s for s in samples if sum(map(len, s)) <= codec.max_prompt + codec.max_completion]
         samples.sort(key=lambda s: sum(map(len, s)))
         batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]

@@ -304,11 +304,11 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
     if len(drawn) > run.config.NUM_GENERATIONS:  # a group counts no more than one of this node's own
         drawn = random.Random(str(raw["key"])).sample(drawn, run.config.NUM_GENERATIONS)
     texts, finished = ([c[name] for c in drawn] for name in ("response", "finished"))
-    completions = []
-    for text, done in zip(texts, finished, strict=True):  # stop at the first that is too long
-        completions.append(run.codec.completion(text, done))
-        if not 1 <= len(completions[-1]) <= run.codec.max_completion:
-            return f"completion empty or over {run.codec.max_completion} tokens here"
+    longest = run.codec.max_completion
+    is_short = max(map(len, texts)) <= 64 * longest  # tokens are shorter: spare the encoder
+    completions = run.codec.completions(texts, finished) if is_short else [[]]
+    if not all(1 <= len(ids) <= longest for ids in completions):
+        return f"completion empty or over {longest} tokens here"
     rewards = score_all(question, texts, run.config.REWARD)
     group = Group(run.codec.prompt(question), completions, rewards)
     return Rollout(question, group, texts, finished, raw["key"])

@@ -403,8 +403,8 @@ def test_a_base_model_stops_after_its_answer_and_its_peers_need_no_eos_there(bas
     right = codec.encode("<answer>7</answer>")
     assert codec.answered(right) and not codec.answered(right[:-1])
     assert not replace(codec, num_shots=0).answered(right), "a chat model ends its turn itself"
-    assert codec.completion("<answer>7</answer>", finished=True) == right
-    assert codec.completion("7", finished=True) == [*codec.encode("7"), codec.eos_id]
+    assert codec.completions(["<answer>7</answer>"], [True]) == [right]
+    assert codec.completions(["7"], [True]) == [[*codec.encode("7"), codec.eos_id]]
 
 
 def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base_models, tmp_path):
