@@ -176,7 +176,7 @@ class Swarm:
         self.rollouts = {}  # (round, stage, node) -> groups, structure checked, of the last max_age rounds
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
         self.round, self.looked_at = 0, -1  # the round that is worked on; for which the folder was looked at
-        self.given_up = set()  # peers that were waited for in vain; counts until anybody has published
+        self.given_up = {}  # peer -> (how often it was awaited in vain, from which round it is again)
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
@@ -261,8 +261,14 @@ class Swarm:
 
     def _awaited(self, round_: int) -> set[str]:
         if self.has_met:
-            return set(self._chosen.get(round_, ()))
-        return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up
+            return {p for p in self._chosen.get(round_, ()) if self.given_up.get(p, (0, 0))[1] <= round_}
+        return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up.keys()
+
+    def give_up(self, late: set[str]) -> None:
+        """They were waited for in vain: again after 1, 2, 4 … rounds, so that nobody can cost every round."""
+        for peer in late:
+            times, _ = self.given_up.get(peer, (0, 0))
+            self.given_up[peer] = times + 1, self.round + 2**times
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""
@@ -409,8 +415,11 @@ class Swarm:
         """Read a peer's file once. One that cannot be used is read again after 2 s: it may be on its way."""
         if key in self.rollouts or time.monotonic() < self.refused.get(key, 0.0):
             return
+        most = 2 * self.config.NUM_TRAIN_SAMPLES * len(self.nodes)  # more than is ever drawn of it
         try:
             groups = self.store.fetch(*key)
+            if key[2] not in self.nodes and len(groups) > most:
+                groups = random.sample(groups, most)
         except (OSError, ValueError) as error:  # BadFile is a ValueError
             if key not in self.refused:
                 self.note("reject", f"{key[2]}: {error}")
@@ -605,15 +614,17 @@ def smooth(values: list) -> list:
     return [average(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
-def saved_rounds(store) -> list[str]:
-    """Folders of rounds with a checkpoint, of any node, oldest first."""
-    folders = [f"checkpoints/round_{round_:06d}" for round_ in store.rounds("checkpoints")]
-    return [folder for folder in folders if store.names(folder)]
+def latest_checkpoint(store) -> Path | None:
+    """Folder of the newest round with a checkpoint, of any node."""
+    clock = store.clock()[0]
+    rounds = [round_ for round_ in reversed(store.rounds("checkpoints")) if round_ <= clock + 100]
+    folders = (f"checkpoints/round_{round_:06d}" for round_ in rounds)
+    return next((store.base / folder for folder in folders if store.names(folder)), None)
 
 
 def experiment_status(store, stale_after: float = 300.0) -> dict:
     """The state of one experiment, as a reader sees it now."""
-    rows, life, saved = reward_rows(store), Life(store, stale_after), saved_rounds(store)
+    rows, life, saved = reward_rows(store), Life(store, stale_after), latest_checkpoint(store)
     life.refresh()
     times, by_node = [row["timestamp"] for row in rows], rows_by("node_id", rows)
     return {
@@ -624,7 +635,7 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
         "peer_ids": life.workers(),
         "last_updated": max(times, default=None),
         "cumulative_rewards": {node: sum(row["reward"] for row in mine) for node, mine in by_node.items()},
-        "latest_checkpoint": str(store.base / saved[-1]) if saved else None,
+        "latest_checkpoint": saved and str(saved),
         "duration_seconds": max(times) - min(times) if times else 0.0,
     }
 
@@ -636,7 +647,8 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     nonzero = {name for row in rows for name in row if row[name]}
     rounds = range(min(max_rounds, clock + 1))
     unpaid = sorted(set(rounds) - {row["round"] for row in rows})
-    silent = [t for t in rounds if not rollout_files(store, [t])]
+    shared = set(store.rounds("rollouts"))
+    silent = [t for t in rounds if t not in shared or not rollout_files(store, [t])]
     late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
     bare = [row for row in rows if not row.get("completions") or not row.get("local_groups")]
     alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0
@@ -648,7 +660,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         (not silent or config.get("ROLLOUT_CLEANUP_ENABLED"), f"rounds without rollouts: {silent[:9]}"),
         (not late, f"no reward for the last round {last}: {', '.join(late)[:200]}"),
         (not bare, f"{len(bare)} rewards without completions or local_groups"),
-        (saved_rounds(store), "no checkpoint"),
+        (latest_checkpoint(store), "no checkpoint"),
         ("informative_groups" in nonzero, "no node trained on an informative group"),
         ("grad_norm" in nonzero, "every gradient is zero: nothing was learned"),
         (alone or "external_groups" in nonzero, "no external group was drawn"),
@@ -678,6 +690,8 @@ def summarize(store, known: dict | None = None) -> dict | None:
     if (there := store.read("config.json")) is None or not (rows := reward_rows(store, known)):
         return None
     config |= there
+    if len(config) > 500:
+        raise ValueError(f"config.json: {len(config)} settings")
     for name in ARM:
         if not isinstance(config.get(name), int) or not 0 <= config[name] <= 4096:
             raise ValueError(f"config.json: {name} is {plain(config.get(name))}")

@@ -30,7 +30,7 @@ from collections import Counter
 from pathlib import Path, PurePosixPath
 
 FORMAT = 1  # of rollout files
-LAYOUT = 2  # of an experiment's folder; stands in config.json
+LAYOUT = 3  # of an experiment's folder; stands in config.json
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens is about 4 MiB
 MAX_JSON_PARTS = 400_000  # commas and brackets: 8 MiB of "[]," would parse to a gigabyte of objects
 MAX_ABOUT_BYTES = 64 << 10  # a registration, heartbeat, reward or config
@@ -161,6 +161,9 @@ class DriveStore:
                     raise FileNotFoundError(errno.ENOENT, "no such folder", path)
                 if make:
                     with contextlib.suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=fd)
+                    if self.place and not stat.S_ISDIR(os.lstat(part, dir_fd=fd).st_mode):
+                        os.unlink(part, dir_fd=fd)  # a file or link in the place of a folder of ours
                         os.mkdir(part, dir_fd=fd)
                 fd = step(part, fd)
             yield fd
@@ -301,13 +304,10 @@ class DriveStore:
         return f"links: {links}, rename: yes, a listing shows a new file {seen}"
 
     def sweep(self) -> None:
-        """Delete what a killed process of this owner left in tmp/OWNER, or a file in the place of tmp/."""
-        try:
-            self.delete(self.tmp)
-        except OSError as error:
-            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
-                raise
-            self.delete("tmp")  # a file or a link
+        """Delete what a killed process of this owner left in tmp/OWNER."""
+        if "tmp" in self.names(""):
+            with self.folder("tmp", make=True):
+                self.delete(self.tmp)
 
     def can_write(self) -> bool:
         """Whether the folder takes a small file now: then a write that fails does so for its own path."""
@@ -361,7 +361,8 @@ class DriveStore:
         self.write_once(f"state/rounds/{bucket(round_)}.{by}.json", opened)
         if is_new:  # a straggler must not set the state back
             state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
-            self.rewrite("state/current_state.json", state)
+            with contextlib.suppress(OSError):  # it is for people
+                self.rewrite("state/current_state.json", state)
 
     def clock(self) -> tuple[int, set[str]]:
         """(highest open round, who opened it) or (-1, nobody). Only names count, so one listing is enough."""
@@ -463,10 +464,16 @@ class DriveStore:
         """The clock's second witness, for a lost state folder: the last round with rewards, or -1."""
         return last_without_gap(self.rounds("rewards"))
 
-    def checkpoints(self, process: str) -> list[int]:
-        """Rounds after which this process has a checkpoint file, newest first."""
-        rounds = reversed(self.rounds("checkpoints"))
-        return [r for r in rounds if f"{process}.pt" in self.names(f"checkpoints/{bucket(r)}")]
+    def checkpoints(self, process: str, last: int = 10**6) -> list[int]:
+        """Rounds up to `last` after which this process has a checkpoint file, newest first.
+
+        StoreError if they cannot be listed: a node whose checkpoints are hidden must not start over.
+        """
+        skipped = self.skipped.total()
+        rounds, name = [r for r in self.rounds("checkpoints") if r <= last], f"{process}.safetensors"
+        if self.skipped.total() > skipped:
+            raise StoreError(f"{self.base / 'checkpoints'} is no folder that this user may read")
+        return [r for r in reversed(rounds) if name in self.names(f"checkpoints/{bucket(r)}")]
 
 
 def delete_in(folder: int, name: str, depth: int = 50) -> None:
@@ -502,7 +509,13 @@ def sane_reward(data: dict) -> dict | None:
     figures = [data.get("reward"), data.get("timestamp"), *(data.get(key, 0) for key in counts)]
     if not all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) or data["reward"] > 1:
         return None
-    return {k: v for k, v in list(data.items())[:64] if is_number(v) or k in ("node_id", "session")}
+    numbers = [(name, value) for name, value in data.items() if is_number(value)]
+    needed = {
+        name: data[name]
+        for name in ("node_id", "round", "stage", "reward", "timestamp", *counts)
+        if name in data
+    }
+    return dict(numbers[:64]) | needed
 
 
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:

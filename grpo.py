@@ -31,6 +31,7 @@ import os
 import random
 import re
 import time
+import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -745,7 +746,7 @@ def new_optimizer(model, config) -> torch.optim.AdamW:
     return optimizer
 
 
-# -------- Warm start, and weights as bytes ----------------------------------------------------------------
+# -------- Warm start, and weights in files ----------------------------------------------------------------
 
 
 def warm_start_name(model, config, tasks) -> str:
@@ -820,14 +821,41 @@ def pack_weights(model) -> bytes:
 def load_weights(model, data: bytes) -> bool:
     """Put packed weights into the model; False, and nothing changed, if they are damaged, not fully synced,
     not finite floats, or do not fit."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    floats = (torch.float32, torch.bfloat16, torch.float16)
     try:
         weights = safetensors.torch.load(data)
-    except (safetensors.SafetensorError, KeyError):  # KeyError: a type that torch does not have
+        usable = all(w.dtype in floats and w.isfinite().all() for w in weights.values())
+    except Exception:  # many kinds, for types and shapes that torch does not have
         return False
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    usable = all(w.dtype in floats and w.isfinite().all() for w in weights.values())
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     if not usable or {name: w.shape for name, w in weights.items()} != shapes:
         return False
     model.load_state_dict(weights, strict=False)  # what is tied to one of them is the same tensor
     return True
+
+
+def training_state(model, optimizer) -> dict[str, torch.Tensor]:
+    """{name: tensor} of all that training goes on from: weights, Adam's steps and moments. No copies."""
+    named = [(name, {"weight": p.detach(), **optimizer.state[p]}) for name, p in model.named_parameters()]
+    return {f"{name}/{kind}": tensor for name, kinds in named for kind, tensor in kinds.items()}
+
+
+def checksum(tensors) -> int:
+    """CRC-32 of float32 tensors in main memory, one after another."""
+    return functools.reduce(lambda crc, tensor: zlib.crc32(tensor.numpy(), crc), tensors, 0)
+
+
+def load_training_state(model, optimizer, saved: dict[str, torch.Tensor]) -> None:
+    """Put a saved `training_state` in place; ValueError, and nothing changed, if it is not this model's."""
+    ours = training_state(model, optimizer)
+    for name, tensor in ours.items():
+        least = -math.inf if name.endswith(("/weight", "/exp_avg")) else 0.0  # steps, squares
+        mine = saved[name]
+        if (
+            (mine.shape, mine.dtype) != (tensor.shape, tensor.dtype)
+            or not mine.isfinite().all()
+            or mine.min() < least
+        ):
+            raise ValueError(f"{name}: another shape than the model's, or values that cannot be")
+    for name, tensor in ours.items():
+        tensor.copy_(saved[name])

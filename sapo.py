@@ -29,7 +29,6 @@ import sys
 import tempfile
 import threading
 import time
-import zipfile
 from collections import deque
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -47,21 +46,25 @@ def import_learner() -> None:
     global torch, transformers, HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
     global BadQuestion, Codec, Group, Question, available_memory, find_answer, generate, halving_on_oom
     global keep_freed_memory, load_model, load_weights, lucky_question, make_question, new_optimizer
-    global pack_weights, rows_that_fit, score_all, task_hash, update, warm_start, warm_start_name, why_refused
+    global SafetensorError, checksum, load_training_state, pack_weights, rows_that_fit, safe_open, save_file
+    global score_all, task_hash, training_state, update, warm_start, warm_start_name, why_refused
 
     if "torch" not in sys.modules:
         print("loading torch …", file=sys.stderr, flush=True)
     import torch
     import transformers
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
 
     transformers.utils.logging.set_verbosity_error()  # it warns of padding that grpo.py handles itself
     transformers.utils.logging.disable_progress_bar()
     if "Group" not in globals():
         from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
-        from grpo import BadQuestion, Codec, Group, Question, available_memory, find_answer, generate
-        from grpo import halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question
-        from grpo import make_question, new_optimizer, pack_weights, rows_that_fit, score_all, task_hash
-        from grpo import update, warm_start, warm_start_name, why_refused
+        from grpo import BadQuestion, Codec, Group, Question, available_memory, checksum, find_answer
+        from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_training_state
+        from grpo import load_weights, lucky_question, make_question, new_optimizer, pack_weights
+        from grpo import rows_that_fit, score_all, task_hash, training_state, update, warm_start
+        from grpo import warm_start_name, why_refused
 
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------
@@ -241,8 +244,9 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
         if swarm.looked_at >= t and not late:
             return
         if time.monotonic() > deadline:
-            swarm.given_up |= late
-            names = " ".join(sorted(late)) or "the folder's listing"
+            swarm.give_up(late)
+            more = f" and {len(late) - 8} others" * (len(late) > 8)
+            names = " ".join(sorted(late)[:8]) + more or "the folder's listing"
             why = f"not here after FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g}"
             run.log.event("wait", f"round {t}: {names} {why}", round=t)
             return
@@ -875,24 +879,29 @@ def save_checkpoint(run: Run) -> None:
     """
     if run.done <= run.saved:
         return  # it may be on its way
-    nodes, run.saved = {}, run.done
+    tensors, nodes, run.saved = {}, {}, run.done
     for node in run.nodes:
-        nodes[node.id] = {"model": node.model.state_dict(), "optimizer": node.optimizer.state_dict()}
-        nodes[node.id] |= {"total_reward": node.total_reward, "trained": sorted(map(list, node.trained))}
-        nodes[node.id]["past"] = [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]
-    for older in run.scratch.glob("*.pt"):
+        mine = {name: x.cpu().contiguous() for name, x in training_state(node.model, node.optimizer).items()}
+        tensors |= {f"{node.id}/{name}": tensor for name, tensor in mine.items()}
+        nodes[node.id] = {"total_reward": node.total_reward, "trained": sorted(node.trained)}
+        nodes[node.id] |= {"crc": checksum(mine.values())}
+        nodes[node.id] |= {"past": [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]}
+    about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
+    for older in run.scratch.glob("*.safetensors"):
         older.unlink(missing_ok=True)
-    local = run.scratch / f"{run.done}.pt"
+    local = run.scratch / f"{run.done}.safetensors"
     try:
-        torch.save({"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}, local)
+        if not all(tensor.isfinite().all() for tensor in tensors.values()):
+            raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
+        save_file(tensors, local, {"about": json.dumps(about)})
         run.swarm.post(carry_checkpoint, run, run.done, local)
         run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
 
 
 def checkpoint_path(run: Run, round_: int) -> str:
-    return f"checkpoints/{bucket(round_)}/{run.config.NODE_ID}.pt"
+    return f"checkpoints/{bucket(round_)}/{run.config.NODE_ID}.safetensors"
 
 
 def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
@@ -913,13 +922,14 @@ def resume(run: Run) -> None:
     accident. One from far above all that this experiment has done is not believed.
     """
     store, reason = run.store, None
-    there, known = store.checkpoints(run.config.NODE_ID), max(store.clock()[0], store.last_rewarded())
-    for round_ in [r for r in there if r <= known + MAX_GAP]:
+    there = store.checkpoints(run.config.NODE_ID, max(store.clock()[0], store.last_rewarded()) + MAX_GAP)
+    for round_ in there:
         try:
-            with store.open(checkpoint_path(run, round_)) as file:
-                check_archive(file, 3 * checkpoint_bytes(run) + 2**26)
-                restore(run, torch.load(file, map_location="cpu", weights_only=True), round_)
-        except Exception as error:  # torch raises many kinds; an unusable file is what they have in common
+            local = fetch_checkpoint(run, round_)
+            with safe_open(local, framework="pt") as file:
+                restore(run, file, round_)
+            local.unlink()
+        except Exception as error:  # many kinds; an unusable file is what they have in common
             reason, path = error, store.base / checkpoint_path(run, round_)
             run.log.event("resume", f"{path} cannot be used ({type(error).__name__}); trying the one before")
             continue
@@ -941,41 +951,51 @@ def checkpoint_bytes(run: Run) -> int:
     return 12 * sum(p.numel() for node in run.nodes for p in node.model.parameters())
 
 
-def check_archive(file, max_bytes: int) -> None:
-    """ValueError if a checkpoint is a zip bomb, or damaged (torch.load does not look at the checksums)."""
-    archive = zipfile.ZipFile(file)
-    packed = any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist())
-    if packed or file.seek(0, os.SEEK_END) > max_bytes or archive.testzip():
-        raise ValueError("not a checkpoint of this model, or damaged")
-    file.seek(0)
+def fetch_checkpoint(run: Run, round_: int) -> Path:
+    """A checkpoint, copied to the local disk; ValueError if it is far larger than this model's."""
+    local, most = run.scratch / "resume.safetensors", 2 * checkpoint_bytes(run) + 2**26
+    with run.store.open(checkpoint_path(run, round_)) as file, open(local, "wb") as copied:
+        while piece := file.read(2**20):
+            if copied.write(piece) and copied.tell() > most:
+                raise ValueError(f"over {most} bytes")
+    return local
 
 
-def restore(run: Run, state: dict, round_: int) -> None:
-    """A checkpoint's contents into the nodes; but the settings of the update are those of this start."""
-    name = run.config.NODE_ID
+def restore(run: Run, file, round_: int) -> None:
+    """An open checkpoint into the nodes; the settings of the update are those of this start. Or an exception.
+
+    A stranger may have written it: it is a safetensors file, so that reading it runs and unpacks nothing.
+    """
+    name, state = run.config.NODE_ID, json.loads(file.metadata()["about"])
     if state["model_name"] != run.config.MODEL_NAME:
         made_with = f"the checkpoint of {name} was made with {plain(state['model_name'])}"
         raise ConfigError(f"MODEL_NAME={run.config.MODEL_NAME!r}: {made_with}; set that, or another NODE_ID")
     if state["nodes"].keys() != {node.id for node in run.nodes}:
-        holds = f"the checkpoint of {name} holds {plain(', '.join(map(str, state['nodes'])))}"
+        holds = f"the checkpoint of {name} holds {plain(', '.join(state['nodes']))}"
         raise ConfigError(f"LOCAL_NODES={run.config.LOCAL_NODES}: {holds}; set that many, or another NODE_ID")
     if state["next_round"] != round_ + 1:
         raise ValueError("the round differs from the file's name")
     for node in run.nodes:
-        mine, own = state["nodes"][node.id], list(node.model.parameters())
-        moments = [(s["exp_avg"], s["exp_avg_sq"]) for s in mine["optimizer"]["state"].values()]
-        fits = all(m.shape == p.shape for p, pair in zip(own, moments, strict=True) for m in pair)
-        finite = all(x.isfinite().all() for x in itertools.chain(mine["model"].values(), *moments))
-        if not (fits and finite and is_number(mine["total_reward"])):
-            raise ValueError("shapes that differ from the model's, or no finite numbers")
-        (group,) = node.optimizer.param_groups
-        ours = {key: value for key, value in group.items() if key != "params"}
-        node.model.load_state_dict(mine["model"])
-        node.optimizer.load_state_dict(mine["optimizer"])
-        node.optimizer.param_groups[0].update(ours)
-        node.total_reward = mine["total_reward"]
+        mine = state["nodes"][node.id]
+        names = training_state(node.model, node.optimizer)
+        tensors = {key: file.get_tensor(f"{node.id}/{key}") for key in names}
+        if checksum(tensors.values()) != mine["crc"] or not is_number(mine["total_reward"]):
+            raise ValueError("damaged")
+        node.past = [(t, past_group(run, *group)) for t, *group in mine["past"] if 0 <= t <= round_]
         node.trained = {(int(t), int(stage), str(peer), int(i)) for t, stage, peer, i in mine["trained"]}
-        node.past = [(int(t), Group(*group)) for t, *group in mine["past"]]
+        node.total_reward = mine["total_reward"]
+        load_training_state(node.model, node.optimizer, tensors)
+
+
+def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Group":
+    """A group from a checkpoint, for LOCAL_REPLAY; ValueError if it is none."""
+    size, codec = run.nodes[0].model.config.get_text_config().vocab_size, run.codec
+    ids = [*prompt, *itertools.chain(*completions)]
+    fits = len(prompt) <= codec.max_prompt and all(0 < len(c) <= codec.max_completion for c in completions)
+    paid = len(rewards) == len(completions) > 1 and all(is_number(r) and 0 <= r <= 1 for r in rewards)
+    if not (prompt and fits and paid and all(type(i) is int and 0 <= i < size for i in ids)):
+        raise ValueError("a group to use again that is none")
+    return Group(prompt, completions, rewards)
 
 
 def save_models(run: Run) -> None:
@@ -1114,9 +1134,9 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
                 return
         with contextlib.suppress(OSError, BadFile):
             holder = shared.read(claim) or {}
-            if is_known_dead(holder) or time.monotonic() > until:
+            if is_known_dead(holder):
                 shared.delete(claim)
-            if not shared.write_once(claim, process_identity()):
+            if not shared.write_once(claim, process_identity()) and time.monotonic() < until:
                 if until == float("inf"):
                     until = time.monotonic() + CLAIM_SECONDS
                     say(f"another node makes the warm start; waiting up to 10 minutes (or delete {claim})")

@@ -67,7 +67,7 @@ def run(setting: str, folder: Path, model: str | None) -> None:
         print(f"{name}: status {status.returncode}", flush=True)
         if status.returncode:
             return
-        for weights in (folder / "experiments" / name / "checkpoints").glob("*/*.pt"):
+        for weights in (folder / "experiments" / name / "checkpoints").glob("*/*.safetensors"):
             weights.unlink()  # gigabytes that nobody needs once the run is over
 
 

@@ -210,7 +210,7 @@ def test_neither_a_bug_nor_an_obstacle_stops_the_queue(tmp_path):
         ours.post(store.submit_reward, round_, 0, "n1", {"reward": 0.5})
     until(lambda: store.rewards(3, ["n1"]))
     assert not ours.down and ours.close(patience=5) == 0
-    assert [kind for kind, _ in events] == ["error"] * 3
+    assert [kind for kind, _ in events] == ["error"] * 2 and store.rewards(2, ["n1"]), "a file made way"
 
 
 def test_a_full_disk_is_an_outage_in_which_nothing_that_is_said_is_lost(tmp_path, monkeypatch):
@@ -261,7 +261,7 @@ def test_rounds_that_workers_open_are_no_sign_of_the_coordinators_life(tmp_path)
 # -------- Readers: status, validation, the dashboard ------------------------------------------------------
 
 SETTINGS = {spec.name: spec.default for spec in Config.__dataclass_fields__.values()}
-SETTINGS |= {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4, "layout": 2}
+SETTINGS |= {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4, "layout": 3}
 
 
 def finished_run(folder, name="x", rewards=(0.25, 0.25), completions=16, **settings) -> DriveStore:
@@ -273,7 +273,7 @@ def finished_run(folder, name="x", rewards=(0.25, 0.25), completions=16, **setti
     for node in ("n1", "n2"):
         store.register(node, "worker", process_identity())
         model = [f"models/{node}/{file}" for file in ("config.json", "tokenizer.json", "model.safetensors")]
-        for path in (f"logs/{node}/metrics.jsonl", "checkpoints/round_000002/n1.pt", *model):
+        for path in (f"logs/{node}/metrics.jsonl", "checkpoints/round_000002/n1.safetensors", *model):
             put(store, path)
         for round_, value in enumerate(rewards):
             store.open_round(round_, "c")

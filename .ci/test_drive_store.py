@@ -172,7 +172,12 @@ def test_copies_temp_files_and_foreign_names_are_in_no_listing(tmp_path):
     put(store, f"peers/n1.{int(time.time() * 1000) + 10**9:013d}-01234567.json")  # far in the future
     for alias in ("000002/0", "2/stage_0", "000003 (1)/stage_0", "00000\u0662/stage_0"):
         put(store, f"rewards/round_{alias}/n1.json")
-    for path in ("000003 (1)/n1.pt", "000003/n1.pt (1)", "000004/n1.pt", "000012/n1.pt"):
+    for path in (
+        "000003 (1)/n1.safetensors",
+        "000003/n1.safetensors (1)",
+        "000004/n1.safetensors",
+        "000012/n1.safetensors",
+    ):
         put(store, f"checkpoints/round_{path}")
     assert (store.rounds("rewards"), store.stages("rewards", 2)) == ([2], [0])
     assert (store.nodes("rewards", 2, 0), store.checkpoints("n1")) == (["n1"], [12, 4])
@@ -277,10 +282,10 @@ def test_the_newest_session_wins_even_if_its_clock_is_ten_minutes_behind(tmp_pat
 
 def test_with_a_checkpoint_its_folder_goes_unless_somebody_elses_is_in_it(tmp_path):
     store = new_store(tmp_path)
-    for path in ("round_000001/n1.pt", "round_000002/n1.pt", "round_000002/n2.pt"):
+    for path in ("round_000001/n1.safetensors", "round_000002/n1.safetensors", "round_000002/n2.safetensors"):
         put(store, f"checkpoints/{path}")
     for round_ in (1, 2):
-        store.delete(f"checkpoints/{bucket(round_)}/n1.pt", prune=True)
+        store.delete(f"checkpoints/{bucket(round_)}/n1.safetensors", prune=True)
     assert store.rounds("checkpoints") == [2] and store.checkpoints("n2") == [2]
 
 

@@ -207,7 +207,9 @@ class Job:
         return {n: {int(p.parts[-3][6:]) for p in base.glob(f"*/stage_0/{n}.json")} for n in NODES}
 
     def checkpoints(self) -> set[str]:
-        return {path.name for path in (self.drive / "experiments/default/checkpoints").glob("*/*.pt")}
+        return {
+            path.name for path in (self.drive / "experiments/default/checkpoints").glob("*/*.safetensors")
+        }
 
     def registered(self) -> dict[str, int]:
         """How often each name was started."""
@@ -251,6 +253,6 @@ def test_a_cancelled_job_stops_cleanly_with_a_checkpoint_of_each_worker_and_is_n
     cluster.run("scancel", job.id)
     job.ended("CANCELLED")
     job.until("stopped before round", 2, 20).until("coordinator: stopped", 1, 20)
-    assert job.checkpoints() == {"node_1.pt", "node_2.pt"}
+    assert job.checkpoints() == {"node_1.safetensors", "node_2.safetensors"}
     assert job.registered() == {"coordinator": 1, "node_1": 1, "node_2": 1}  # nobody requeued it
     assert not list((job.drive / "experiments/default/tmp").glob("*/*"))

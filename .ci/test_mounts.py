@@ -15,11 +15,10 @@ import signal
 import socket
 import subprocess
 import time
-import zipfile
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors import SafetensorError, safe_open
 from test_kill_storm import CHILDREN, Process, nothing_left_behind, unbroken  # noqa: F401 (a fixture)
 
 SETTINGS = {
@@ -149,9 +148,10 @@ class Swarm:
 
     def crossed(self) -> tuple[int, int]:
         """Groups that were trained on across the mounts, by the checkpoints: (of a by b, of b by a)."""
-        for path in self.base.glob("checkpoints/*/[ab].pt"):
+        for path in self.base.glob("checkpoints/*/[ab].safetensors"):
             if path not in self.drawn and is_checkpoint(path):
-                nodes = torch.load(path, weights_only=True)["nodes"]
+                with safe_open(path, "pt") as file:
+                    nodes = json.loads(file.metadata()["about"])["nodes"]
                 self.drawn[path] = {
                     (i, key[2], key[0], key[3]) for i, n in nodes.items() for key in n["trained"]
                 }
@@ -188,7 +188,7 @@ class Swarm:
             steps = zip([-1, *rounds], rounds, strict=False)
             due = {r for before, r in steps if (r + 1) // INTERVAL > (before + 1) // INTERVAL}
             due = {rounds[-1]} | (set() if after_outage else due)
-            saved |= {self.base / f"checkpoints/round_{r:06d}/{process.name}.pt" for r in due}
+            saved |= {self.base / f"checkpoints/round_{r:06d}/{process.name}.safetensors" for r in due}
 
         def missing():
             self.look()
@@ -198,8 +198,8 @@ class Swarm:
         while missing() and time.monotonic() < deadline:
             time.sleep(0.2)
         assert not (lost := missing()), f"not on the remote: {lost}"
-        saved = list(self.base.glob("checkpoints/*/*.pt"))
-        assert all(zipfile.ZipFile(path).testzip() is None for path in saved)
+        saved = list(self.base.glob("checkpoints/*/*.safetensors"))
+        assert all(is_checkpoint(path) for path in saved)
         for kind in ("rewards", "rollouts"):  # `timestamp` is set when a write is carried out
             for node in ("a", "b_0", "b_1"):
                 files = [(whole(p), p.parts[-3]) for p in self.base.glob(f"{kind}/*/*/{node}.json")]
@@ -222,7 +222,9 @@ def whole(path: Path) -> dict:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return path.exists() and zipfile.is_zipfile(path)
+    with contextlib.suppress(OSError, SafetensorError), safe_open(path, "pt"):
+        return True
+    return False
 
 
 def rounds_of(process: Process) -> list[int]:

@@ -99,7 +99,9 @@ def test_a_whole_swarm_in_one_cell_is_stopped_resumed_and_looked_into(session, t
     assert re.search(r"4 nodes round .* groups 4\+", stopped), "the nodes of the cell share with one another"
     last = int(re.search(r"stopped before round (\d+)", stopped)[1]) - 1
     experiment = tmp_path / "drive/MyDrive/rl-swarm/experiments/ours"
-    assert [path.parent.name for path in experiment.glob("checkpoints/*/node.pt")] == [f"round_{last:06d}"]
+    assert [path.parent.name for path in experiment.glob("checkpoints/*/node.safetensors")] == [
+        f"round_{last:06d}"
+    ]
     assert "to go on:\n  run this cell again" in stopped
     again = one.run(CELLS["swarm"], paste=True, MAX_ROUNDS=last + 3)
     assert f"from the checkpoint after round {last}\n" in again and "node end: finished" in again

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 import unicodedata
@@ -35,7 +36,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
 from sapo import ConfigError, Node, Rollout, Run, read_config, sample_external, verify
-from test_sapo import TASKS, group_by_hand, tiny_codec
+from test_sapo import TASKS, UNTRAINED, events_of, group_by_hand, tiny_codec
+from test_sapo import swarm as swarm_of
 
 SECONDS = 60  # for one look at everything: the machine may be busy, but nothing may wait for ever
 SESSION = "1000000000000-00000000"
@@ -88,7 +90,7 @@ def make_experiment(root) -> None:
             store.submit_reward(t, 0, node, {"session": SESSION, **figures})
             store.append(f"logs/{node}/metrics.jsonl", '{"round": 1}\n')
         write_winners(store, t)
-    store.write("checkpoints/round_000002/n1.pt", b"{}")
+    store.write("checkpoints/round_000002/n1.safetensors", b"{}")
     store.write("models/p/config.json", b"{}")
     claim = {"host": "h", "boot_id": None, "pid": 1, "pid_start": "1"}
     DriveStore(root, None, "n1").write_once(FILES["claim"], claim)
@@ -801,3 +803,85 @@ def test_whatever_a_claim_says_the_warm_start_is_made_after_ten_minutes_at_most(
         made.with_suffix(".claim").write_bytes(content)
         assert load_weights(start_warm(root, patch), made.read_bytes())
         made.unlink()
+
+
+# -------- Found by attackers: each of these stopped a node, or cost it minutes --------------------------------
+
+
+def test_a_reward_file_whose_needed_figures_come_after_many_others_is_read(tmp_path):
+    store = DriveStore(tmp_path, "x", "n1")
+    store.create()
+    store.register("n1", "worker", {})
+    store.submit_reward(0, 0, "n1", {"reward": 0.5})
+    path = store.base / "rewards/round_000000/stage_0/n1.json"
+    path.write_text(json.dumps({f"k{i}": 0 for i in range(64)} | json.loads(path.read_text())))
+    store.open_round(0, "n1")
+    (row,) = reward_rows(store)
+    assert (row["node_id"], row["round"], row["reward"]) == ("n1", 0, 0.5) and len(row) < 80
+
+
+@pytest.mark.parametrize("shape, offsets", [([1] * 65, [0, 4]), ([0, 2**63], [0, 0]), ([2**62, 4], [0, 4])])
+def test_a_warm_start_of_a_shape_that_torch_does_not_have_is_none(shape, offsets):
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}).encode()
+    data = len(header).to_bytes(8, "little") + header + bytes(offsets[1])
+    assert load_weights(torch.nn.Linear(2, 2), data) is False
+
+
+@pytest.mark.parametrize(
+    "place", ["tmp", "state", "state/rounds", "rewards", "rewards/round_000001", "heartbeats"]
+)
+@pytest.mark.parametrize("how", ["file", "link"])
+def test_what_lies_in_the_place_of_a_folder_is_replaced_by_the_next_write(tmp_path, place, how):
+    store, outside = DriveStore(tmp_path / "drive", "x", "n1"), tmp_path / "outside"
+    store.create(), outside.mkdir()
+    path = store.base / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch() if how == "file" else path.symlink_to(outside)
+    store.sweep()
+    store.open_round(1, "n1"), store.submit_reward(1, 0, "n1", {"reward": 0.5}), store.heartbeat("n1", {})
+    assert store.clock() == (1, {"n1"}) and store.rewards(1, ["n1"]) and store.read_heartbeat("n1")
+    assert not list(outside.iterdir())
+
+
+def test_a_folder_in_the_place_of_the_state_for_people_stops_no_clock(tmp_path):
+    store = DriveStore(tmp_path, "x", "n1")
+    (store.base / "state/current_state.json").mkdir(parents=True)
+    store.open_round(3, "n1")
+    assert store.clock() == (3, {"n1"})
+
+
+def test_who_is_always_late_costs_a_few_time_outs_and_not_one_in_every_round(tmp_path):
+    store = DriveStore(tmp_path, "x", "ghost")
+    store.create()
+    session, done = store.register("ghost", "worker", {}), threading.Event()
+
+    def haunt():
+        for t in itertools.count():
+            while t not in store.rounds("rewards") and not done.is_set():
+                time.sleep(0.005)
+            if done.is_set():
+                return
+            store.heartbeat("ghost", {"session": session, "round": t})
+            store.publish(t, 0, "ghost", {}, {})
+
+    thread = threading.Thread(target=haunt)
+    thread.start()
+    settings = dict(LOCAL_NODES=1, NODE_ID="n", FETCH_TIMEOUT_SECONDS=0.5, MAX_ROUNDS=40, **UNTRAINED)
+    assert swarm_of(tmp_path, "x", **settings) == 0
+    done.set(), thread.join()
+    waits = [event["round"] for event in events_of(tmp_path, "x", "wait", "n") if "ghost" in event["text"]]
+    assert 1 <= len(waits) <= 7, waits
+
+
+def test_thousands_of_names_make_no_long_line_and_thousands_of_settings_no_report(tmp_path):
+    store = DriveStore(tmp_path, "x", "n")
+    (store.base / "peers").mkdir(parents=True)
+    for i in range(3000):
+        (store.base / f"peers/ghost_{i}.{SESSION}.json").touch()
+    settings = dict(LOCAL_NODES=1, NODE_ID="n", FETCH_TIMEOUT_SECONDS=0.5, MAX_ROUNDS=1, **UNTRAINED)
+    assert swarm_of(tmp_path, "x", **settings) == 0
+    wait = events_of(tmp_path, "x", "wait", "n")[0]
+    assert len(wait["text"]) < 300 and "2992 others" in wait["text"]
+    config = json.loads((store.base / "config.json").read_text()) | {f"K{i}": i for i in range(500)}
+    (store.base / "config.json").write_text(json.dumps(config))
+    assert sapo.compare_experiments(tmp_path) == []

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import zipfile
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,6 +21,8 @@ import sapo
 import torch
 from coordinator import COORDINATOR
 from drive_store import DriveStore, bucket
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_grpo import base_models  # noqa: F401
 from test_sapo import PROJECT, TASKS, UNTRAINED, Config, at_call, config_error, config_of, contents, events_of
 from test_sapo import drive, own_temp_folder, unbroken  # noqa: F401
@@ -34,7 +35,7 @@ from test_sapo import (
     rewards_of,
     rows_of,
 )
-from test_sapo import score, state_of, swarm, until, write_peer
+from test_sapo import score, swarm, until, write_peer
 
 # -------- Settings ----------------------------------------------------------------------------------------
 
@@ -158,13 +159,12 @@ def test_a_folder_that_cannot_be_used_is_named_with_its_variable(tmp_path, capsy
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(drive, unbroken, damage):
     name = f"damaged_{damage}".replace(" ", "_")
     shutil.copytree(unbroken, folder := drive / "experiments" / name)
-    path = folder / "checkpoints/round_000013/node.pt"
+    path = folder / "checkpoints/round_000013/node.safetensors"
     data = bytearray(path.read_bytes())
-    largest = max(zipfile.ZipFile(path).infolist(), key=lambda record: record.file_size)
-    data[largest.header_offset + 1000] ^= 64  # nothing but the checksum tells
+    data[-1000] ^= 64  # nothing but the checksum tells
     path.write_bytes({"truncated": data[: len(data) // 2], "empty": b""}.get(damage, data))
     if damage == "something else":
-        torch.save({"next_round": 99}, path)
+        save_file({"x": torch.zeros(3)}, path, {"about": '{"next_round": 99}'})
     assert swarm(drive, name, MAX_ROUNDS=15) == 0, "MAX_ROUNDS may grow"
     texts = [event["text"] for event in events_of(drive, name, "resume")]
     assert "round_000013" in texts[0] and "cannot be used" in texts[0] and "after round 11" in texts[-1]
@@ -173,7 +173,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(dr
 
 def test_with_all_checkpoints_damaged_nothing_starts_over(drive, unbroken, capsys):
     shutil.copytree(unbroken, folder := drive / "experiments/all_damaged")
-    for path in folder.glob("checkpoints/*/*.pt"):
+    for path in folder.glob("checkpoints/*/*.safetensors"):
         path.write_bytes(b"damaged")
     kinds = ("checkpoints", "rewards", "rollouts", "state", "models")
     before = [contents(folder / kind) for kind in kinds]
@@ -206,7 +206,7 @@ def test_a_second_signal_ends_the_process_at_once(drive, monkeypatch):
 
 def test_the_rows_of_a_killed_run_are_in_the_log_up_to_its_checkpoint(drive, unbroken, monkeypatch):
     def work():
-        first = drive / "experiments/rows/checkpoints/round_000003/node.pt"
+        first = drive / "experiments/rows/checkpoints/round_000003/node.safetensors"
         at_call(monkeypatch, "policy_gradient", 11, lambda: (until(first.exists), os._exit(9)))
         swarm(drive, "rows", MAX_ROUNDS=6)
 
@@ -289,8 +289,8 @@ def test_three_different_models_learn_from_one_another(drive, base_models, monke
         thread.join(timeout=60)
     assert statuses == dict.fromkeys(("tiny", "llama", "gpt2"), 0)
     for name in statuses:
-        path = drive / f"experiments/mixed/checkpoints/round_000003/{name}.pt"
-        used = {peer for _, _, peer, _ in torch.load(path, weights_only=True)["nodes"][name]["trained"]}
+        path = drive / f"experiments/mixed/checkpoints/round_000003/{name}.safetensors"
+        used = {peer for _, _, peer, _ in read_state(path)[0]["nodes"][name]["trained"]}
         assert used == statuses.keys() - {name}
         assert any(row["grad_norm"] > 0 for row in rows_of(drive, "mixed", name))
 
@@ -304,7 +304,8 @@ def test_held_out_figures_disturb_nothing_and_the_functions_for_notebooks_agree(
     assert status["current_round"] == 13 and status["num_active_peers"] == 0
     total = sum(reward for key, reward in rewards.items() if key[2] == "node_0")
     assert status["cumulative_rewards"]["node_0"] == pytest.approx(total)
-    assert state_of(drive, "unbroken")["node_0"]["total_reward"] == pytest.approx(total)
+    about, _ = read_state(max(drive.glob("experiments/unbroken/checkpoints/*/node.safetensors")))
+    assert about["nodes"]["node_0"]["total_reward"] == pytest.approx(total)
     assert len(sapo.get_experiment_metrics(drive, "unbroken")) == 28
 
 
@@ -598,48 +599,106 @@ def test_the_folder_is_tried_at_the_start_and_described_in_a_line(tmp_path):
 # -------- Checkpoints that a stranger has put there -------------------------------------------------------
 
 
-def forge(kind: str, state: dict) -> dict:
-    node = state["nodes"]["node_0"]
+def read_state(path) -> tuple[dict, dict]:
+    """What a checkpoint says of itself, and its tensors by name."""
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["about"]), {name: file.get_tensor(name) for name in file.keys()}
+
+
+def forge(kind: str, about: dict, tensors: dict) -> None:
+    node, first = about["nodes"]["node_0"], "node_0/transformer.wte.weight"
+    group = [10**6, [1, 2], [[3], [4]], [0.0, 1.0]]
     if kind == "other rows":
         node["trained"] = [[]]
     elif kind == "other shapes":
-        for moments in node["optimizer"]["state"].values():
-            moments["exp_avg"] = torch.zeros(3)
+        tensors[f"{first}/exp_avg"] = torch.zeros(3)
+    elif kind == "other types":
+        tensors[f"{first}/weight"] = tensors[f"{first}/weight"].to(torch.float64)
     elif kind == "not finite":
-        node["model"] = {name: weight * float("nan") for name, weight in node["model"].items()}
+        tensors[f"{first}/weight"] *= float("nan")
+    elif kind == "negative squares":
+        tensors[f"{first}/exp_avg_sq"] -= 1.0
+    elif kind == "negative step":
+        tensors[f"{first}/step"] -= 99.0
     elif kind == "another model":
-        state["model_name"] = "\x1b]0;other\x07"
+        about["model_name"] = "\x1b]0;other\x07"
     elif kind == "other nodes":
-        state["nodes"] = {"\x1b[2J": node}
-    return state
+        about["nodes"] = {"\x1b[2J": node}
+    elif kind == "past without end":
+        node["past"] = [[1, [5] * 10**6, *group[2:]]]
+    elif kind == "past beyond the vocabulary":
+        node["past"] = [[1, [10**6], *group[2:]]]
+    elif kind == "past with paid rewards":
+        node["past"] = [[1, *group[1:3], [0.0, 1e9]]]
+    elif kind == "deep":
+        about["model_name"] = json.loads("[" * 900 + "]" * 900)
+    for node_id, each in about["nodes"].items():  # a forger knows how to sum
+        each["crc"] = sapo.checksum(t for name, t in tensors.items() if name.startswith(f"{node_id}/"))
 
 
-@pytest.mark.parametrize("kind", ["other rows", "other shapes", "not finite", "another model", "other nodes"])
+FORGERIES = (
+    "other rows,other shapes,other types,not finite,negative squares,negative step,another model,other nodes"
+)
+FORGERIES += ",past without end,past beyond the vocabulary,past with paid rewards,deep"
+
+
+@pytest.mark.parametrize("kind", FORGERIES.split(","))
 def test_a_forged_checkpoint_is_passed_over_for_the_one_before(drive, unbroken, capsys, kind):
     name = f"forged {kind}".replace(" ", "_")
     shutil.copytree(unbroken, drive / "experiments" / name)
-    path = drive / "experiments" / name / "checkpoints/round_000013/node.pt"
-    torch.save(forge(kind, torch.load(path, weights_only=True)), path)
+    path = drive / "experiments" / name / "checkpoints/round_000013/node.safetensors"
+    about, tensors = read_state(path)
+    forge(kind, about, tensors)
+    save_file(tensors, path, {"about": json.dumps(about)})
     assert swarm(drive, name, MAX_ROUNDS=15) == 0
     events = [event["text"] for event in events_of(drive, name, "resume")]
     assert "cannot be used" in events[-2] and "after round 11" in events[-1]
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_a_packed_checkpoint_is_refused_before_it_is_unpacked(drive, unbroken):
-    shutil.copytree(unbroken, drive / "experiments/bomb")
-    path = drive / "experiments/bomb/checkpoints/round_000013/node.pt"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_BZIP2) as archive:
-        archive.writestr("archive/data.pkl", bytes(10**8))
-    assert swarm(drive, "bomb", MAX_ROUNDS=15) == 0
-    assert "after round 11" in events_of(drive, "bomb", "resume")[-1]["text"]
+def test_a_checkpoint_far_larger_than_the_model_is_not_read_and_hidden_ones_are_an_error(
+    drive, unbroken, capsys
+):
+    shutil.copytree(unbroken, folder := drive / "experiments/large")
+    with open(folder / "checkpoints/round_000013/node.safetensors", "r+b") as file:
+        file.truncate(10**10)
+    assert swarm(drive, "large", MAX_ROUNDS=15) == 0
+    assert "after round 11" in events_of(drive, "large", "resume")[-1]["text"]
+    (folder / "checkpoints").rename(folder / "hidden")
+    (folder / "checkpoints").symlink_to("hidden")
+    assert swarm(drive, "large", MAX_ROUNDS=16) == 2 and "checkpoints is no folder" in capsys.readouterr().out
+
+
+def test_many_empty_folders_hold_up_no_start(tmp_path):
+    store = DriveStore(tmp_path, "x", "n")
+    for round_ in range(3000):
+        (store.base / f"checkpoints/{bucket(round_)}").mkdir(parents=True)
+    (store.base / "checkpoints/round_000007/n.safetensors").touch()
+    began = time.monotonic()
+    assert store.checkpoints("n", last=100) == [7] and store.checkpoints("n", last=6) == []
+    assert time.monotonic() - began < 2
+
+
+def test_weights_that_are_not_finite_any_more_replace_no_good_checkpoint(drive, monkeypatch):
+    learn = sapo.policy_gradient
+
+    def spoil(run, node, external, t, stage):
+        learn(run, node, external, t, stage)
+        if t == 4:
+            next(node.model.parameters()).data[0] = float("nan")
+
+    monkeypatch.setattr(sapo, "policy_gradient", spoil)
+    swarm(drive, "spoilt", MAX_ROUNDS=8, CHECKPOINT_INTERVAL=2)
+    saved = {path.parent.name for path in (drive / "experiments/spoilt/checkpoints").glob("*/*")}
+    assert "round_000003" in saved <= {"round_000001", "round_000003"}
+    assert "not finite any more" in events_of(drive, "spoilt", "error")[0]["text"]
 
 
 def test_a_checkpoint_from_a_far_round_is_not_believed(drive, unbroken):
     shutil.copytree(unbroken, drive / "experiments/far")
     checkpoints = drive / "experiments/far/checkpoints"
     (checkpoints / "round_999998").mkdir()
-    shutil.copy(checkpoints / "round_000013/node.pt", checkpoints / "round_999998/node.pt")
+    shutil.copy(checkpoints / "round_000013/node.safetensors", checkpoints / "round_999998/node.safetensors")
     assert swarm(drive, "far", MAX_ROUNDS=15) == 0
     assert [event["round"] for event in events_of(drive, "far", "resume")] == [13]
 
@@ -651,7 +710,7 @@ def test_a_checkpoint_that_cannot_be_deleted_costs_no_other_one(drive):
     settings = dict(MAX_ROUNDS=12, CHECKPOINT_INTERVAL=2, CHECKPOINT_KEEP=2, **UNTRAINED)
     (folder / "round_000003").symlink_to(drive)  # writing and deleting there fail for their own path
     assert swarm(drive, name, **settings) == 0
-    assert sorted(path.parent.name for path in folder.glob("round_0000??/node.pt"))[-2:] == [
+    assert sorted(path.parent.name for path in folder.glob("round_0000??/node.safetensors"))[-2:] == [
         "round_000009", "round_000011",
     ]  # fmt: skip
 
