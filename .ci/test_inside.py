@@ -32,8 +32,8 @@ FILES = [  # that a worker, the coordinator or a reader writes
 FOLDERS = {  # name of a case -> folders that are links at the same time
     "of a node": (
         "logs/a", "heartbeats", "winners", "models/a", "rollouts/round_000000", "rewards/round_000001",
-        "checkpoints", "../../archives", "../../reports",
-    ),
+        "../../archives", "../../reports",
+    ), "checkpoints": ("checkpoints",),
     "of the experiment": ("logs", "state/rounds", "models", "rollouts", "rewards", "../../archives/x",
     "../../tmp"), "deeper": (
         "state", "rollouts/round_000002/stage_0", "checkpoints/round_000001", "../../archives/x/rollouts",
@@ -42,7 +42,7 @@ FOLDERS = {  # name of a case -> folders that are links at the same time
     "experiments": ("..",), "the experiment": (".",), "peers": ("peers",), "tmp": ("tmp",), "tmp/a":
     ("tmp/a",), "warmstart": ("../../warmstart",),
 }  # fmt: skip
-NEVER_STARTS = ("experiments", "the experiment", "peers", "warmstart")
+NEVER_STARTS = ("experiments", "the experiment", "peers", "warmstart", "checkpoints")
 
 
 def victim(place: Path) -> Path:
