@@ -813,27 +813,6 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
     make_question.cache_clear()
 
 
-def pack_weights(model) -> bytes:
-    """The weights as a safetensors file; tied ones stand in it once."""
-    return safetensors.torch.save({k: p.detach().cpu().contiguous() for k, p in model.named_parameters()})
-
-
-def load_weights(model, data: bytes) -> bool:
-    """Put packed weights into the model; False, and nothing changed, if they are damaged, not fully synced,
-    not finite floats, or do not fit."""
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    floats = (torch.float32, torch.bfloat16, torch.float16)
-    try:
-        weights = safetensors.torch.load(data)
-        usable = all(w.dtype in floats and w.isfinite().all() for w in weights.values())
-    except Exception:  # many kinds, for types and shapes that torch does not have
-        return False
-    if not usable or {name: w.shape for name, w in weights.items()} != shapes:
-        return False
-    model.load_state_dict(weights, strict=False)  # what is tied to one of them is the same tensor
-    return True
-
-
 def training_state(model, optimizer) -> dict[str, torch.Tensor]:
     """{name: tensor} of all that training goes on from: weights, Adam's steps and moments. No copies."""
     named = [(name, {"weight": p.detach(), **optimizer.state[p]}) for name, p in model.named_parameters()]
@@ -845,17 +824,26 @@ def checksum(tensors) -> int:
     return functools.reduce(lambda crc, tensor: zlib.crc32(tensor.numpy(), crc), tensors, 0)
 
 
-def load_training_state(model, optimizer, saved: dict[str, torch.Tensor]) -> None:
-    """Put a saved `training_state` in place; ValueError, and nothing changed, if it is not this model's."""
-    ours = training_state(model, optimizer)
+def fill(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    """Copy saved tensors into those of these names. ValueError, and nothing changed, if one does not fit."""
     for name, tensor in ours.items():
-        least = -math.inf if name.endswith(("/weight", "/exp_avg")) else 0.0  # steps, squares
-        mine = saved[name]
-        if (
-            (mine.shape, mine.dtype) != (tensor.shape, tensor.dtype)
-            or not mine.isfinite().all()
-            or mine.min() < least
-        ):
-            raise ValueError(f"{name}: another shape than the model's, or values that cannot be")
+        mine, least = saved[name], 0.0 if name.endswith(("/step", "/exp_avg_sq")) else -math.inf
+        alike = (mine.shape, mine.dtype) == (tensor.shape, tensor.dtype)
+        if not alike or not mine.isfinite().all() or mine.min() < least:
+            raise ValueError(f"{name}: another shape or type than the model's, or values that cannot be")
     for name, tensor in ours.items():
         tensor.copy_(saved[name])
+
+
+def pack_weights(model) -> bytes:
+    """The weights as a safetensors file; tied ones stand in it once."""
+    return safetensors.torch.save({k: p.detach().cpu().contiguous() for k, p in model.named_parameters()})
+
+
+def load_weights(model, data: bytes) -> bool:
+    """Put packed weights into the model; False, and nothing changed, if they are damaged or do not fit."""
+    try:
+        fill({name: p.detach() for name, p in model.named_parameters()}, safetensors.torch.load(data))
+    except Exception:  # many kinds, for files that are not fully synced, types and shapes that torch lacks
+        return False
+    return True

@@ -44,27 +44,26 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
 def import_learner() -> None:
     """torch and grpo.py, where a worker runs: all else starts at once and needs a tenth of the memory."""
     global torch, transformers, HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
-    global BadQuestion, Codec, Group, Question, available_memory, find_answer, generate, halving_on_oom
-    global keep_freed_memory, load_model, load_weights, lucky_question, make_question, new_optimizer
-    global SafetensorError, checksum, load_training_state, pack_weights, rows_that_fit, safe_open, save_file
-    global score_all, task_hash, training_state, update, warm_start, warm_start_name, why_refused
+    global BadQuestion, Codec, Group, Question, available_memory, checksum, fill, find_answer, generate
+    global halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question, make_question
+    global new_optimizer, pack_weights, rows_that_fit, safe_open, save_file, score_all, task_hash
+    global training_state, update, warm_start, warm_start_name, why_refused
 
     if "torch" not in sys.modules:
         print("loading torch …", file=sys.stderr, flush=True)
     import torch
     import transformers
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
     from safetensors.torch import save_file
 
     transformers.utils.logging.set_verbosity_error()  # it warns of padding that grpo.py handles itself
     transformers.utils.logging.disable_progress_bar()
     if "Group" not in globals():
         from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
-        from grpo import BadQuestion, Codec, Group, Question, available_memory, checksum, find_answer
-        from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_training_state
-        from grpo import load_weights, lucky_question, make_question, new_optimizer, pack_weights
-        from grpo import rows_that_fit, score_all, task_hash, training_state, update, warm_start
-        from grpo import warm_start_name, why_refused
+        from grpo import BadQuestion, Codec, Group, Question, available_memory, checksum, fill, find_answer
+        from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_weights
+        from grpo import lucky_question, make_question, new_optimizer, pack_weights, rows_that_fit, score_all
+        from grpo import task_hash, training_state, update, warm_start, warm_start_name, why_refused
 
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------
@@ -896,7 +895,7 @@ def save_checkpoint(run: Run) -> None:
         save_file(tensors, local, {"about": json.dumps(about)})
         run.swarm.post(carry_checkpoint, run, run.done, local)
         run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
-    except (OSError, RuntimeError, SafetensorError) as error:
+    except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
 
 
@@ -977,14 +976,14 @@ def restore(run: Run, file, round_: int) -> None:
         raise ValueError("the round differs from the file's name")
     for node in run.nodes:
         mine = state["nodes"][node.id]
-        names = training_state(node.model, node.optimizer)
-        tensors = {key: file.get_tensor(f"{node.id}/{key}") for key in names}
+        ours = training_state(node.model, node.optimizer)
+        tensors = {key: file.get_tensor(f"{node.id}/{key}") for key in ours}
         if checksum(tensors.values()) != mine["crc"] or not is_number(mine["total_reward"]):
             raise ValueError("damaged")
         node.past = [(t, past_group(run, *group)) for t, *group in mine["past"] if 0 <= t <= round_]
         node.trained = {(int(t), int(stage), str(peer), int(i)) for t, stage, peer, i in mine["trained"]}
         node.total_reward = mine["total_reward"]
-        load_training_state(node.model, node.optimizer, tensors)
+        fill(ours, tensors)
 
 
 def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Group":
