@@ -792,10 +792,10 @@ REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, A
 
 def resolve(config: Config, notes: list[str]) -> Config:
     """Work out every "auto" but TASKS, which may come from config.json; the model's only for a worker."""
-    colab, made_up = Path("/content/drive/MyDrive"), "node" if config.LOCAL_NODES > 1 else None
+    colab = Path("/content/drive/MyDrive")
     auto = {
         "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
-        "NODE_ID": made_up or f"node_{secrets.token_hex(4)}",
+        "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
     }
     if config.NODE_ROLE == "worker":
         auto |= resolve_model(config, notes)
