@@ -4,22 +4,21 @@ Not part of the gate: it wants an idle machine, and for TRL an environment of it
 not need.
 
     python -m venv trl && trl/bin/pip install torch transformers reasoning-gym trl
-    trl/bin/python .ci/speed.py compare arith MODEL     MODEL: a local folder or Hugging Face id, or tiny
+    trl/bin/python .ci/speed.py compare arith MODEL       MODEL: a local folder or Hugging Face id, or tiny
     trl/bin/python .ci/speed.py generation arith MODEL
-    trl/bin/python .ci/speed.py machine arith MODEL     what this machine does: tokens per second, memory,
-    store trl/bin/python .ci/speed.py round                   what a round of `tiny` costs beside generation
-    and update trl/bin/python .ci/speed.py fetch                   what fetching costs with 8, 100 and 1000
-    peers
+    trl/bin/python .ci/speed.py machine arith MODEL       tokens per second, memory and store of this machine
+    trl/bin/python .ci/speed.py round                     what a round of tiny costs beside learning
+    trl/bin/python .ci/speed.py fetch                     fetching with 8, 100 and 1000 peers
 
 Settings: arith (basic_arithmetic) and paper (its nine tasks) with 4 questions x 8 completions x 64 tokens,
 tiny (its eight tasks) with 8 x 8 x 10. float32, two threads, one optimizer step, the same questions for all
 programs, every second completion of a group rewarded. Environment:
+
     REPETITIONS   of each program, in alternating order (2)
     STEPS         measured in each of them, after one that warms up (3)
     ROWS          MICRO_BATCH_SIZE
-    TRL_ROWS      its per_device_train_batch_size, the rest by gradient accumulation; all at once needs more
-    than
-                  24 GB in the setting paper
+    TRL_ROWS      its per_device_train_batch_size, the rest by gradient accumulation (all at once need more
+                  than 24 GB in the setting paper)
     NO_EOS        nothing ends a completion
     GIVE_BACK     without keep_freed_memory
 """
