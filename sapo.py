@@ -394,12 +394,13 @@ class Run:
     max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
     round_began: float = 0.0
     hanging: bool = False  # whether it was said that the folder does not answer
-    history: list = field(default_factory=list)  # of each round of this start: mean figures, and its seconds
+    history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
+    paces: deque = field(default_factory=lambda: deque(maxlen=10))  # seconds from one round to the next
 
     @property
     def pace(self) -> float:
-        """Seconds of a round, mean of the last ten."""
-        return average(figures["seconds"] for figures in self.history[-10:]) or 0.0
+        """Seconds of a round, mean of the last ten in which the folder answered."""
+        return average(self.paces) or 0.0
 
 
 class Ended(Exception):
@@ -418,6 +419,8 @@ def next_round(run: Run) -> int | None:
     if t > own:
         missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
         run.log.event("skip", missed, first=own, last=t - 1)
+    if run.history and not run.swarm.down:  # rounds of an outage wait for nobody: they set no pace
+        run.paces.append(time.monotonic() - run.round_began)
     run.round_began, run.swarm.round = time.monotonic(), t
     return t
 
@@ -556,7 +559,9 @@ def report_round(run: Run, t: int) -> None:
     """A short line for the round (VERBOSE: a long one for each node), and now and then what is missing."""
     config, each = run.config, [node.figures for node in run.nodes]
     mean = {key: average(f[key] for f in each) for key in each[0] if key != "external_ages"}
-    run.history.append(mean | {"seconds": time.monotonic() - run.round_began})
+    run.history.append(mean)
+    if not run.paces:  # a first guess
+        run.paces.append(time.monotonic() - run.round_began)
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
     eta = short_time(run.pace * (config.MAX_ROUNDS - 1 - t))
     run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")

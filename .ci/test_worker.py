@@ -556,6 +556,23 @@ def test_a_folder_that_gives_no_answer_is_said_and_training_goes_on(drive, monke
     assert len(rows_of(drive, "hangs")) == 16
 
 
+def test_a_long_outage_is_trained_through_at_the_pace_of_before(drive, monkeypatch):
+    """Its rounds wait for nobody: were their speed taken for the pace, thousands of writes would be queued."""
+    folder = drive / "experiments/paced"
+    away = folder.with_name("paced_away")
+
+    def slowly(*args, learn=sapo.policy_gradient):
+        time.sleep(0 if away.exists() else 0.2)  # what waiting for the swarm costs
+        return learn(*args)
+
+    monkeypatch.setattr(sapo, "policy_gradient", slowly)
+    at_call(monkeypatch, "finish_round", 4, lambda: (folder.rename(away), time.sleep(1)))
+    began, at = time.monotonic(), []
+    at_call(monkeypatch, "finish_round", 40, lambda: (at.append(time.monotonic()), away.rename(folder)))
+    assert swarm(drive, "paced", MAX_ROUNDS=44, LOCAL_NODES=1, NODE_ID="n", **UNTRAINED) == 0
+    assert at[0] - began > 30 * 0.2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_during_the_imports_ends_the_start_in_order(tmp_path, number):
     environ = {**os.environ, "GDRIVE_PATH": str(tmp_path), "MODEL_NAME": "tiny", "NODE_ID": "n"}
