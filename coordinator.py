@@ -177,6 +177,7 @@ class Swarm:
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
         self.round, self.looked_at = 0, -1  # the round that is worked on; for which the folder was looked at
         self.given_up = {}  # peer -> (how often it was awaited in vain, from which round it is again)
+        self.in_vain = (0, 0)  # the same of all waiting, whoever was awaited
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
@@ -260,15 +261,23 @@ class Swarm:
         return self._awaited(round_) - self._published.get((round_, stage), set()) - self._gone
 
     def _awaited(self, round_: int) -> set[str]:
+        if self.in_vain[1] > round_:
+            return set()
         if self.has_met:
             return {p for p in self._chosen.get(round_, ()) if self.given_up.get(p, (0, 0))[1] <= round_}
         return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up.keys()
 
     def give_up(self, late: set[str]) -> None:
-        """They were waited for in vain: again after 1, 2, 4 … rounds, so that nobody can cost every round."""
+        """They were waited for in vain: again after 1, 2, 4 … rounds, so that nobody can cost every round.
+
+        And where it was somebody else each time, nobody is waited for in the next 1, 3, 7 … rounds.
+        """
         for peer in late:
             times, _ = self.given_up.get(peer, (0, 0))
             self.given_up[peer] = times + 1, self.round + 2**times
+        times, since = self.in_vain
+        times = times + 1 if self.round <= since + 1 else 1  # in vain again, as soon as somebody was awaited
+        self.in_vain = times, self.round + 2 ** (times - 1)
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""

@@ -126,6 +126,7 @@ class DriveStore:
         self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
+        self._ahead = set()  # sessions that were seen before their time
 
     # -- folders and files
 
@@ -168,10 +169,10 @@ class DriveStore:
                 fd = step(part, fd)
             yield fd
 
-    def names(self, path: str) -> list[str]:
+    def names(self, path: str, look: bool = True) -> list[str]:
         """Names in a folder, sorted; none if there is no such folder or it may not be read (counted)."""
         try:
-            with self.folder(path, look=True) as folder:
+            with self.folder(path, look=look) as folder:
                 return sorted(os.listdir(folder))
         except OSError as error:
             if error.errno not in NOT_A_FILE | {errno.ENOENT}:
@@ -241,11 +242,17 @@ class DriveStore:
                     size = file.tell()
                 if keep is not None:
                     with contextlib.suppress(OSError):  # atomic and exclusive, where there are links
-                        os.link(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
+                        # never what a link in the place of the temp file points to
+                        os.link(temp, name, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
                         return True
                     with contextlib.suppress(BadFile, FileNotFoundError):
                         if keep(self.read_bytes(path, MAX_JSON_BYTES + 2 * size)):
                             return False
+                with contextlib.suppress(FileNotFoundError):
+                    if stat.S_ISDIR(
+                        os.lstat(name, dir_fd=folder).st_mode
+                    ):  # a stranger's, where a file belongs
+                        delete_in(folder, name)
                 os.replace(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
                 return True
             finally:
@@ -293,7 +300,7 @@ class DriveStore:
         with self.folder(self.tmp, make=True) as tmp:
             os.close(os.open(old, NEW_FILE, 0o666, dir_fd=tmp))
             with contextlib.suppress(OSError):
-                os.link(old, f"{old}.link", src_dir_fd=tmp, dst_dir_fd=tmp)
+                os.link(old, f"{old}.link", src_dir_fd=tmp, dst_dir_fd=tmp, follow_symlinks=False)
                 links = "yes"
             os.replace(old, new, src_dir_fd=tmp, dst_dir_fd=tmp)
         began = time.monotonic()
@@ -374,12 +381,17 @@ class DriveStore:
         return highest, opened.get(highest, set())
 
     def sessions(self) -> dict[str, str]:
-        """Newest session of every node that ever registered, from names alone: one listing."""
+        """Newest session of every node that ever registered, from names alone: one listing.
+
+        One that was first seen far ahead of its time never counts: planted, it would stop a node later.
+        """
         newest, too_late = {}, 1000 * (time.time() + MAX_CLOCK_SKEW)
         for name in self.names("peers"):
             match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
+            if match and int(match[2][:13]) >= too_late:
+                self._ahead.add(name)
             with contextlib.suppress(ValueError):
-                if match and int(match[2][:13]) < too_late:
+                if match and name not in self._ahead:
                     node = check_name(match[1], "file name")
                     newest[node] = max(newest.get(node, ""), match[2])
         return newest
@@ -452,7 +464,8 @@ class DriveStore:
         for stage in self.stages("rewards", round_):
             where = stage_folder("rewards", round_, stage)
             there = [node for node in self.nodes("rewards", round_, stage) if node in nodes][:limit]
-            with self.folder(where) if there else contextlib.nullcontext() as folder:
+            gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)  # swapped meanwhile
+            with gone, self.folder(where) if there else contextlib.nullcontext() as folder:
                 for node in there:
                     path, identity = f"{where}/{node}.json", dict(node_id=node, round=round_, stage=stage)
                     if path not in self._rewards and (data := self.read_matching(path, folder, **identity)):
@@ -473,13 +486,14 @@ class DriveStore:
         rounds, name = [r for r in self.rounds("checkpoints") if r <= last], f"{process}.safetensors"
         if self.skipped.total() > skipped:
             raise StoreError(f"{self.base / 'checkpoints'} is no folder that this user may read")
-        return [r for r in reversed(rounds) if name in self.names(f"checkpoints/{bucket(r)}")]
+        return [r for r in reversed(rounds) if name in self.names(f"checkpoints/{bucket(r)}", look=False)]
 
 
 def delete_in(folder: int, name: str, depth: int = 50) -> None:
     """Delete a name in an open folder, with what is in it, never through a link and never waiting for a FIFO.
 
-    shutil.rmtree can be made to open what was put into a folder's place. What is nested deeper is left.
+    shutil.rmtree can be made to open what was put into a folder's place. What is nested deeper is left, and
+    what belongs to another user.
     """
     if not stat.S_ISDIR(os.lstat(name, dir_fd=folder).st_mode):
         os.unlink(name, dir_fd=folder)
@@ -487,7 +501,8 @@ def delete_in(folder: int, name: str, depth: int = 50) -> None:
         inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=folder)
         try:
             for each in os.listdir(inner):
-                delete_in(inner, each, depth - 1)
+                with contextlib.suppress(PermissionError):  # another user's
+                    delete_in(inner, each, depth - 1)
         finally:
             os.close(inner)
         with contextlib.suppress(OSError):  # not empty

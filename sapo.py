@@ -38,7 +38,16 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
     from coordinator import experiment_status, in_notebook, is_known_dead, list_experiments, monitor, plain
     from coordinator import process_identity, recent, report_files, report_text, reward_rows, rounds_to_keep
     from coordinator import short_time, summarize, validate_experiment, without_seat, write_winners
-    from drive_store import MAX_GAP, BadFile, DriveStore, StoreError, bucket, check_name, is_number
+    from drive_store import (
+        MAX_GAP,
+        BadFile,
+        DriveStore,
+        StoreError,
+        bucket,
+        check_name,
+        is_number,
+        parse_json,
+    )
 
 
 def import_learner() -> None:
@@ -970,7 +979,7 @@ def restore(run: Run, file, round_: int) -> None:
 
     A stranger may have written it: it is a safetensors file, so that reading it runs and unpacks nothing.
     """
-    name, state = run.config.NODE_ID, json.loads(file.metadata()["about"])
+    name, state = run.config.NODE_ID, parse_json(file.metadata()["about"].encode(), max_parts=4_000_000)
     if state["model_name"] != run.config.MODEL_NAME:
         made_with = f"the checkpoint of {name} was made with {plain(state['model_name'])}"
         raise ConfigError(f"MODEL_NAME={run.config.MODEL_NAME!r}: {made_with}; set that, or another NODE_ID")
@@ -1375,7 +1384,7 @@ def compare_experiments(path, names=None) -> list[dict]:
     for name in names or list_experiments(path):
         try:
             summaries.append(summarize(DriveStore(path, name)))
-        except (ValueError, StoreError) as error:  # one damaged config.json: the others are reported
+        except (ValueError, OSError, StoreError) as error:  # one that is damaged: the others are reported
             print(f"experiment {name} is left out: {error}")
     return compare([summary for summary in summaries if summary])
 

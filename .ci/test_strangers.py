@@ -885,3 +885,52 @@ def test_thousands_of_names_make_no_long_line_and_thousands_of_settings_no_repor
     config = json.loads((store.base / "config.json").read_text()) | {f"K{i}": i for i in range(500)}
     (store.base / "config.json").write_text(json.dumps(config))
     assert sapo.compare_experiments(tmp_path) == []
+
+
+def test_no_private_file_gets_a_name_in_the_folder_by_a_swapped_temp_file(tmp_path):
+    store, private, done = DriveStore(tmp_path / "drive", "x", "n1"), tmp_path / "private", threading.Event()
+    store.create(), private.write_text("key")
+
+    def swap():
+        while not done.is_set():
+            for path in [p for p in (store.base / "tmp/n1").glob("*") if len(p.name) == 16]:
+                with contextlib.suppress(OSError):
+                    path.with_suffix(".x").symlink_to(private)
+                    path.with_suffix(".x").rename(path)
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    for round_ in range(1500):
+        with contextlib.suppress(OSError):
+            store.submit_reward(round_, 0, "n1", {"reward": 0.5})
+    done.set(), thread.join()
+    assert private.stat().st_nlink == 1 and private.read_text() == "key"
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_folder_in_the_place_of_a_file_makes_way(tmp_path, once):
+    store = DriveStore(tmp_path, "x", "n1")
+    (store.base / "rewards/a.json/b/c").mkdir(parents=True)
+    (store.write_once if once else store.rewrite)("rewards/a.json", {"a": 1})
+    assert store.read("rewards/a.json") == {"a": 1}
+
+
+def test_a_session_planted_ahead_of_its_time_never_counts(tmp_path):
+    store = DriveStore(tmp_path, "x", "n1")
+    store.create()
+    session = store.register("n1", "worker", {})
+    (store.base / f"peers/n1.{1000 * (int(time.time()) + 3602)}-00000000.json").touch()
+    assert store.sessions() == {"n1": session}
+    time.sleep(3)
+    assert store.sessions() == {"n1": session}
+
+
+def test_a_new_name_in_every_round_costs_a_few_time_outs_only(tmp_path):
+    store = DriveStore(tmp_path, "x", "ghost")
+    store.create()
+    for round_ in range(40):
+        store.publish(round_, 0, f"ghost_{round_}", {}, {})
+    settings = dict(LOCAL_NODES=1, NODE_ID="n", FETCH_TIMEOUT_SECONDS=0.3, MAX_ROUNDS=40, **UNTRAINED)
+    assert swarm_of(tmp_path, "x", **settings) == 0
+    waits = [e["round"] for e in events_of(tmp_path, "x", "wait", "n") if "FETCH_TIMEOUT" in e["text"]]
+    assert 1 <= len(waits) <= 7, waits

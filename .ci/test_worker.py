@@ -654,6 +654,8 @@ def forge(kind: str, about: dict, tensors: dict) -> None:
         node["past"] = [[1, *group[1:3], [0.0, 1e9]]]
     elif kind == "deep":
         about["model_name"] = json.loads("[" * 900 + "]" * 900)
+    elif kind == "a million lists":
+        about["model_name"] = [[] for _ in range(5 * 10**6)]
     for node_id, each in about["nodes"].items():  # a forger knows how to sum
         each["crc"] = sapo.checksum(t for name, t in tensors.items() if name.startswith(f"{node_id}/"))
 
@@ -661,7 +663,7 @@ def forge(kind: str, about: dict, tensors: dict) -> None:
 FORGERIES = (
     "other rows,other shapes,other types,not finite,negative squares,negative step,another model,other nodes"
 )
-FORGERIES += ",past without end,past beyond the vocabulary,past with paid rewards,deep"
+FORGERIES += ",past without end,past beyond the vocabulary,past with paid rewards,deep,a million lists"
 
 
 @pytest.mark.parametrize("kind", FORGERIES.split(","))
