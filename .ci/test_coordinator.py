@@ -206,11 +206,13 @@ def test_neither_a_bug_nor_an_obstacle_stops_the_queue(tmp_path):
     put(store, "rewards/round_000001/stage_0/n1.json/x"), put(store, "rewards/round_000002")
     ours.start()
     ours.post(lambda: 1 / 0)
+    ours.post(store.rewrite, "n" * 300, {})  # no file system has such a name
     for round_ in (1, 2, 3):
         ours.post(store.submit_reward, round_, 0, "n1", {"reward": 0.5})
     until(lambda: store.rewards(3, ["n1"]))
     assert not ours.down and ours.close(patience=5) == 0
-    assert [kind for kind, _ in events] == ["error"] * 2 and store.rewards(2, ["n1"]), "a file made way"
+    assert [kind for kind, _ in events] == ["error"] * 2 and "nnn was set aside" in events[1][1]
+    assert store.rewards(1, ["n1"]) and store.rewards(2, ["n1"]), "what was in their place made way"
 
 
 def test_a_full_disk_is_an_outage_in_which_nothing_that_is_said_is_lost(tmp_path, monkeypatch):
