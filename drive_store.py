@@ -187,7 +187,8 @@ class DriveStore:
         """
         parent, _, name = path.rpartition("/")
         try:
-            with contextlib.nullcontext(within) if within else self.folder(parent, make) as folder:
+            known = contextlib.nullcontext(within)
+            with self.folder(parent, make) if within is None else known as folder:
                 fd = os.open(name, flags | NO_LINK, 0o666, dir_fd=folder)
             about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode) and (flags == os.O_RDONLY or about.st_nlink == 1):
@@ -248,12 +249,11 @@ class DriveStore:
                     with contextlib.suppress(BadFile, FileNotFoundError):
                         if keep(self.read_bytes(path, MAX_JSON_BYTES + 2 * size)):
                             return False
-                with contextlib.suppress(FileNotFoundError):
-                    if stat.S_ISDIR(
-                        os.lstat(name, dir_fd=folder).st_mode
-                    ):  # a stranger's, where a file belongs
-                        delete_in(folder, name)
-                os.replace(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
+                try:
+                    os.replace(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
+                except IsADirectoryError:  # a stranger's, where a file belongs
+                    delete_in(folder, name)
+                    os.replace(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
                 return True
             finally:
                 with contextlib.suppress(OSError):
@@ -525,12 +525,8 @@ def sane_reward(data: dict) -> dict | None:
     if not all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) or data["reward"] > 1:
         return None
     numbers = [(name, value) for name, value in data.items() if is_number(value)]
-    needed = {
-        name: data[name]
-        for name in ("node_id", "round", "stage", "reward", "timestamp", *counts)
-        if name in data
-    }
-    return dict(numbers[:64]) | needed
+    needed = ("node_id", "round", "stage", "reward", "timestamp", *counts)
+    return dict(numbers[:64]) | {name: data[name] for name in needed if name in data}
 
 
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:
