@@ -153,7 +153,7 @@ class Swarm:
     """What this process knows of the shared folder. A daemon thread looks at it and writes what is queued.
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
-        main thread    round, state, given_up; with `publish` its own rollouts, with `open` the clock
+        main thread    round, state, given_up, in_vain; with `publish` its own rollouts, with `open` the clock
         swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; it alone uses the store
         hub thread     nothing here (uploads, see `push_to_hub` in sapo.py)
 
