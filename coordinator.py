@@ -270,14 +270,16 @@ class Swarm:
     def give_up(self, late: set[str]) -> None:
         """They were waited for in vain: again after 1, 2, 4 … rounds, so that nobody can cost every round.
 
-        And where it was somebody else each time, nobody is waited for in the next 1, 3, 7 … rounds.
+        The same holds for all waiting where it was somebody else each time. ROLLOUT_MAX_AGE rounds at most:
+        where the folder is always late, nodes must not run away from what the others publish.
         """
+        longest = max(1, self.max_age)
         for peer in late:
             times, _ = self.given_up.get(peer, (0, 0))
-            self.given_up[peer] = times + 1, self.round + 2**times
+            self.given_up[peer] = times + 1, self.round + min(2**times, longest)
         times, since = self.in_vain
         times = times + 1 if self.round <= since + 1 else 1  # in vain again, as soon as somebody was awaited
-        self.in_vain = times, self.round + 2 ** (times - 1)
+        self.in_vain = times, self.round + min(2 ** (times - 1), longest)
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""

@@ -870,7 +870,7 @@ def test_who_is_always_late_costs_a_few_time_outs_and_not_one_in_every_round(tmp
     assert swarm_of(tmp_path, "x", **settings) == 0
     done.set(), thread.join()
     waits = [event["round"] for event in events_of(tmp_path, "x", "wait", "n") if "ghost" in event["text"]]
-    assert 1 <= len(waits) <= 7, waits
+    assert 1 <= len(waits) <= 40 / 4 + 4, waits
 
 
 def test_thousands_of_names_make_no_long_line_and_thousands_of_settings_no_report(tmp_path):
@@ -933,4 +933,4 @@ def test_a_new_name_in_every_round_costs_a_few_time_outs_only(tmp_path):
     settings = dict(LOCAL_NODES=1, NODE_ID="n", FETCH_TIMEOUT_SECONDS=0.3, MAX_ROUNDS=40, **UNTRAINED)
     assert swarm_of(tmp_path, "x", **settings) == 0
     waits = [e["round"] for e in events_of(tmp_path, "x", "wait", "n") if "FETCH_TIMEOUT" in e["text"]]
-    assert 1 <= len(waits) <= 7, waits
+    assert 1 <= len(waits) <= 40 / 4 + 4, waits
