@@ -187,8 +187,7 @@ class DriveStore:
         """
         parent, _, name = path.rpartition("/")
         try:
-            known = contextlib.nullcontext(within)
-            with self.folder(parent, make) if within is None else known as folder:
+            with self.folder(parent, make) if within is None else contextlib.nullcontext(within) as folder:
                 fd = os.open(name, flags | NO_LINK, 0o666, dir_fd=folder)
             about = os.fstat(fd)
             if stat.S_ISREG(about.st_mode) and (flags == os.O_RDONLY or about.st_nlink == 1):
