@@ -771,7 +771,7 @@ class DictStore(DriveStore):
     def folder(self, path="", make=False, look=False):
         return nullcontext()
 
-    def names(self, path):
+    def names(self, path, look=True):
         parts = PurePosixPath(*self.place, path).parts
         known = [PurePosixPath(name).parts for name in self.files]
         return sorted({name[len(parts)] for name in known if name[: len(parts)] == parts and name != parts})
