@@ -370,8 +370,8 @@ OUT_OF_MEMORY = "out of memory|can't allocate memory|not enough memory|bad_alloc
 
 
 def micro_batches(groups: list[Group], max_rows: int):
-    """Yield ([(prompt, completions), …], index of its rows among all B), at most `max_rows`, similar lengths
-    together; a larger group is cut."""
+    """Yield ([(prompt, completions), …], index of its rows among all B), at most `max_rows`, similar
+    lengths together; a larger group is cut."""
     starts = [(g, i) for g in groups for i in range(0, len(g.completions), max_rows)]
     pairs = [(g.prompt, g.completions[i : i + max_rows]) for g, i in starts]
     sizes = [len(completions) for _, completions in pairs]

@@ -896,9 +896,9 @@ def save_checkpoint(run: Run) -> None:
     for node in run.nodes:
         mine = {name: x.cpu().contiguous() for name, x in training_state(node.model, node.optimizer).items()}
         tensors |= {f"{node.id}/{name}": tensor for name, tensor in mine.items()}
+        past = [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]
         nodes[node.id] = {"total_reward": node.total_reward, "trained": sorted(node.trained)}
-        nodes[node.id] |= {"crc": checksum(mine.values())}
-        nodes[node.id] |= {"past": [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]}
+        nodes[node.id] |= {"crc": checksum(mine.values()), "past": past}
     about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
     for older in run.scratch.glob("*.safetensors"):
         older.unlink(missing_ok=True)
