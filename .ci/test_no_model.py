@@ -18,7 +18,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def mean_reward_of_last_rounds(place: Path, rounds: int, with_peer: bool) -> float:
+def cumulative_reward(place: Path, rounds: int, with_peer: bool) -> float:
     settings = {**SETTINGS, "GDRIVE_PATH": str(place / "rl-swarm")}
     assert sapo.main({**settings, "MAX_ROUNDS": "1"}) == 0
     if with_peer:
@@ -30,13 +30,13 @@ def mean_reward_of_last_rounds(place: Path, rounds: int, with_peer: bool) -> flo
     rows = rows if isinstance(rows, list) else rows.to_dict("records")
     drawn = [row["external_groups"] for row in rows[2:]]
     assert set(drawn) == {4 * with_peer}, "four groups of the peer in every round but its first"
-    return sum(row["reward"] for row in rows[-15:]) / 15
+    return sum(row["reward"] for row in rows[2:])
 
 
 def test_a_node_learns_from_a_peer_that_is_no_model(tmp_path):
     alone, taught = tmp_path / "alone", tmp_path / "taught"
-    without = mean_reward_of_last_rounds(alone, 75, with_peer=False)
+    without = cumulative_reward(alone, 75, with_peer=False)
     shutil.copytree(alone / "rl-swarm/warmstart", taught / "rl-swarm/warmstart")
-    beside = mean_reward_of_last_rounds(taught, 75, with_peer=True)
-    print(f"mean reward of rounds 60 to 74: alone {without:.3f}, beside the peer {beside:.3f}")
-    assert beside > without + 0.1  # 0.18 alone; five runs beside the peer: 0.35 to 0.65
+    beside = cumulative_reward(taught, 75, with_peer=True)
+    print(f"reward of rounds 2 to 74: alone {without:.1f}, beside the peer {beside:.1f}")
+    assert beside > without  # 4.5 alone; in 24 runs beside the peer, whose questions are random, 6.7 to 18.0
