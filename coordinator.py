@@ -454,16 +454,16 @@ def recent(by_key: dict, oldest: int) -> dict:
 # -------- The role that opens rounds --------------------------------------------------------------
 
 
-def mean_rewards(store, round_: int, limit: int = 100) -> dict[str, float]:
-    """{node: its mean reward in a round} of the first `limit` registered nodes, the best first."""
-    found = rows_by("node_id", store.rewards(round_, store.sessions(), limit))
+def mean_rewards(store, round_: int, nodes, limit: int = 32) -> dict[str, float]:
+    """{node: its mean reward in a round} of the first `limit` of `nodes`, the best first."""
+    found = rows_by("node_id", store.rewards(round_, nodes, limit))
     means = {node: average(row["reward"] for row in rows) for node, rows in found.items()}
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
 def write_winners(store, round_: int, means: dict | None = None) -> None:
     """winners/round_000012.json, for people: the `mean_rewards` of a round."""
-    if means := means or mean_rewards(store, round_):
+    if means := means or mean_rewards(store, round_, store.sessions()):
         store.rewrite(f"winners/round_{round_:06d}.json", means)
 
 
@@ -544,13 +544,14 @@ class Coordinator:
         for kind, nodes in (("reward", submitted), ("rollouts", self.store.nodes("rollouts", self.round, 0))):
             for node in nodes:
                 self.life.note(node, kind, self.round)
-        quiet = sorted(set(without_seat(self.life.sessions)) - set(submitted))
+        nodes, there = without_seat(self.life.sessions), set(submitted)
+        quiet = [node for node in nodes if node not in there]
         self.life.refresh(random.sample(quiet, min(len(quiet), self.LOOK_AT)))
-        return submitted, [node for node in without_seat(self.life.sessions) if self.life.is_live(node)]
+        return submitted, [node for node in nodes if self.life.is_live(node)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
         """One line for a round that has ended; its winners' file is written by the Swarm's thread."""
-        means = mean_rewards(self.store, round_)
+        means = mean_rewards(self.store, round_, self.life.sessions)
         self.swarm.post(write_winners, self.store, round_, means)
         reward = f"reward {statistics.fmean(means.values()):.2f}" if means else "no reward"
         who = f"{len(submitted)} nodes" + f" | late: {' '.join(late)[:40]}" * bool(late)

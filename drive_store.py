@@ -160,13 +160,16 @@ class DriveStore:
             for part in PurePosixPath(path).parts:
                 if look and part not in os.listdir(fd):
                     raise FileNotFoundError(errno.ENOENT, "no such folder", path)
-                if make:
+                try:
+                    fd = step(part, fd)
+                except OSError as error:
+                    if not make or error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                        raise
+                    if self.place and error.errno != errno.ENOENT:
+                        os.unlink(part, dir_fd=fd)  # a file or link in the place of a folder of ours
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=fd)
-                    if self.place and not stat.S_ISDIR(os.lstat(part, dir_fd=fd).st_mode):
-                        os.unlink(part, dir_fd=fd)  # a file or link in the place of a folder of ours
-                        os.mkdir(part, dir_fd=fd)
-                fd = step(part, fd)
+                    fd = step(part, fd)
             yield fd
 
     def names(self, path: str, look: bool = True) -> list[str]:

@@ -243,8 +243,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
 def wait_for_peers(run: "Run", t: int, stage: int) -> None:
     """Wait FETCH_TIMEOUT_SECONDS at most for who published the round before; at first for all registered."""
     swarm, config = run.swarm, run.config
-    last_stage = config.MAX_STAGES - 1
-    if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < last_stage:
+    if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < config.MAX_STAGES - 1:
         return  # nobody publishes before the last stage
     deadline = time.monotonic() + config.FETCH_TIMEOUT_SECONDS
     while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
@@ -776,7 +775,7 @@ def read_config(environ) -> tuple[Config, list[str]]:
         given["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
     if rank and given.get("NODE_ID", "auto") == "auto" and given.get("LOCAL_NODES", 1) == 1:
         given["NODE_ID"] = f"node_{rank}"
-    given |= {"TASKS": ",".join(map(str.strip, given["TASKS"].split(",")))} if "TASKS" in given else {}
+    given |= {"TASKS": re.sub(r"\s*,\s*", ",", given["TASKS"])} if "TASKS" in given else {}
     config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
     if config.NODE_ROLE == "worker":
         import_learner()
@@ -1018,9 +1017,8 @@ def save_models(run: Run) -> None:
             run.swarm.post(run.store.write, f"models/{node.id}/{file.name}", file)
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
-    tokens = run.config.MAX_NEW_TOKENS
     about, asked = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
-    ask = f'pipeline("text-generation", {about})({asked}, max_new_tokens={tokens})'
+    ask = f'pipeline("text-generation", {about})({asked}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
     run.log.say(f"final model: {folder}\n  try it: python -c {code}")
 
@@ -1173,7 +1171,6 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID)
     store.create()
     announce(config, store, log.say)
-    store.sweep()  # temp files that a killed process of this name left
     tasks = join_experiment(config, store, log.say, only_read=True)
     keep_freed_memory()
     if config.MODEL_NAME == "tiny":
@@ -1246,14 +1243,14 @@ def make_scratch() -> Path:
 
 
 def prepare(run: Run) -> None:
-    """Resume, sweep what a killed session left, look at the folder, check the disk, say what begins."""
+    """Resume, register, try out the folder, look at it, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
     resume(run)  # before registering: a start that is refused must not take a running node's place
     about = {"model": config.MODEL_NAME, "device": config.DEVICE, **system_info()}
     for node in run.nodes:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
-    run.log.say(f"the folder: {store.probe()}")
+    run.log.say(f"the folder: {store.probe()}")  # it also sweeps what a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()
     lost = range(run.done + 1, 0 if swarm.alone else swarm.clock)  # finished before a kill, and not replayed
