@@ -628,9 +628,8 @@ def smooth(values: list) -> list:
 
 def latest_checkpoint(store) -> Path | None:
     """Folder of the newest round with a checkpoint, of any node."""
-    clock = store.clock()[0]
-    rounds = [round_ for round_ in reversed(store.rounds("checkpoints")) if round_ <= clock + 100]
-    folders = (f"checkpoints/round_{round_:06d}" for round_ in rounds)
+    last = store.clock()[0] + 100  # one from far above the clock is a stranger's joke
+    folders = (f"checkpoints/round_{r:06d}" for r in reversed(store.rounds("checkpoints")) if r <= last)
     return next((store.base / folder for folder in folders if store.names(folder)), None)
 
 
@@ -702,14 +701,16 @@ def summarize(store, known: dict | None = None) -> dict | None:
     if (there := store.read("config.json")) is None or not (rows := reward_rows(store, known)):
         return None
     config |= there
-    if len(config) > 500:
-        raise ValueError(f"config.json: {len(config)} settings")
+    if len(config) > 150 or any(isinstance(value, list | dict) for value in config.values()):
+        raise ValueError("config.json holds more than a Config does")
     for name in ARM:
         if not isinstance(config.get(name), int) or not 0 <= config[name] <= 4096:
             raise ValueError(f"config.json: {name} is {plain(config.get(name))}")
     own, external, oversample, replay, filtered = (config[name] for name in ARM)
     arm = f"{own}/{external}" + f" x{oversample}" * (oversample > 1) + f" +r{replay}" * (replay > 0)
     nodes, rounds, found = len(rows_by("node_id", rows)), rows[-1]["round"] + 1, rows_by("round", rows)
+    if rounds > 100 + 10 * len(found):
+        raise ValueError(f"rewards of only {len(found)} of {rounds} rounds")
     settings = {n: config[n] for n in config if n not in NO_SETTING} | {"nodes": nodes, "rounds": rounds}
     by_round = [found.get(t, []) for t in range(rounds)]
     curve = [average(row["reward"] for row in now) or 0.0 for now in by_round]
@@ -926,7 +927,7 @@ def monitor(store, stale_after: float, max_rounds=None, once=False, should_stop=
             from IPython.display import Image, clear_output, display
 
             clear_output(wait=True)
-            with contextlib.suppress(OSError, ValueError):  # no config.json yet, or no matplotlib
+            with contextlib.suppress(OSError, ValueError, IndexError):  # no reward yet, or no matplotlib
                 display(Image(draw(compare([summarize(store, known)])), width=900))
         print("\033[2J\033[H" * sys.stdout.isatty() + text, flush=True)
         for _ in range(150):

@@ -38,6 +38,7 @@ MAX_GROUPS_PER_FILE = 4096
 MAX_RESPONSE_CHARS = 32768
 MAX_QUESTION_CHARS = 16384
 GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
+FIGURES = "reward timestamp completions local_groups external_groups informative_groups held_out grad_norm"
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
 MAX_GAP = 100  # a round this far above all others is a stranger's joke, not the clock
 MAX_CLOCK_SKEW = 3600  # seconds: a session from further ahead is not counted
@@ -127,6 +128,7 @@ class DriveStore:
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
         self._ahead = set()  # sessions that were seen before their time
+        self._figures = set(FIGURES.split())  # names of figures in reward files
 
     # -- folders and files
 
@@ -253,8 +255,8 @@ class DriveStore:
                             return False
                 try:
                     os.replace(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
-                except IsADirectoryError:  # a stranger's, where a file belongs
-                    delete_in(folder, name)
+                except IsADirectoryError:  # a stranger's, where a file belongs; perhaps too deep to delete
+                    os.rename(name, f"{temp}.aside", src_dir_fd=folder, dst_dir_fd=tmp)
                     os.replace(temp, name, src_dir_fd=tmp, dst_dir_fd=folder)
                 return True
             finally:
@@ -314,14 +316,16 @@ class DriveStore:
 
     def sweep(self) -> None:
         """Delete what a killed process of this owner left in tmp/OWNER."""
-        if "tmp" in self.names(""):
-            with self.folder("tmp", make=True):
-                self.delete(self.tmp)
+        with self.folder("tmp", make=True):  # where that is a file or a link, a folder takes its place
+            self.delete(self.tmp)
 
     def can_write(self) -> bool:
         """Whether the folder takes a small file now: then a write that fails does so for its own path."""
+        path = f"{self.tmp}/{secrets.token_hex(8)}"  # a name that nobody can have taken
         with contextlib.suppress(OSError):
-            return self.write(f"{self.tmp}/probe", b"probe")
+            self.write(path, b"")
+            self.delete(path)
+            return True
         return False
 
     # -- the experiment, its clock, and who is here
@@ -471,7 +475,8 @@ class DriveStore:
                 for node in there:
                     path, identity = f"{where}/{node}.json", dict(node_id=node, round=round_, stage=stage)
                     if path not in self._rewards and (data := self.read_matching(path, folder, **identity)):
-                        self._rewards |= {path: row} if (row := sane_reward(data | identity)) else {}
+                        row = sane_reward(data, self._figures)
+                        self._rewards |= {path: row | identity} if row else {}
                     rows += [self._rewards[path]] if path in self._rewards else []
         return rows
 
@@ -482,13 +487,15 @@ class DriveStore:
     def checkpoints(self, process: str, last: int = 10**6) -> list[int]:
         """Rounds up to `last` after which this process has a checkpoint file, newest first.
 
-        StoreError if they cannot be listed: a node whose checkpoints are hidden must not start over.
+        StoreError if there is none where a folder cannot be listed: a node whose checkpoints are hidden must
+        not start over.
         """
-        skipped = self.skipped.total()
-        rounds, name = [r for r in self.rounds("checkpoints") if r <= last], f"{process}.safetensors"
-        if self.skipped.total() > skipped:
-            raise StoreError(f"{self.base / 'checkpoints'} is no folder that this user may read")
-        return [r for r in reversed(rounds) if name in self.names(f"checkpoints/{bucket(r)}", look=False)]
+        skipped, name = self.skipped.total(), f"{process}.safetensors"
+        rounds = [r for r in reversed(self.rounds("checkpoints")) if r <= last]
+        found = [r for r in rounds if name in self.names(f"checkpoints/{bucket(r)}", look=False)]
+        if not found and self.skipped.total() > skipped:
+            raise StoreError(f"{self.base / 'checkpoints'} is, or holds, no folder that this user may read")
+        return found
 
 
 def delete_in(folder: int, name: str, depth: int = 50) -> None:
@@ -520,15 +527,13 @@ def is_number(value) -> bool:
     return is_real and abs(value) < 1e300 and math.isfinite(value)
 
 
-def sane_reward(data: dict) -> dict | None:
-    """The figures of a reward file, None if they make no sense."""
-    counts = "completions local_groups external_groups informative_groups held_out grad_norm".split()
-    figures = [data.get("reward"), data.get("timestamp"), *(data.get(key, 0) for key in counts)]
+def sane_reward(data: dict, names: set[str]) -> dict | None:
+    """The figures of a reward file, None if they make no sense. names: theirs, at most 64 in all files."""
+    figures = [data.get("reward"), data.get("timestamp"), *(data.get(x, 0) for x in FIGURES.split()[2:])]
     if not all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) or data["reward"] > 1:
         return None
-    numbers = [(name, value) for name, value in data.items() if is_number(value)]
-    needed = ("node_id", "round", "stage", "reward", "timestamp", *counts)
-    return dict(numbers[:64]) | {name: data[name] for name in needed if name in data}
+    names.update([name for name in data if is_number(data[name])][: max(0, 64 - len(names))])
+    return {name: x for name, x in data.items() if name in names and is_number(x)}
 
 
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:

@@ -252,8 +252,7 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
             return
         if time.monotonic() > deadline:
             swarm.give_up(late)
-            more = f" and {len(late) - 8} others" * (len(late) > 8)
-            names = " ".join(sorted(late)[:8]) + more or "the folder's listing"
+            names = " ".join([*sorted(late)[:8], *["…"] * (len(late) > 8)]) or "the folder's listing"
             why = f"not here after FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g}"
             run.log.event("wait", f"round {t}: {names} {why}", round=t)
             return
@@ -442,8 +441,7 @@ def wait_for_clock(run: Run, own: int) -> int:
     while True:
         run.stop.check()
         if swarm.superseded:
-            newer = f"a newer session of {', '.join(swarm.superseded)} is running; this one stops"
-            run.log.event("end", newer)
+            run.log.event("end", f"a newer session of {', '.join(swarm.superseded)} runs; this one stops")
             raise Ended("superseded")
         if swarm.hangs and not run.hanging:  # an error is told by the Swarm's thread; this one hangs itself
             run.log.event("outage", "the shared folder does not answer; training goes on, writes are queued")
@@ -583,9 +581,9 @@ def report_round(run: Run, t: int) -> None:
     if mean["external_short"] and not mean["external_peers"] and len(run.history) % 10 == 1:
         rounds = [key[0] for key in list(run.swarm.rollouts) if key[2] not in run.swarm.nodes]
         seen = f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
-        short = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
-        text = f"round {t}: {short}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})"
-        run.log.event("wait", text, round=t)
+        wanted, oldest = config.NUM_TRANSPLANT_TREES, config.ROLLOUT_MAX_AGE
+        short = f"{mean['external_short']:.0f} of {wanted} externals missing (ROLLOUT_MAX_AGE={oldest})"
+        run.log.event("wait", f"round {t}: {short}; {seen}", round=t)
 
 
 def short_line(t: int, max_rounds: int, s: dict) -> str:
@@ -791,8 +789,7 @@ def read_config(environ) -> tuple[Config, list[str]]:
         warnings.append(f"NODE_ID={given['NODE_ID']} is ignored: the coordinator has a seat of its own")
     timeout, interval = config.FETCH_TIMEOUT_SECONDS, config.COORDINATOR_ROUND_INTERVAL
     if "COORDINATOR_ROUND_INTERVAL" in given and timeout > interval:
-        longer = f"is longer than COORDINATOR_ROUND_INTERVAL={interval:g}"
-        warnings.append(f"FETCH_TIMEOUT_SECONDS={timeout:g} {longer}")
+        warnings.append(f"FETCH_TIMEOUT_SECONDS={timeout:g} > COORDINATOR_ROUND_INTERVAL={interval:g}")
     return config, warnings
 
 
@@ -1103,14 +1100,12 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
     if not store.names(""):
-        others = list_experiments(config.GDRIVE_PATH)
-        also = f"; there are also: {', '.join(others)}" if others else ""
-        say(f"new experiment {config.EXPERIMENT_NAME}{also}")
+        others = ", ".join(list_experiments(config.GDRIVE_PATH))
+        say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
     sessions, last = store.sessions(), begun_with(store, "MAX_ROUNDS", math.inf)
     nodes = without_seat(sessions)
-    made_up = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID)
-    if nodes and made_up and store.clock()[0] >= last - 1:
+    if nodes and re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
         raise ConfigError(f"experiment {config.EXPERIMENT_NAME} has finished its {last} rounds: {todo}")
     known = f"{', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else "nobody yet"
@@ -1144,8 +1139,7 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
             if load_weights(model, shared.read_bytes(path, largest)):
                 return
         with contextlib.suppress(OSError, BadFile):
-            holder = shared.read(claim) or {}
-            if is_known_dead(holder):
+            if is_known_dead(shared.read(claim) or {}):
                 shared.delete(claim)
             if not shared.write_once(claim, process_identity()) and time.monotonic() < until:
                 if until == float("inf"):
@@ -1289,6 +1283,7 @@ def close(run: Run) -> None:
         run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
         pending = run.swarm.close(patience=300.0)
     if pending:
+        (run.scratch / "process.json").unlink(missing_ok=True)  # then no later start deletes this folder
         print(f"{pending} writes did not reach the shared folder; a checkpoint may lie in {run.scratch}")
     elif not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
@@ -1305,11 +1300,11 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     """Open rounds for the swarm; loads no model."""
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR)
     store.create()
-    store.sweep()
     stages = store.open_config({"MAX_STAGES": config.MAX_STAGES}, only_read=True).get("MAX_STAGES")
     if stages != config.MAX_STAGES:
         todo = f"{store.base / 'config.json'} says {stages!r}; change that or EXPERIMENT_NAME"
         raise ConfigError(f"MAX_STAGES={config.MAX_STAGES}: {todo}")
+    store.sweep()
     session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity()})
     swarm = Swarm(store, {COORDINATOR: session}, config, log.event, log.lines)
     outcome = Coordinator(swarm, config, log.say).run(lambda: stop.pressed)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 
+import coordinator
 import pytest
 from coordinator import COORDINATOR, Life, boot_id, dashboard, experiment_status, is_known_dead
 from coordinator import is_round_over, list_experiments, p_value, pid_start, process_identity, report_text
@@ -412,3 +413,12 @@ def test_winners_are_registered_nodes_and_their_rewards_take_little_memory(tmp_p
     write_winners(store, 0)
     assert store.read("winners/round_000000.json") == {"n1": 0.25}
     assert len(json.dumps(store.rewards(0, ["n1"]))) < 2000
+
+
+def test_the_monitor_of_a_notebook_waits_for_the_first_reward(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(coordinator, "in_notebook", lambda: True)
+    store = new_store(tmp_path)
+    coordinator.monitor(store, 300, once=True)
+    store.open_config({"MAX_ROUNDS": 9})
+    coordinator.monitor(store, 300, once=True)
+    assert capsys.readouterr().out.count("round -1 of") == 2
