@@ -487,13 +487,17 @@ class DriveStore:
     def checkpoints(self, process: str, last: int = 10**6) -> list[int]:
         """Rounds up to `last` after which this process has a checkpoint file, newest first.
 
-        StoreError if there is none where a folder cannot be listed: a node whose checkpoints are hidden must
-        not start over.
+        StoreError if it ran before, there is none, and a folder cannot be listed: a node whose checkpoints
+        are hidden must not start over.
         """
         skipped, name = self.skipped.total(), f"{process}.safetensors"
         rounds = [r for r in reversed(self.rounds("checkpoints")) if r <= last]
         found = [r for r in rounds if name in self.names(f"checkpoints/{bucket(r)}", look=False)]
-        if not found and self.skipped.total() > skipped:
+        if (
+            not found
+            and self.skipped.total() > skipped
+            and {process, f"{process}_0"} & self.sessions().keys()
+        ):
             raise StoreError(f"{self.base / 'checkpoints'} is, or holds, no folder that this user may read")
         return found
 

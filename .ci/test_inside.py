@@ -42,7 +42,7 @@ FOLDERS = {  # name of a case -> folders that are links at the same time
     "experiments": ("..",), "the experiment": (".",), "peers": ("peers",), "tmp": ("tmp",), "tmp/a":
     ("tmp/a",), "warmstart": ("../../warmstart",),
 }  # fmt: skip
-NEVER_STARTS = ("experiments", "the experiment", "peers", "warmstart", "checkpoints")
+NEVER_STARTS = ("experiments", "the experiment", "peers", "warmstart")
 
 
 def victim(place: Path) -> Path:

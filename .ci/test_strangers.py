@@ -979,6 +979,8 @@ def test_hidden_checkpoints_are_no_new_start(tmp_path, how):
     assert store.checkpoints("n1") == []
     path = store.base / "checkpoints/round_000004"
     path.symlink_to(moved) if how == "link" else path.touch()
+    assert store.checkpoints("n1") == [], "a node that is new has lost nothing"
+    store.register("n1", "worker", {})
     with pytest.raises(StoreError, match="no folder that this user may read"):
         store.checkpoints("n1")
     store.write("checkpoints/round_000003/n1.safetensors", b"x")
