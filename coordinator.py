@@ -7,6 +7,7 @@ readers at the end (status, validation, comparison, monitor) change nothing. A s
 import bisect
 import contextlib
 import csv
+import errno
 import functools
 import io
 import itertools
@@ -136,7 +137,7 @@ def pid_start(pid: int) -> str | None:
 # -------- The swarm as a worker sees it -----------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)  # a queue that compares fields while another thread appends to it raises IndexError
 class Job:
     """A write that waits for the folder."""
 
@@ -226,9 +227,11 @@ class Swarm:
         """
         self._good_look = time.monotonic()  # loading a checkpoint may have taken minutes
         self._look()
-        older = range(max(0, self.round - self.max_age), self.round) if self.max_peers else ()
-        for key in itertools.product(older, range(self.stages), self.nodes if len(self.nodes) > 1 else ()):
-            self._fetch_one(key)
+        draws = self.max_peers and len(self.nodes) > 1
+        older = range(max(0, self.round - self.max_age), self.round if draws else 0)
+        for r, stage in itertools.product(older, range(self.stages)):
+            for node in self.nodes.keys() & set(self.store.nodes("rollouts", r, stage)):
+                self._fetch_one((r, stage, node))
         self._lead = lead
         self._thread.start()
 
@@ -364,7 +367,7 @@ class Swarm:
             job.function(*job.args)
         except Exception as error:  # one job stops neither the queue nor training
             if isinstance(error, OSError):
-                if not self.store.can_write():
+                if error.errno in (errno.ENOSPC, errno.EDQUOT) or not self.store.can_write():
                     raise
                 job.failing_since = job.failing_since or time.monotonic()
                 if time.monotonic() < job.failing_since + self.PATIENCE and not self._closing.is_set():

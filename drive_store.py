@@ -323,7 +323,7 @@ class DriveStore:
         """Whether the folder takes a small file now: then a write that fails does so for its own path."""
         path = f"{self.tmp}/{secrets.token_hex(8)}"  # a name that nobody can have taken
         with contextlib.suppress(OSError):
-            self.write(path, b"")
+            self.write(path, bytes(4096))
             self.delete(path)
             return True
         return False
@@ -451,7 +451,7 @@ class DriveStore:
             with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
                 late = name in os.listdir(goal)  # files that came after their round had been taken away
                 new = f"{name}.{secrets.token_hex(4)}" if late else name
-                with contextlib.suppress(FileNotFoundError):  # somebody else was faster
+                with contextlib.suppress(FileNotFoundError, PermissionError):  # gone meanwhile, or another's
                     os.rename(name, new, src_dir_fd=source, dst_dir_fd=goal)
             if not archive:
                 self.delete(f"{aside}/{new}")
@@ -487,19 +487,17 @@ class DriveStore:
     def checkpoints(self, process: str, last: int = 10**6) -> list[int]:
         """Rounds up to `last` after which this process has a checkpoint file, newest first.
 
-        StoreError if it ran before, there is none, and a folder cannot be listed: a node whose checkpoints
-        are hidden must not start over.
+        StoreError if it ran before and there is none, but one after `last` or a folder that cannot be
+        listed: a node whose checkpoints are hidden must not start over.
         """
         skipped, name = self.skipped.total(), f"{process}.safetensors"
-        rounds = [r for r in reversed(self.rounds("checkpoints")) if r <= last]
+        rounds = reversed(self.rounds("checkpoints"))
         found = [r for r in rounds if name in self.names(f"checkpoints/{bucket(r)}", look=False)]
-        if (
-            not found
-            and self.skipped.total() > skipped
-            and {process, f"{process}_0"} & self.sessions().keys()
-        ):
-            raise StoreError(f"{self.base / 'checkpoints'} is, or holds, no folder that this user may read")
-        return found
+        usable, hidden = [r for r in found if r <= last], found or self.skipped.total() > skipped
+        if hidden and not usable and {process, f"{process}_0"} & self.sessions().keys():
+            why = f"of {process} is after round {last}" if found else "is no folder that this user may read"
+            raise StoreError(f"{self.base / 'checkpoints'}: what is there {why}; put it right or away")
+        return usable
 
 
 def delete_in(folder: int, name: str, depth: int = 50) -> None:

@@ -448,6 +448,8 @@ def wait_for_clock(run: Run, own: int) -> int:
         run.hanging = swarm.hangs
         if swarm.down:  # alone for now, and no faster than usual, so as not to run away from the swarm
             if time.monotonic() >= run.round_began + pace:
+                if not swarm.is_led:
+                    swarm.open(own)  # later; the clock must have no gap
                 return own
         elif swarm.is_led:
             if swarm.clock >= own:
@@ -916,8 +918,7 @@ def checkpoint_path(run: Run, round_: int) -> str:
 def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
     """In the Swarm's thread: copy a checkpoint to the folder, delete all but the newest CHECKPOINT_KEEP."""
     if local.exists():  # else a newer one took its place
-        run.store.write(checkpoint_path(run, round_), local)
-        local.unlink(missing_ok=True)
+        carry(run.store, checkpoint_path(run, round_), local)
         run.checkpoints.append(round_)
         for old in run.checkpoints[: -run.config.CHECKPOINT_KEEP]:
             run.swarm.post(run.store.delete, checkpoint_path(run, old), True)
@@ -962,7 +963,7 @@ def checkpoint_bytes(run: Run) -> int:
 
 def fetch_checkpoint(run: Run, round_: int) -> Path:
     """A checkpoint, copied to the local disk; ValueError if it is far larger than this model's."""
-    local, most = run.scratch / "resume.safetensors", 2 * checkpoint_bytes(run) + 2**26
+    local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
     with run.store.open(checkpoint_path(run, round_)) as file, open(local, "wb") as copied:
         while piece := file.read(2**20):
             if copied.write(piece) and copied.tell() > most:
@@ -1007,11 +1008,17 @@ def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Gro
     return Group(prompt, completions, rewards)
 
 
+def carry(store: DriveStore, path: str, local: Path) -> None:
+    """In the Swarm's thread: a local file into the folder; `close` says which did not get there."""
+    store.write(path, local)
+    local.unlink()
+
+
 def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
         for file in sorted(save_locally(run, node, "models").iterdir()):
-            run.swarm.post(run.store.write, f"models/{node.id}/{file.name}", file)
+            run.swarm.post(carry, run.store, f"models/{node.id}/{file.name}", file)
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
     about, asked = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
@@ -1160,7 +1167,7 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
 
 
 def run_worker(config: Config, log: Log, stop: StopButton) -> str:
-    """Load, resume, train, save. Returns how it ended: finished, stopped or superseded."""
+    """Load, resume, train, save. Returns how it ended: finished, incomplete, stopped or superseded."""
     stop.check()  # the imports took a while
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID)
     store.create()
@@ -1188,16 +1195,16 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         if run.history:
             save_models(run)
             log.event("end", f"finished; {conclusion(run)}; next: NODE_ROLE=report compares experiments")
-        return "finished"
+        outcome = "finished"
     except Ended as how:
-        if str(how) == "stopped":
+        outcome = str(how)
+        if outcome == "stopped":
             swarm.state = "stopped"
             save_checkpoint(run)
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
-        return str(how)
     finally:
-        if stop.pressed < 2:
-            close(run)
+        arrived = stop.pressed > 1 or close(run)
+    return outcome if arrived or outcome != "finished" else "incomplete"
 
 
 def check_memory(config: Config, model, say) -> int:
@@ -1227,9 +1234,9 @@ def new_node(node_id: str, model, config: Config) -> Node:
 def make_scratch() -> Path:
     """A local folder for files on their way; those that killed processes of this user left are removed."""
     for left in Path(tempfile.gettempdir()).glob("sapo-*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            identity = json.loads((left / "process.json").read_text())
-            if is_known_dead(identity) and left.stat().st_uid == os.getuid():
+        with contextlib.suppress(Exception):  # whatever another user put there
+            about = left / "process.json"
+            if left.lstat().st_uid == os.getuid() and is_known_dead(json.loads(about.read_text())):
                 shutil.rmtree(left)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
     (scratch / "process.json").write_text(json.dumps(process_identity()))
@@ -1266,8 +1273,9 @@ def prepare(run: Run) -> None:
         run.log.bar = tqdm(total=config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
 
 
-def close(run: Run) -> None:
-    """Write what is still queued and say goodbye. Nothing is given up silently."""
+def close(run: Run) -> bool:
+    """Write what is still queued and say goodbye; whether all of it arrived. Nothing is given up silently."""
+    (run.scratch / "process.json").unlink(missing_ok=True)  # no later start may delete what did not arrive
     if run.log.bar is not None:
         run.log.bar.close()
         run.log.bar = None
@@ -1282,11 +1290,12 @@ def close(run: Run) -> None:
     if pending:
         run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
         pending = run.swarm.close(patience=300.0)
-    if pending:
-        (run.scratch / "process.json").unlink(missing_ok=True)  # then no later start deletes this folder
-        print(f"{pending} writes did not reach the shared folder; a checkpoint may lie in {run.scratch}")
+    lost = pending or len([*run.scratch.glob("*.safetensors"), *run.scratch.glob("models/*/*")])
+    if lost:
+        print(f"{lost} writes did not reach the shared folder; a checkpoint may lie in {run.scratch}")
     elif not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
+    return not lost
 
 
 def system_info() -> dict:
@@ -1426,7 +1435,7 @@ def run_role(config: Config, notes: list[str], log: Log, stop: StopButton) -> in
     except (Ended, KeyboardInterrupt):
         log.say(f"stopped; to go on:\n  {log.resume_line}")
         return 130
-    return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3, "invalid": 1}[outcome]
+    return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
 
 
 if __name__ == "__main__":

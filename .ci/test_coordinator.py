@@ -422,3 +422,8 @@ def test_the_monitor_of_a_notebook_waits_for_the_first_reward(tmp_path, monkeypa
     store.open_config({"MAX_ROUNDS": 9})
     coordinator.monitor(store, 300, once=True)
     assert capsys.readouterr().out.count("round -1 of") == 2
+
+
+def test_two_jobs_are_never_equal():
+    """A queue that compares their fields while another thread appends to it raises IndexError: a false outage."""
+    assert coordinator.Job(print, ("a",)) != coordinator.Job(print, ("a",))

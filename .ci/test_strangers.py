@@ -985,3 +985,5 @@ def test_hidden_checkpoints_are_no_new_start(tmp_path, how):
         store.checkpoints("n1")
     store.write("checkpoints/round_000003/n1.safetensors", b"x")
     assert store.checkpoints("n1") == [3], "one that is there is used"
+    with pytest.raises(StoreError, match="after round 2"):
+        store.checkpoints("n1", last=2)

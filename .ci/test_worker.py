@@ -841,8 +841,76 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     for folder in (kept, left):
         if (folder / "process.json").exists():
             (folder / "process.json").write_text(json.dumps(gone))
+    for i, text in enumerate(
+        ("[]", '"x"', "[" * 5000, "")
+    ):  # what another user of this machine may have put there
+        (tmp_path / f"sapo-{i}").mkdir()
+        (tmp_path / f"sapo-{i}/process.json").write_text(text)
     sapo.make_scratch()
     assert (kept / "4.safetensors").exists() and not left.exists()
     assert (
         f"3 writes did not reach the shared folder; a checkpoint may lie in {kept}" in capsys.readouterr().out
     )
+
+
+def watched_rounds(monkeypatch) -> list[int]:
+    """The rounds that this process has trained, as they come."""
+    rounds, report_round = [-1], sapo.report_round
+    monkeypatch.setattr(sapo, "report_round", lambda run, t: (rounds.append(t), report_round(run, t)))
+    return rounds
+
+
+def test_an_outage_of_more_than_a_hundred_rounds_leaves_no_gap_in_the_clock(monkeypatch, tmp_path):
+    base, rounds = tmp_path / "experiments/x", watched_rounds(monkeypatch)
+
+    def go_away():
+        until(lambda: rounds[-1] >= 5, 60)
+        base.rename(tmp_path / "away")
+        until(lambda: rounds[-1] >= 140, 60)
+        (tmp_path / "away").rename(base)
+
+    thread = threading.Thread(target=go_away)
+    thread.start()
+    settings = dict(MAX_ROUNDS=170, LOCAL_NODES=1, NODE_ID="n", NUM_TRANSPLANT_TREES=0) | UNTRAINED
+    assert swarm(tmp_path, "x", **settings) == 0
+    thread.join()
+    store = DriveStore(tmp_path, "x")
+    assert store.clock() == (169, {"n"})
+    assert [row["round"] for row in sapo.reward_rows(store)] == list(range(170))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "sapo", place], capture_output=True
+    ).returncode:
+        pytest.skip("only root mounts")
+    yield place
+    subprocess.run(["umount", "-l", place])
+
+
+def test_a_full_disk_at_the_end_loses_neither_checkpoint_nor_model(monkeypatch, small_disk, capsys):
+    rounds, filler = watched_rounds(monkeypatch), small_disk / "filler"
+
+    def fill_and_free():
+        until(lambda: rounds[-1] >= 5, 60)
+        with suppress(OSError), open(filler, "wb", 0) as file:
+            while True:
+                file.write(bytes(4096))
+        until(lambda: rounds[-1] >= 29, 60)
+        time.sleep(5)
+        filler.unlink()
+
+    thread = threading.Thread(target=fill_and_free)
+    thread.start()
+    settings = dict(MAX_ROUNDS=30, CHECKPOINT_INTERVAL=10, LOCAL_NODES=1, NODE_ID="n") | UNTRAINED
+    assert swarm(small_disk, "x", **settings) == 0
+    thread.join()
+    base, text = small_disk / "experiments/x", capsys.readouterr().out
+    assert (
+        (base / "models/n/model.safetensors").exists() and "set aside" not in text and "No space left" in text
+    )
+    assert (base / "checkpoints/round_000029/n.safetensors").exists()
+    assert [row["round"] for row in sapo.reward_rows(DriveStore(small_disk, "x"))] == list(range(30))
