@@ -227,9 +227,8 @@ class Swarm:
         """
         self._good_look = time.monotonic()  # loading a checkpoint may have taken minutes
         self._look()
-        draws = self.max_peers and len(self.nodes) > 1
-        older = range(max(0, self.round - self.max_age), self.round if draws else 0)
-        for r, stage in itertools.product(older, range(self.stages)):
+        stages = range(self.stages if self.max_peers and len(self.nodes) > 1 else 0)
+        for r, stage in itertools.product(range(max(0, self.round - self.max_age), self.round), stages):
             for node in self.nodes.keys() & set(self.store.nodes("rollouts", r, stage)):
                 self._fetch_one((r, stage, node))
         self._lead = lead
@@ -249,11 +248,12 @@ class Swarm:
         self.post(self.store.publish, round_, stage, node, about, groups)
 
     def open(self, round_: int) -> None:
-        """Open a round where nobody leads, and say who was best in the one before."""
-        self.clock = max(self.clock, round_)
-        self.post(self.store.open_round, round_, next(iter(self.nodes)))
-        if round_ > 0:
-            self.post(write_winners, self.store, round_ - 1)
+        """Open a round where nobody leads, if it is not open; say who was best in the one before."""
+        if round_ > self.clock:
+            self.clock = round_
+            self.post(self.store.open_round, round_, next(iter(self.nodes)))
+            if round_ > 0:
+                self.post(write_winners, self.store, round_ - 1)
 
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.

@@ -38,7 +38,7 @@ MAX_GROUPS_PER_FILE = 4096
 MAX_RESPONSE_CHARS = 32768
 MAX_QUESTION_CHARS = 16384
 GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
-FIGURES = "reward timestamp completions local_groups external_groups informative_groups held_out grad_norm"
+COUNTS = "completions local_groups external_groups informative_groups held_out grad_norm".split()
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
 MAX_GAP = 100  # a round this far above all others is a stranger's joke, not the clock
 MAX_CLOCK_SKEW = 3600  # seconds: a session from further ahead is not counted
@@ -128,7 +128,7 @@ class DriveStore:
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
         self._ahead = set()  # sessions that were seen before their time
-        self._figures = set(FIGURES.split())  # names of figures in reward files
+        self._figures = {"reward", "timestamp", *COUNTS}  # names of figures in reward files
 
     # -- folders and files
 
@@ -490,14 +490,20 @@ class DriveStore:
         StoreError if it ran before and there is none, but one after `last` or a folder that cannot be
         listed: a node whose checkpoints are hidden must not start over.
         """
-        skipped, name = self.skipped.total(), f"{process}.safetensors"
-        rounds = reversed(self.rounds("checkpoints"))
-        found = [r for r in rounds if name in self.names(f"checkpoints/{bucket(r)}", look=False)]
-        usable, hidden = [r for r in found if r <= last], found or self.skipped.total() > skipped
-        if hidden and not usable and {process, f"{process}_0"} & self.sessions().keys():
-            why = f"of {process} is after round {last}" if found else "is no folder that this user may read"
-            raise StoreError(f"{self.base / 'checkpoints'}: what is there {why}; put it right or away")
-        return usable
+
+        def has(round_):
+            return f"{process}.safetensors" in self.names(f"checkpoints/{bucket(round_)}", look=False)
+
+        skipped, rounds = self.skipped.total(), self.rounds("checkpoints")
+        found = [r for r in reversed(rounds) if r <= last and has(r)]
+        if not found and {process, f"{process}_0"} & self.sessions().keys():  # it ran before
+            later = any(has(r) for r in rounds if r > last)
+            if later or self.skipped.total() > skipped:
+                why = (
+                    f"of {process} is after round {last}" if later else "is no folder that this user may read"
+                )
+                raise StoreError(f"{self.base / 'checkpoints'}: what is there {why}; put it right or away")
+        return found
 
 
 def delete_in(folder: int, name: str, depth: int = 50) -> None:
@@ -531,7 +537,7 @@ def is_number(value) -> bool:
 
 def sane_reward(data: dict, names: set[str]) -> dict | None:
     """The figures of a reward file, None if they make no sense. names: theirs, at most 64 in all files."""
-    figures = [data.get("reward"), data.get("timestamp"), *(data.get(x, 0) for x in FIGURES.split()[2:])]
+    figures = [data.get("reward"), data.get("timestamp"), *(data.get(name, 0) for name in COUNTS)]
     if not all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) or data["reward"] > 1:
         return None
     names.update([name for name in data if is_number(data[name])][: max(0, 64 - len(names))])

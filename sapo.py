@@ -38,16 +38,8 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
     from coordinator import experiment_status, in_notebook, is_known_dead, list_experiments, monitor, plain
     from coordinator import process_identity, recent, report_files, report_text, reward_rows, rounds_to_keep
     from coordinator import short_time, summarize, validate_experiment, without_seat, write_winners
-    from drive_store import (
-        MAX_GAP,
-        BadFile,
-        DriveStore,
-        StoreError,
-        bucket,
-        check_name,
-        is_number,
-        parse_json,
-    )
+    from drive_store import MAX_GAP, BadFile, DriveStore, StoreError
+    from drive_store import bucket, check_name, is_number, parse_json
 
 
 def import_learner() -> None:
@@ -242,19 +234,21 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
 
 def wait_for_peers(run: "Run", t: int, stage: int) -> None:
     """Wait FETCH_TIMEOUT_SECONDS at most for who published the round before; at first for all registered."""
-    swarm, config = run.swarm, run.config
+    swarm, config, timeout = run.swarm, run.config, run.config.FETCH_TIMEOUT_SECONDS
     if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < config.MAX_STAGES - 1:
         return  # nobody publishes before the last stage
-    deadline = time.monotonic() + config.FETCH_TIMEOUT_SECONDS
+    deadline = time.monotonic() + timeout
     while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
         late = swarm.missing(t, stage)
         if swarm.looked_at >= t and not late:
             return
         if time.monotonic() > deadline:
             swarm.give_up(late)
-            names = " ".join([*sorted(late)[:8], *["…"] * (len(late) > 8)]) or "the folder's listing"
-            why = f"not here after FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g}"
-            run.log.event("wait", f"round {t}: {names} {why}", round=t)
+            more = f" and {len(late) - 8} others" * (len(late) > 8)
+            names = " ".join(sorted(late)[:8]) + more or "the folder's listing"
+            run.log.event(
+                "wait", f"round {t}: {names} not here after FETCH_TIMEOUT_SECONDS={timeout:g}", round=t
+            )
             return
         swarm.wait()
 
@@ -456,8 +450,7 @@ def wait_for_clock(run: Run, own: int) -> int:
                 return swarm.clock
         elif time.monotonic() - swarm.leaderless_since >= grace(run):
             t = own if swarm.alone else max(own, swarm.clock)
-            if t > swarm.clock:
-                swarm.open(t)
+            swarm.open(t)
             return t
         if time.monotonic() > began + max(30.0, 2 * pace):
             began = float("inf")  # say it once
@@ -583,9 +576,9 @@ def report_round(run: Run, t: int) -> None:
     if mean["external_short"] and not mean["external_peers"] and len(run.history) % 10 == 1:
         rounds = [key[0] for key in list(run.swarm.rollouts) if key[2] not in run.swarm.nodes]
         seen = f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
-        wanted, oldest = config.NUM_TRANSPLANT_TREES, config.ROLLOUT_MAX_AGE
-        short = f"{mean['external_short']:.0f} of {wanted} externals missing (ROLLOUT_MAX_AGE={oldest})"
-        run.log.event("wait", f"round {t}: {short}; {seen}", round=t)
+        short = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
+        text = f"round {t}: {short}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})"
+        run.log.event("wait", text, round=t)
 
 
 def short_line(t: int, max_rounds: int, s: dict) -> str:
@@ -785,8 +778,10 @@ def read_config(environ) -> tuple[Config, list[str]]:
     config = resolve(config, warnings)
     kept, keep = config.ROLLOUT_KEEP_LAST_N_ROUNDS, rounds_to_keep(config)
     if config.ROLLOUT_CLEANUP_ENABLED and keep > kept:
-        why = "a resumed node may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds"
-        warnings.append(f"ROLLOUT_KEEP_LAST_N_ROUNDS={kept} counts as {keep}: {why}")
+        warnings.append(
+            f"ROLLOUT_KEEP_LAST_N_ROUNDS={kept} counts as {keep}: "
+            "a resumed node may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds"
+        )
     if config.NODE_ROLE == "coordinator" and "NODE_ID" in given and not rank:
         warnings.append(f"NODE_ID={given['NODE_ID']} is ignored: the coordinator has a seat of its own")
     timeout, interval = config.FETCH_TIMEOUT_SECONDS, config.COORDINATOR_ROUND_INTERVAL
@@ -1233,11 +1228,10 @@ def new_node(node_id: str, model, config: Config) -> Node:
 
 def make_scratch() -> Path:
     """A local folder for files on their way; those that killed processes of this user left are removed."""
-    for left in Path(tempfile.gettempdir()).glob("sapo-*"):
+    for about in Path(tempfile.gettempdir()).glob("sapo-*/process.json"):
         with contextlib.suppress(Exception):  # whatever another user put there
-            about = left / "process.json"
-            if left.lstat().st_uid == os.getuid() and is_known_dead(json.loads(about.read_text())):
-                shutil.rmtree(left)
+            if about.parent.lstat().st_uid == os.getuid() and is_known_dead(json.loads(about.read_text())):
+                shutil.rmtree(about.parent)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
     (scratch / "process.json").write_text(json.dumps(process_identity()))
     return scratch

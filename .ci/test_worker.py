@@ -692,7 +692,10 @@ def test_a_checkpoint_far_larger_than_the_model_is_not_read_and_hidden_ones_are_
     assert "after round 11" in events_of(drive, "large", "resume")[-1]["text"]
     (folder / "checkpoints").rename(folder / "hidden")
     (folder / "checkpoints").symlink_to("hidden")
-    assert swarm(drive, "large", MAX_ROUNDS=16) == 2 and "is no folder that" in capsys.readouterr().out
+    assert (
+        swarm(drive, "large", MAX_ROUNDS=16) == 2
+        and "is no folder that this user may read" in capsys.readouterr().out
+    )
 
 
 def test_many_empty_folders_hold_up_no_start(tmp_path):
@@ -729,17 +732,20 @@ def test_a_checkpoint_from_a_far_round_is_not_believed(drive, unbroken):
     assert [event["round"] for event in events_of(drive, "far", "resume")] == [13]
 
 
-def test_a_checkpoint_that_cannot_be_deleted_costs_no_other_one(drive):
+def test_a_checkpoint_that_cannot_be_deleted_costs_no_other_one(drive, monkeypatch):
     name = "undeleted"
     folder = drive / "experiments" / name / "checkpoints"
     (folder / "round_000001").mkdir(parents=True)
     settings = dict(MAX_ROUNDS=12, CHECKPOINT_INTERVAL=2, CHECKPOINT_KEEP=2, **UNTRAINED)
     (folder / "round_000003").symlink_to(drive)  # writing and deleting there fail for their own path
+    monkeypatch.setattr(
+        sapo, "report_round", lambda run, t, say=sapo.report_round: (time.sleep(0.3), say(run, t))
+    )
+    # rounds so slow that no checkpoint waits long enough to give way to a newer one
     assert swarm(drive, name, **settings) == 0
-    kept = sorted(path.parent.name for path in folder.glob("round_0000??/node.safetensors"))
-    assert (
-        len(kept) >= 2 and kept[-1] == "round_000011"
-    )  # where the folder is slow, one gave way to a newer one
+    assert sorted(path.parent.name for path in folder.glob("round_0000??/node.safetensors"))[-2:] == [
+        "round_000009", "round_000011",
+    ]  # fmt: skip
 
 
 def test_a_mistyped_tiny_and_a_finished_experiment_are_told_before_anything_is_joined(
@@ -841,9 +847,8 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     for folder in (kept, left):
         if (folder / "process.json").exists():
             (folder / "process.json").write_text(json.dumps(gone))
-    for i, text in enumerate(
-        ("[]", '"x"', "[" * 5000, "")
-    ):  # what another user of this machine may have put there
+    hostile = "[]", '"x"', "[" * 5000, ""  # what another user of this machine may have put there
+    for i, text in enumerate(hostile):
         (tmp_path / f"sapo-{i}").mkdir()
         (tmp_path / f"sapo-{i}/process.json").write_text(text)
     sapo.make_scratch()
