@@ -155,7 +155,7 @@ class Swarm:
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
         main thread    round, state, given_up, in_vain; with `publish` its own rollouts, with `open` the clock
-        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; it alone uses the store
+        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; from then on the store
         hub thread     nothing here (uploads, see `push_to_hub` in sapo.py)
 
     nodes: {id: session} of this process. config: see Config in sapo.py. note(event, text): called with what
@@ -211,7 +211,7 @@ class Swarm:
 
     @property
     def alone(self) -> bool:
-        """Whether nobody else ever registered or published."""
+        """Whether nobody else ever registered, nor published in the rounds that count."""
         return self.sessions.keys() <= self.nodes.keys() and not self.has_met
 
     @property
@@ -235,7 +235,7 @@ class Swarm:
         self._thread.start()
 
     def post(self, function, *args) -> None:
-        """Hand over a write. They are done in order and kept until they succeed: an outage loses nothing."""
+        """Hand over a write. They are done in order, and kept while the folder is away (see `_do`)."""
         self._jobs.append(Job(function, args))
         self._wake.set()
 
@@ -323,7 +323,7 @@ class Swarm:
     # -- the thread
 
     def _run(self) -> None:
-        look_at, pause = 0.0, 1.0
+        look_at, pause = 0.0, 1.0  # the next look, 0.5 s sooner if somebody waits; the rest after an error
         while self._jobs or not self._closing.is_set():
             try:
                 self._write()
@@ -400,11 +400,10 @@ class Swarm:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
         oldest = max(0, round_ - self.max_age)
         rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
-        published = recent(self._published, oldest)
-        for key in itertools.product(rounds, range(self.stages)):
-            published[key] = set(self.store.nodes("rollouts", *key)) - self.nodes.keys()
-        self._published = published
-        for r, stage in itertools.product(rounds, range(self.stages)):
+        keys = [*itertools.product(rounds, range(self.stages))]
+        found = {key: set(self.store.nodes("rollouts", *key)) - self.nodes.keys() for key in keys}
+        self._published = published = recent(self._published, oldest) | found
+        for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
         if late := self._awaited(round_) - published[round_, self.stages - 1]:
@@ -493,8 +492,6 @@ class Coordinator:
     minutes to download), and where NUM_WORKERS is set until so many have registered, one interval at most.
     """
 
-    LOOK_AT = 4  # registrations and heartbeats read per look, however many workers are silent
-
     def __init__(self, swarm, config, say):
         self.swarm, self.store, self.config, self.say = swarm, swarm.store, config, say
         self.life, self.paces, self.is_over = swarm.life, deque(maxlen=10), False
@@ -534,9 +531,6 @@ class Coordinator:
             self.swarm.round = self.round = self.round + 1
             self.opened = time.monotonic()
             self.paces.append(elapsed)
-            if config.ROLLOUT_CLEANUP_ENABLED:  # workers clean up too; this is for those long gone
-                before = self.round - 2 * rounds_to_keep(config)
-                self.swarm.post(self.store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
             self._tell(self.round - 1, submitted, late)
 
     def _look(self) -> tuple[list[str], list[str]]:
@@ -547,9 +541,9 @@ class Coordinator:
         for kind, nodes in (("reward", submitted), ("rollouts", self.store.nodes("rollouts", self.round, 0))):
             for node in nodes:
                 self.life.note(node, kind, self.round)
-        nodes, there = without_seat(self.life.sessions), set(submitted)
-        quiet = [node for node in nodes if node not in there]
-        self.life.refresh(random.sample(quiet, min(len(quiet), self.LOOK_AT)))
+        nodes = without_seat(self.life.sessions)
+        quiet = sorted(set(nodes) - set(submitted))
+        self.life.refresh(random.sample(quiet, min(len(quiet), 4)))  # however many are silent
         return submitted, [node for node in nodes if self.life.is_live(node)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:
@@ -661,8 +655,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     nonzero = {name for row in rows for name in row if row[name]}
     rounds = range(min(max_rounds, clock + 1))
     unpaid = sorted(set(rounds) - {row["round"] for row in rows})
-    shared = set(store.rounds("rollouts"))
-    silent = [t for t in rounds if t not in shared or not rollout_files(store, [t])]
+    silent = sorted(set(rounds) - {t for t, *_ in rollout_files(store, store.rounds("rollouts"))})
     late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
     bare = [row for row in rows if not row.get("completions") or not row.get("local_groups")]
     alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0
@@ -688,7 +681,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
 
 
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "LOCAL_OVERSAMPLE", "LOCAL_REPLAY", "EXTERNAL_FILTER")
-OF_SHARING = (*ARM, "FETCH_MAX_PEERS", "ROLLOUT_PUBLISH_FREQUENCY", "ROLLOUT_MAX_AGE")
+OF_SHARING = (*ARM, "EXTERNAL_FLOOR", "FETCH_MAX_PEERS", "ROLLOUT_PUBLISH_FREQUENCY", "ROLLOUT_MAX_AGE")
 NO_SETTING = {  # may differ between repetitions; every other key of config.json, a new one too, is a setting
     "SEED", "EXPERIMENT_NAME", "created_at", "layout", "reasoning_gym", "TEST_MODE", "CONFIGS", "SEEDS",
     "VERBOSE", "MAX_ROUNDS", "LOCAL_NODES", "NUM_WORKERS", "MICRO_BATCH_SIZE", "EVAL_INTERVAL",
@@ -700,10 +693,9 @@ NO_SETTING = {  # may differ between repetitions; every other key of config.json
 
 def summarize(store, known: dict | None = None) -> dict | None:
     """One experiment as figures, None if it has no rewards. ValueError if config.json cannot be used."""
-    config = {"LOCAL_OVERSAMPLE": 1, "LOCAL_REPLAY": 0, "EXTERNAL_FILTER": True}
     if (there := store.read("config.json")) is None or not (rows := reward_rows(store, known)):
         return None
-    config |= there
+    config = dict(LOCAL_OVERSAMPLE=1, LOCAL_REPLAY=0, EXTERNAL_FILTER=True, EXTERNAL_FLOOR=0.0) | there
     if len(config) > 150 or any(isinstance(value, list | dict) for value in config.values()):
         raise ValueError("config.json holds more than a Config does")
     for name in ARM:
@@ -738,8 +730,7 @@ def summarize(store, known: dict | None = None) -> dict | None:
 def compare(summaries: list[dict]) -> list[dict]:
     """A row for each group of repetitions, compared with its baseline; the best of equal settings first."""
     found, rows = [run for run in summaries if run], []
-    names = {name: 0 for name in ("rounds", "nodes")} | {name: 0 for run in found for name in run["settings"]}
-    names = [name for name in names if name not in ARM]
+    names = dict.fromkeys(["rounds", "nodes", *(n for run in found for n in run["settings"] if n not in ARM)])
     differ = [n for n in names if len({json.dumps(run["settings"].get(n)) for run in found}) > 1]
     for runs in rows_by("key", found).values():
         arm, base, task, settings = (runs[0][name] for name in ("arm", "baseline", "task", "settings"))
@@ -778,7 +769,7 @@ def advantage(runs: list[dict], lone: list[dict]) -> dict:
     parts = [statistics.variance(sample) / len(sample) + 1e-18 for sample in samples]  # never 0
     freedom = sum(parts) ** 2 / sum(v * v / (len(s) - 1) for v, s in zip(parts, samples, strict=True))
     error = math.sqrt(sum(parts))
-    t = bisect.bisect(range(10**5), -0.05, key=lambda i: -p_value(i / 10**4, freedom)) / 10**4  # of p = 0.05
+    t = bisect.bisect(range(10**5), -0.05, key=lambda i: -p_value(i / 10**4, freedom)) / 10**4  # p(t) = 0.05
     low, high, p = math.expm1(mean - t * error), math.expm1(mean + t * error), p_value(mean / error, freedom)
     verb = "better" if low > 0 else "worse" if high < 0 else "not to be told apart"
     note = f"{verb}, {gain:+.0%} (95% interval {low:+.0%} to {high:+.0%}, p = {p:.2g}, {how})"

@@ -56,10 +56,15 @@ class BadFile(ValueError):
     """A file that cannot be used; the text is a short reason, fit for counting."""
 
 
-def check_name(name: str, variable: str) -> str:
-    """Return `name` if it is safe as a file name everywhere, else raise ValueError: it is put into paths."""
+def is_name(name: str) -> bool:
+    """Whether `name` is safe as a file name everywhere: it is put into paths."""
     for_windows = re.fullmatch(r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?", name)
-    if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}", name) or name.endswith(".") or for_windows:
+    return re.fullmatch(r"[A-Za-z0-9_-]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?", name) and not for_windows
+
+
+def check_name(name: str, variable: str) -> str:
+    """Return a name that `is_name`, else raise ValueError."""
+    if not is_name(name):
         allowed = "1 to 64 letters, digits, '.', '_', '-', no '.' at either end, no name of Windows' own"
         raise ValueError(f"{variable}={name!r}: use {allowed}")
     return name
@@ -227,7 +232,6 @@ class DriveStore:
             data = self.read(path, within=within)
             if data is not None and all(data.get(key) == value for key, value in identity.items()):
                 return data
-        return None
 
     def write(self, path: str, source, keep=None) -> bool:
         """Write a file through a temp file: readers see the old one, or none, or the whole new one.
@@ -308,7 +312,7 @@ class DriveStore:
                 links = "yes"
             os.replace(old, new, src_dir_fd=tmp, dst_dir_fd=tmp)
         began = time.monotonic()
-        while (shown := new in self.names(self.tmp)) is False and time.monotonic() < began + patience:
+        while not (shown := new in self.names(self.tmp)) and time.monotonic() < began + patience:
             time.sleep(0.05)
         self.sweep()
         seen = f"after {time.monotonic() - began:.2f} s" if shown else f"not within {patience:g} s"
@@ -341,12 +345,8 @@ class DriveStore:
 
     def nodes(self, kind: str, round_: int, stage: int) -> list[str]:
         """Nodes that have a file NODE.json in a stage's folder; copies such as "n1 (1).json" do not match."""
-        found = []
-        for name in self.names(stage_folder(kind, round_, stage)):
-            with contextlib.suppress(ValueError):
-                if name.endswith(".json") and ".sync-conflict-" not in name:
-                    found.append(check_name(name.removesuffix(".json"), "file name"))
-        return found
+        files = [n for n in self.names(stage_folder(kind, round_, stage)) if n.endswith(".json")]
+        return [n[:-5] for n in files if is_name(n[:-5]) and ".sync-conflict-" not in n]
 
     def open_config(self, settings: dict, only_read: bool = False) -> dict:
         """What the experiment was started with: the file that is there, else `settings`, now written.
@@ -396,10 +396,8 @@ class DriveStore:
             match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
             if match and int(match[2][:13]) >= too_late:
                 self._ahead.add(name)
-            with contextlib.suppress(ValueError):
-                if match and name not in self._ahead:
-                    node = check_name(match[1], "file name")
-                    newest[node] = max(newest.get(node, ""), match[2])
+            elif match and name not in self._ahead and is_name(match[1]):
+                newest[match[1]] = max(newest.get(match[1], ""), match[2])
         return newest
 
     def register(self, node_id: str, role: str, about: dict) -> str:
@@ -422,7 +420,6 @@ class DriveStore:
         """The last heartbeat that got here, or None: a mount may fail (EIO) on a file just rewritten."""
         with contextlib.suppress(OSError):
             return self.read_matching(f"heartbeats/{node_id}.json", node_id=node_id)
-        return None
 
     # -- rollouts, rewards, checkpoints
 
@@ -497,12 +494,9 @@ class DriveStore:
         skipped, rounds = self.skipped.total(), self.rounds("checkpoints")
         found = [r for r in reversed(rounds) if r <= last and has(r)]
         if not found and {process, f"{process}_0"} & self.sessions().keys():  # it ran before
-            later = any(has(r) for r in rounds if r > last)
-            if later or self.skipped.total() > skipped:
-                why = (
-                    f"of {process} is after round {last}" if later else "is no folder that this user may read"
-                )
-                raise StoreError(f"{self.base / 'checkpoints'}: what is there {why}; put it right or away")
+            if any(has(r) for r in rounds if r > last) or self.skipped.total() > skipped:
+                why = f"what is there is after round {last} or is no folder that this user may read"
+                raise StoreError(f"{self.base / 'checkpoints'}: {why}; put it right or away")
         return found
 
 
@@ -531,8 +525,7 @@ def delete_in(folder: int, name: str, depth: int = 50) -> None:
 
 def is_number(value) -> bool:
     """A finite int or float. True and False are no numbers here, nor is an integer too large for a float."""
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and abs(value) < 1e300 and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) < 1e300  # nan is less than nothing
 
 
 def sane_reward(data: dict, names: set[str]) -> dict | None:

@@ -59,11 +59,13 @@ class Group:
     prompt       (P,) ids
     completions  G lists of ids, each at least one long; the first EOS, where there is one, is the last id
     rewards      (G,) in [0, 1]; whoever builds the group scored them itself
+    floor        a completion with a lower mean log-probability per token gets no gradient
     """
 
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
+    floor: float = -math.inf
 
     @property
     def is_informative(self) -> bool:
@@ -83,7 +85,7 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
     [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]   (DeepSeekMath, section 4.1.2; details as in TRL)
     """
-    if len(rewards) < 2 or not is_informative(rewards):
+    if not is_informative(rewards):
         return [0.0] * len(rewards)
     r = torch.tensor(rewards, dtype=torch.float64)  # (G,)
     # EXERCISE (Dr. GRPO, arXiv:2503.20783): drop the division by the standard deviation.
@@ -137,6 +139,7 @@ def update(
     stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=sum(lengths.tolist()))
     max_rows = max_rows or max(1, len(lengths))
     advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
+    floors = torch.tensor([g.floor for g in groups for _ in g.completions])  # (B,)
     old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
@@ -147,9 +150,10 @@ def update(
         for pairs, rows in micro_batches(groups, rows_at_once):
             with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):  # weights: float32
                 logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
-            if step == 0:  # the policy has not moved yet
+            if step == 0:  # of the loop below: the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
             old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
+            a = a * (old.sum(1) / mask.sum(1) >= floors[rows].to(logp))
             loss, clipped = grpo_loss(logp, old, a, mask, w, clip_low, clip_high)
             loss.backward()
             total += torch.stack([loss, clipped]).detach().cpu()
@@ -307,7 +311,7 @@ def forward_hidden(model, ids, mask=None, cache=None):
 
 
 def head_logits(model, hidden):
-    """(..., H) -> logits (..., V), in float32 before a softmax: off by 0.025 in bfloat16, else by 0.004."""
+    """(..., H) -> logits (..., V) in float32: a softmax of bfloat16 ones is off by 0.025, not by 0.004."""
     return model.get_output_embeddings()(hidden).float()
 
 
@@ -333,8 +337,7 @@ def prefill(model, prompts: list[list[int]], pad_id: int, copies):
 
 
 def counts_slots(config) -> bool:
-    """Whether distance is measured over padding too, so that none may stand inside a prompt: sliding windows,
-    MPT's ALiBi."""
+    """Whether padding counts as distance (sliding windows, MPT's ALiBi): then none may stand in a prompt."""
     return config.model_type in ("gpt_neo", "mpt") or any(ComputeCache(config=config).is_sliding)
 
 
@@ -441,11 +444,9 @@ def keep_freed_memory() -> None:
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASK_TABLE = {
     "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
-    "basic_arithmetic": ("basic_arithmetic", {}), "arc_1d": ("arc_1d", {}), "bf": ("bf", {}),
-    "propositional_logic": ("propositional_logic", {}),
-    "fraction_simplification": ("fraction_simplification", {}),
-    "decimal_arithmetic": ("decimal_arithmetic", {}), "calendar_arithmetic": ("calendar_arithmetic", {}),
-    "binary_matrix": ("binary_matrix", {}),
+    **{name: (name, {}) for name in (
+        "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification",
+        "decimal_arithmetic", "calendar_arithmetic", "binary_matrix")},
     "small_arithmetic": ("basic_arithmetic", {
         **SMALL_RANGE, "operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}),
     "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "min_value": 1, "max_value": 31}),
@@ -453,8 +454,7 @@ TASK_TABLE = {
     "small_chain_sum": ("chain_sum", {"min_terms": 3, "max_terms": 3, "max_digits": 1}),
     "small_gcd": ("gcd", {"max_value": 30}), "small_lcm": ("lcm", {"max_value": 12}),
     "small_count_bits": ("count_bits", {"max_n": 63}), "small_products": ("products", SMALL_RANGE),
-    "chain_sum": ("chain_sum", {}), "count_bits": ("count_bits", {}), "gcd": ("gcd", {}), "lcm": ("lcm", {}),
-    "products": ("products", {}),
+    **{name: (name, {}) for name in ("chain_sum", "count_bits", "gcd", "lcm", "products")},
 }  # fmt: skip
 EVAL_ON_ANSWER = (
     "spiral_matrix", "string_insertion", "n_queens", "countdown", "puzzle24", "simple_integration",
@@ -766,12 +766,10 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, share:
     while True:
         samples = []
         for _ in range(16 * batch_size):
-            question = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
+            q = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
             rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
             style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
-            samples.append(
-                (codec.prompt(question), *codec.completions([style.format(question.answer)], [True]))
-            )
+            samples.append((codec.prompt(q), *codec.completions([style.format(q.answer)], [True])))
         samples = [s for s in samples if sum(map(len, s)) <= codec.max_prompt + codec.max_completion]
         samples.sort(key=lambda s: sum(map(len, s)))
         batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
@@ -825,7 +823,7 @@ def checksum(tensors) -> int:
 
 
 def fill(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """Copy saved tensors into those of these names. ValueError, and nothing changed, if one does not fit."""
+    """Copy saved tensors into those of these names. An error, and nothing changed, if one does not fit."""
     for name, tensor in ours.items():
         mine, least = saved[name], 0.0 if name.endswith(("/step", "/exp_avg_sq")) else -math.inf
         alike = (mine.shape, mine.dtype) == (tensor.shape, tensor.dtype)

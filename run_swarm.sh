@@ -60,7 +60,7 @@ start() {  # NAME VAR=VALUE…: one process in the background, in a process grou
 
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 gpu_of() {  # a worker's own GPU, where there are several and nobody has chosen
-  [ "${gpus:-0}" -lt 2 ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ] || echo "CUDA_VISIBLE_DEVICES=$(($1 % gpus))"
+  [ "${gpus:-0}" -lt 2 ] || [ -n "${CUDA_VISIBLE_DEVICES:-}${DEVICE:-}" ] || echo "CUDA_VISIBLE_DEVICES=$(($1 % gpus))"
 }
 
 run_experiment() {  # coordinator and workers, until all have ended; returns 1 and names whoever failed

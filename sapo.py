@@ -47,8 +47,8 @@ def import_learner() -> None:
     global torch, transformers, HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
     global BadQuestion, Codec, Group, Question, available_memory, checksum, fill, find_answer, generate
     global halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question, make_question
-    global new_optimizer, pack_weights, rows_that_fit, safe_open, save_file, score_all, task_hash
-    global training_state, update, warm_start, warm_start_name, why_refused
+    global micro_batches, new_optimizer, pack_weights, rows_that_fit, safe_open, save_file, score_all
+    global shared_prompt_logps, task_hash, training_state, update, warm_start, warm_start_name, why_refused
 
     if "torch" not in sys.modules:
         print("loading torch …", file=sys.stderr, flush=True)
@@ -63,8 +63,9 @@ def import_learner() -> None:
         from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
         from grpo import BadQuestion, Codec, Group, Question, available_memory, checksum, fill, find_answer
         from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_weights
-        from grpo import lucky_question, make_question, new_optimizer, pack_weights, rows_that_fit, score_all
-        from grpo import task_hash, training_state, update, warm_start, warm_start_name, why_refused
+        from grpo import lucky_question, make_question, micro_batches, new_optimizer, pack_weights
+        from grpo import rows_that_fit, score_all, shared_prompt_logps, task_hash, training_state, update
+        from grpo import warm_start, warm_start_name, why_refused
 
 
 # -------- Algorithm 1 -----------------------------------------------------------------------------
@@ -182,8 +183,7 @@ def answer(run: "Run", node: Node, questions: "list[Question]", g: int, seed: in
 
 def mean_reward(rollouts: list[Rollout]) -> float:
     """The node's reward of a round: the mean over all its own completions, never over externals."""
-    rewards = [reward for rollout in rollouts for reward in rollout.group.rewards]
-    return sum(rewards) / len(rewards)
+    return average(reward for rollout in rollouts for reward in rollout.group.rewards)
 
 
 def communicate(run: "Run", node: Node, t: int, stage: int) -> None:
@@ -228,7 +228,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
     ages = [t - rollout.key[0] for rollout in drawn]
     node.figures |= {**figures, "external_groups": len(drawn), "external_ages": ages}
-    node.figures |= {"external_short": max(0, wanted - len(drawn)), "wait_seconds": time.monotonic() - began}
+    node.figures |= {"external_short": wanted - len(drawn), "wait_seconds": time.monotonic() - began}
     return drawn
 
 
@@ -245,10 +245,8 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
         if time.monotonic() > deadline:
             swarm.give_up(late)
             more = f" and {len(late) - 8} others" * (len(late) > 8)
-            names = " ".join(sorted(late)[:8]) + more or "the folder's listing"
-            run.log.event(
-                "wait", f"round {t}: {names} not here after FETCH_TIMEOUT_SECONDS={timeout:g}", round=t
-            )
+            who = " ".join(sorted(late)[:8]) + more or "the folder's listing"
+            run.log.event("wait", f"round {t}: {who} not here after FETCH_TIMEOUT_SECONDS={timeout}", round=t)
             return
         swarm.wait()
 
@@ -323,7 +321,8 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     config, began = run.config, time.monotonic()
     local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
     own = replay([r.group for r in local], node, config, t, stage)
-    groups = own + [r.group for r in external]
+    floor = likelihood_floor(run, node) if external and run.config.EXTERNAL_FLOOR else -math.inf
+    groups = own + [replace(r.group, floor=floor) for r in external]
     stats = update(
         node.model, node.optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS,
         temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW,
@@ -333,6 +332,7 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     run.max_rows, logps = min(run.max_rows, stats.pop("max_rows")), stats.pop("logps")
     rows = sum(len(group.completions) for group in own if group.is_informative)
     stats |= {"logp_own": average(logps[:rows]), "logp_external": average(logps[rows:])}  # how far off policy
+    stats |= {"external_kept": average(logp >= floor for logp in logps[rows:])}
     informative = sum(group.is_informative for group in groups)
     node.figures |= {**stats, "local_groups": len(own), "informative_groups": informative}
     node.figures["train_seconds"] = time.monotonic() - began
@@ -340,12 +340,11 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
 
 def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
     """Step 6: publish the reward and the round's figures, now and then with held-out accuracy."""
-    config, figures = run.config, node.figures
+    config, swarm, figures = run.config, run.swarm, node.figures
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
         figures["held_out"] = held_out_accuracy(run, node, t)
     node.total_reward += figures["reward"]
-    data = {"session": run.swarm.nodes[node.id], **figures}
-    run.swarm.post(run.store.submit_reward, t, stage, node.id, data)
+    swarm.post(run.store.submit_reward, t, stage, node.id, {"session": swarm.nodes[node.id], **figures})
     row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
     row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
     run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
@@ -370,6 +369,20 @@ def replay(groups: "list[Group]", node: Node, config: "Config", t: int, stage: i
     return useful + [past[i][1] for i in again] + flat[len(again) :]
 
 
+def likelihood_floor(run: "Run", node: Node) -> float:
+    """EXTERNAL_FLOOR: that share of the node's own completions has a lower mean log-probability per token.
+
+    A stranger's group of right answers behind words that no model here would say can be 90% of an update. Of
+    wrong answers alone F-TIS (arXiv:2605.22537) drops what is unlikely.
+    """
+    config, means, dtype = run.config, [], getattr(torch, run.config.DTYPE)
+    for pairs, _ in micro_batches([r.group for r in node.rollouts], run.max_rows):
+        with torch.no_grad(), torch.autocast(node.model.device.type, dtype, enabled=dtype != torch.float32):
+            logp, mask = shared_prompt_logps(node.model, pairs, config.TEMPERATURE, run.codec.eos_id)
+        means += (logp.sum(1) / mask.sum(1)).tolist()
+    return [*sorted(means), math.inf][int(config.EXTERNAL_FLOOR * len(means))]
+
+
 # -------- From round to round ---------------------------------------------------------------------
 
 
@@ -386,7 +399,7 @@ class Run:
     stop: "StopButton"
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one
-    done: int = -1  # last round finished (or skipped)
+    done: int = -1  # last round finished
     saved: int = -1  # last round after which a checkpoint was made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
@@ -396,12 +409,7 @@ class Run:
     round_began: float = 0.0
     hanging: bool = False  # whether it was said that the folder does not answer
     history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
-    paces: deque = field(default_factory=lambda: deque(maxlen=10))  # seconds from one round to the next
-
-    @property
-    def pace(self) -> float:
-        """Seconds of a round, mean of the last ten in which the folder answered."""
-        return average(self.paces) or 0.0
+    paces: deque = field(default_factory=lambda: deque(maxlen=10))  # seconds a round, with the folder there
 
 
 class Ended(Exception):
@@ -431,7 +439,7 @@ def wait_for_clock(run: Run, own: int) -> int:
 
     Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
-    swarm, began, pace = run.swarm, time.monotonic(), run.pace
+    swarm, began, pace = run.swarm, time.monotonic(), average(run.paces) or 0.0
     while True:
         run.stop.check()
         if swarm.superseded:
@@ -475,9 +483,8 @@ def grace(run: Run) -> float:
 
 def finish_round(run: Run, t: int) -> None:
     """Say how the round went; checkpoint when due, clean up; then a stop that was asked for takes effect."""
-    config, last = run.config, t == run.config.MAX_ROUNDS - 1
-    intervals = [(round_ + 1) // config.CHECKPOINT_INTERVAL for round_ in (run.done, t)]
-    due = intervals[0] < intervals[1]  # also where the round in which it was due was skipped
+    config, last, every = run.config, t == run.config.MAX_ROUNDS - 1, run.config.CHECKPOINT_INTERVAL
+    due = (run.done + 1) // every < (t + 1) // every  # also where the round in which it was due was skipped
     run.done = t
     report_round(run, t)
     if last and not run.swarm.is_led:  # elsewhere whoever opens the next round does this
@@ -498,7 +505,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends th
 
 
 class StopButton:
-    """Counts signals; looked at before and after a round. A second one exits at once."""
+    """Counts signals; looked at between steps (`stop.check`). A second one exits at once."""
 
     def __init__(self):
         self.pressed, self._since, self._old = 0, 0.0, {}
@@ -564,7 +571,7 @@ def report_round(run: Run, t: int) -> None:
     if not run.paces:  # a first guess
         run.paces.append(time.monotonic() - run.round_began)
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
-    eta = short_time(run.pace * (config.MAX_ROUNDS - 1 - t))
+    eta = short_time(average(run.paces) * (config.MAX_ROUNDS - 1 - t))
     run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
     for node in run.nodes:
         run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
@@ -625,7 +632,7 @@ class Config:
 
     GDRIVE_PATH: str = var("auto", "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
-    NODE_ROLE: str = var("worker", "the last three only read; auto: by rank",
+    NODE_ROLE: str = var("worker", "monitor, report, validate only read; auto: by rank",
                          "worker coordinator auto monitor report validate")
     NODE_ID: str = var("auto", "unique name; auto: node_<rank or 8 hex>, node if LOCAL_NODES > 1")
     LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
@@ -645,6 +652,7 @@ class Config:
     TEMPERATURE: float = var(1.0, "of sampling and of the log-probabilities in the loss", low=0.01, high=100)
     MAX_NEW_TOKENS: int = var("auto", "longest completion; auto: 10 for tiny, else 256", low=1, high=32768)
     EXTERNAL_FILTER: bool = var(True, "drop groups that are not informative before drawing externals")
+    EXTERNAL_FLOOR: float = var(0.0, "leave out externals less likely than this share of own", low=0, high=1)
     LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I of them", low=1, high=64)
     LOCAL_REPLAY: int = var(0, "own informative groups used again in place of flat ones", low=0, high=4096)
     LEARNING_RATE: float = var("auto", "AdamW; auto: 3e-4 for tiny, else 1e-6", low=0, high=1)
@@ -656,7 +664,7 @@ class Config:
     DTYPE: str = var("auto", "to compute in; auto: bfloat16 if the hardware can", "auto float32 bfloat16")
     DEVICE: str = var("auto", "cuda, cuda:1, mps or cpu; auto: the first there is")
     COORDINATOR_ROUND_INTERVAL: float = var(60.0, "seconds of a round, at the latest", low=0.01, high=86400)
-    ROUND_ADVANCE: str = var("hybrid", "all live workers submitted, or either", "time completion hybrid")
+    ROUND_ADVANCE: str = var("hybrid", "interval over, all submitted, or either", "time completion hybrid")
     ROLLOUT_PUBLISH_FREQUENCY: str = var("stage", "generation means stage", "stage round generation")
     ROLLOUT_MAX_AGE: int = var(4, "how many rounds back externals may come from", low=0, high=1000)
     FETCH_MAX_PEERS: int = var(10, "peers to read per round, drawn at random", low=1, high=1000)
@@ -672,7 +680,7 @@ class Config:
     VERBOSE: bool = var(False, "every node's line of every round on the screen, not only in stdout.log")
     HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never shown")
     HF_REPO: str = var("auto", "where to; auto: <user>/<experiment>-<node>")
-    NUM_WORKERS: int = var(0, "workers to start (0: 4) and to expect", low=0, high=10**4)
+    NUM_WORKERS: int = var(0, "workers that run_swarm.sh starts (4), or to expect", low=0, high=10**4)
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
 
@@ -740,14 +748,12 @@ def mistakes_in(config: Config) -> list[str]:
     if difflib.get_close_matches(config.MODEL_NAME, ["tiny"]) and not os.path.isdir(config.MODEL_NAME):
         mistakes += [f"MODEL_NAME={config.MODEL_NAME!r}: did you mean tiny?"] * (config.MODEL_NAME != "tiny")
     if config.NODE_ROLE == "worker" and config.TASKS != "auto":
-        mistakes += [
-            f"TASKS: {why_refused(task)}" for task in config.TASKS.split(",") if task not in TASK_TABLE
-        ]
+        mistakes += [f"TASKS: {why_refused(x)}" for x in config.TASKS.split(",") if x not in TASK_TABLE]
     return mistakes
 
 
 def read_config(environ) -> tuple[Config, list[str]]:
-    """Environment -> (Config without "auto", warnings). All mistakes come in one ConfigError.
+    """Environment -> (Config as `resolve` leaves it, warnings). All mistakes come in one ConfigError.
 
     Where it is a worker's, this imports torch (the devices, the tasks): ImportError if that is missing.
     """
@@ -798,14 +804,13 @@ REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, A
 
 
 def resolve(config: Config, notes: list[str]) -> Config:
-    """Work out every "auto" but TASKS, which may come from config.json; the model's only for a worker."""
+    """Work out "auto", the model's for a worker; TASKS, MICRO_BATCH_SIZE and HF_REPO where they are used."""
     colab = Path("/content/drive/MyDrive")
     auto = {
         "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
         "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
     }
-    if config.NODE_ROLE == "worker":
-        auto |= resolve_model(config, notes)
+    auto |= resolve_model(config, notes) if config.NODE_ROLE == "worker" else {}
     if config.NODE_ROLE == "coordinator":
         config = replace(config, NODE_ID=COORDINATOR)
     return replace(config, **{name: value for name, value in auto.items() if getattr(config, name) == "auto"})
@@ -915,9 +920,8 @@ def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
     if local.exists():  # else a newer one took its place
         carry(run.store, checkpoint_path(run, round_), local)
         run.checkpoints.append(round_)
-        for old in run.checkpoints[: -run.config.CHECKPOINT_KEEP]:
-            run.swarm.post(run.store.delete, checkpoint_path(run, old), True)
-        del run.checkpoints[: -run.config.CHECKPOINT_KEEP]
+        while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
+            run.swarm.post(run.store.delete, checkpoint_path(run, run.checkpoints.pop(0)), True)
 
 
 def resume(run: Run) -> None:
@@ -961,7 +965,7 @@ def fetch_checkpoint(run: Run, round_: int) -> Path:
     local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
     with run.store.open(checkpoint_path(run, round_)) as file, open(local, "wb") as copied:
         while piece := file.read(2**20):
-            if copied.write(piece) and copied.tell() > most:
+            if copied.tell() + copied.write(piece) > most:
                 raise ValueError(f"over {most} bytes")
     return local
 
@@ -1004,7 +1008,7 @@ def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Gro
 
 
 def carry(store: DriveStore, path: str, local: Path) -> None:
-    """In the Swarm's thread: a local file into the folder; `close` says which did not get there."""
+    """In the Swarm's thread: a local file into the folder; `close` counts what did not get there."""
     store.write(path, local)
     local.unlink()
 
@@ -1042,28 +1046,25 @@ def push_to_hub(run: Run, last: bool) -> None:
         return
     round_, folders = run.done, {node.id: save_locally(run, node, f"hub/{run.done}") for node in run.nodes}
 
-    def push(node_id, local):
-        try:
-            from huggingface_hub import HfApi  # transformers brings it
-
-            api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
-            if repo == "auto":
-                repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node_id}"
-            api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
-            run.log.event("hub", f"pushed to {repo}")
-        except Exception as error:  # its text may hold the token: only type and status are told
-            status = getattr(getattr(error, "response", None), "status_code", "no answer")
-            run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
-        shutil.rmtree(local, ignore_errors=True)
-
-    def push_all():
+    def push():
         for thread in under_way:
             thread.join(HUB_PATIENCE / 2)
         for node_id, local in folders.items():
-            push(node_id, local)
+            try:
+                from huggingface_hub import HfApi  # transformers brings it
 
-    threading.Thread(target=push_all, name="hub", daemon=True).start()
+                api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
+                if repo == "auto":
+                    repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node_id}"
+                api.create_repo(repo, exist_ok=True)
+                api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
+                run.log.event("hub", f"pushed to {repo}")
+            except Exception as error:  # its text may hold the token: only type and status are told
+                status = getattr(getattr(error, "response", None), "status_code", "no answer")
+                run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
+            shutil.rmtree(local, ignore_errors=True)
+
+    threading.Thread(target=push, name="hub", daemon=True).start()
 
 
 def uploads() -> list[threading.Thread]:
@@ -1082,15 +1083,14 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in PRIVATE_SETTINGS}
     settings |= {"TASKS": own_tasks if config.TASKS == "auto" else config.TASKS}
     settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash()}
-    began_with = store.open_config(settings | {"created_at": time.time()}, only_read)
+    there = store.open_config(settings | {"created_at": time.time()}, only_read)
     path = store.base / "config.json"
     if config.TASKS == "auto":
-        settings["TASKS"] = str(began_with.get("TASKS"))
+        settings["TASKS"] = str(there.get("TASKS"))
     tasks = settings["TASKS"].split(",")
     if unknown := [task for task in tasks if task not in TASK_TABLE]:
         raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
-    differ = {name: value for name, value in settings.items() if began_with.get(name) != value}
-    differ = {name: f"{value!r} (there {began_with.get(name)!r:.80})" for name, value in differ.items()}
+    differ = {n: f"{v!r} (there {there.get(n)!r:.80})" for n, v in settings.items() if there.get(n) != v}
     if wrong := [f"{name}={differ[name]}" for name in SHARED_SETTINGS if name in differ]:
         raise ConfigError(f"{path} disagrees; change {', '.join(wrong)} or EXPERIMENT_NAME")
     if differ and not only_read:
@@ -1241,7 +1241,9 @@ def prepare(run: Run) -> None:
     """Resume, register, try out the folder, look at it, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
     resume(run)  # before registering: a start that is refused must not take a running node's place
-    about = {"model": config.MODEL_NAME, "device": config.DEVICE, **system_info()}
+    about = {"model": config.MODEL_NAME, "device": config.DEVICE, **process_identity()}
+    about |= {"cpus": os.cpu_count(), "torch": torch.__version__, "transformers": transformers.__version__}
+    about |= {"python": platform.python_version(), "reasoning_gym": REASONING_GYM_VERSION}
     for node in run.nodes:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
@@ -1290,13 +1292,6 @@ def close(run: Run) -> bool:
     elif not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
     return not lost
-
-
-def system_info() -> dict:
-    """This process and the versions that it runs."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    versions |= {"python": platform.python_version(), "reasoning_gym": REASONING_GYM_VERSION}
-    return {**process_identity(), "cpus": os.cpu_count(), **versions}
 
 
 def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
@@ -1381,7 +1376,7 @@ def compare_experiments(path, names=None) -> list[dict]:
             summaries.append(summarize(DriveStore(path, name)))
         except (ValueError, OSError, StoreError) as error:  # one that is damaged: the others are reported
             print(f"experiment {name} is left out: {error}")
-    return compare([summary for summary in summaries if summary])
+    return compare(summaries)
 
 
 def unseen_globals(environ) -> list[str]:

@@ -643,7 +643,7 @@ def test_no_function_is_longer_than_a_screen_and_all_can_be_read_in_an_afternoon
     for node in itertools.chain.from_iterable(map(ast.walk, TREES.values())):
         assert not isinstance(node, ast.FunctionDef) or node.end_lineno - node.lineno < 50, node.name
     lines = sum(len((PROJECT / f"{name}.py").read_text().splitlines()) for name in MODULES)
-    assert lines <= 3812, "before you add a knob, cut one"
+    assert lines <= 3789, "before you add a knob, cut one"
 
 
 # ======== Small runs of the whole program, judged by the files that they leave ============================
@@ -710,9 +710,8 @@ def used_externals(drive, name, **which) -> set:
 
 def write_peer(drive, name, peer, groups, round_=0, **changes) -> None:
     """What any program or human can do: put a rollout file into the folder."""
-    rollouts = {str(i): group for i, group in enumerate(groups)}
-    data = wire_file(peer) | {"round": round_, "rollouts": rollouts} | changes
-    put(DriveStore(drive, name), f"rollouts/{bucket(round_)}/stage_0/{peer}.json", data)
+    changes = {"round": round_, "rollouts": {str(i): group for i, group in enumerate(groups)}, **changes}
+    put(DriveStore(drive, name), f"rollouts/{bucket(round_)}/stage_0/{peer}.json", wire_file(peer, **changes))
 
 
 def group_by_hand(seed, task=TASKS[0], right=1, reward=None, **changes) -> dict:
@@ -803,7 +802,8 @@ def test_a_stop_leaves_a_checkpoint_to_go_on_from(drive, unbroken, monkeypatch, 
     assert checkpoint_of(drive, name) == checkpoint_of(drive, "unbroken")
 
 
-def test_strangers_are_verified_and_lies_gain_nothing(drive):
+def test_strangers_are_verified_and_lies_gain_nothing(drive, monkeypatch):  # each checkpoint is waited for
+    monkeypatch.setattr(sapo, "push_to_hub", lambda run, _: until(lambda: not [*run.scratch.glob("*.s*")]))
     lies = [group_by_hand(seed, right=0, reward=[1.0, 0, 0, 0], answer="no") for seed in range(10, 14)]
     for peer, groups, changes in [
         ("human", [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)], {}), ("liar", lies, {}),
@@ -821,7 +821,7 @@ def test_strangers_are_verified_and_lies_gain_nothing(drive):
     assert Counter(key[2] for key in used[0]) == {"human": 2, "flood": 2}, "a fair share is I = 2"
     assert [row["external_groups"] for row in rows] == [4, 2, 2, 2, 0, 0], "old ones fill gaps for a while"
     assert len(used[3]) == 10 and rows[3]["external_ages"] == [3, 3], "and no group is trained on twice"
-    assert rows[0]["rejected"] == 5 and rows[0]["reward"] == 0
+    assert (rows[0]["rejected"], rows[0]["reward"]) == (5, 0)
     reasons = dict(event["text"].split(": ", 1) for event in events_of(drive, "strangers", "reject"))
     expected = dict(rewriter="prompt", cheat="held-out", foreign="task", broken="text", impostor="peer_id")
     assert reasons.keys() == expected.keys() and all(expected[peer] in reasons[peer] for peer in reasons)

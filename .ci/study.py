@@ -37,6 +37,7 @@ ARMS = {  # name -> what makes it; the two that matter most come first
     "2/6": {OWN: 2, PEERS: 6},
     "4/4 unfiltered": {OWN: 4, PEERS: 4, "EXTERNAL_FILTER": False},
     "8/0 x4": {OWN: 8, PEERS: 0, "LOCAL_OVERSAMPLE": 4},
+    "4/4 floor": {OWN: 4, PEERS: 4, "EXTERNAL_FLOOR": 0.05},
 }
 SEEDS = range(1, 7)
 

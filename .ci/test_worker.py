@@ -52,7 +52,7 @@ DEFAULTS = dict(
     FETCH_TIMEOUT_SECONDS=30.0, ROLLOUT_CLEANUP_ENABLED=False, ROLLOUT_KEEP_LAST_N_ROUNDS=10,
     ROLLOUT_ARCHIVE_OLD=False, CHECKPOINT_INTERVAL=10, CHECKPOINT_KEEP=2, EVAL_INTERVAL=0, EVAL_SAMPLES=64,
     STALE_AFTER_SECONDS=300.0, HUGGINGFACE_ACCESS_TOKEN="", HF_REPO="auto", NUM_WORKERS=0, CONFIGS="",
-    SEEDS="",
+    SEEDS="", EXTERNAL_FLOOR=0.0, LOCAL_REPLAY=0,
 )  # fmt: skip
 
 
@@ -919,3 +919,34 @@ def test_a_full_disk_at_the_end_loses_neither_checkpoint_nor_model(monkeypatch, 
     )
     assert (base / "checkpoints/round_000029/n.safetensors").exists()
     assert [row["round"] for row in sapo.reward_rows(DriveStore(small_disk, "x"))] == list(range(30))
+
+
+# -------- What a stranger's words can do --------------------------------------------------------------------
+
+
+def test_right_answers_behind_words_that_nobody_here_would_say_teach_nothing_with_a_floor(drive):
+    """Without EXTERNAL_FLOOR they outweigh all else: in a swarm of eight they cost three quarters of the reward."""
+    rows = {}
+    for name, floor in (("no-floor", 0), ("floor", 0.05)):
+        groups = [group_by_hand(seed, TASKS[seed % 2]) for seed in (1, 2)]
+        for completion in [c for group in groups for c in group["completions"]]:
+            completion["response"] = "zq#}" + completion["response"]
+        write_peer(drive, name, "human", groups)
+        settings = dict(MAX_ROUNDS=1, LOCAL_NODES=1, NODE_ID="node", EXTERNAL_FLOOR=floor)
+        assert swarm(drive, name, **settings) == 0
+        (rows[name],) = rows_of(drive, name)
+        assert rows[name]["external_groups"] == 2
+    assert (rows["no-floor"]["external_kept"], rows["floor"]["external_kept"]) == (1, 0)
+    assert rows["no-floor"]["logp_external"] == rows["floor"]["logp_external"] < -2
+    assert (
+        rows["no-floor"]["informative_local"]
+        == 0
+        == rows["floor"]["grad_norm"]
+        < rows["no-floor"]["grad_norm"]
+    )
+
+
+def test_a_floor_leaves_nearly_all_that_equals_say(drive):
+    assert swarm(drive, "equals", EXTERNAL_FLOOR=0.05, LOCAL_NODES=4, MAX_ROUNDS=8) == 0
+    kept = [row["external_kept"] for row in rows_of(drive, "equals") if "external_kept" in row]
+    assert len(kept) > 8 and sum(kept) / len(kept) > 0.8
