@@ -144,6 +144,7 @@ class Job:
     function: object
     args: tuple
     failing_since: float | None = None
+    again: float = 0.0  # when it is tried next
 
     def __str__(self):  # (round, stage, node), or a path
         named = [str(arg) for arg in self.args[:3] if isinstance(arg, str | int)]
@@ -189,7 +190,7 @@ class Swarm:
         self._lead = None  # what a coordinator does after each look
         self._closing = threading.Event()  # nothing more will be posted
         self._failing = None  # monotonic time at which an outage began
-        self._next_beat = 0.0
+        self._next_beat = self._could_write = 0.0
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
     # -- for the trainer
@@ -252,8 +253,7 @@ class Swarm:
         if round_ > self.clock:
             self.clock = round_
             self.post(self.store.open_round, round_, next(iter(self.nodes)))
-            if round_ > 0:
-                self.post(write_winners, self.store, round_ - 1)
+            self.post(write_winners, self.store, round_ - 1)  # nobody's, before round 0
 
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.
@@ -286,10 +286,9 @@ class Swarm:
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""
-        found = {}
-        with self._lock:
-            for key in sorted(key for key in self.rollouts if key[0] == round_ and stage in (None, key[1])):
-                found.setdefault(key[2], []).extend(self.rollouts[key])
+        found, rollouts = {}, self.rollouts  # the other thread adds to it, or puts another in its place
+        for key in sorted(key for key in [*rollouts] if key[0] == round_ and stage in (None, key[1])):
+            found.setdefault(key[2], []).extend(rollouts[key])
         return found
 
     def wait(self) -> None:
@@ -353,7 +352,7 @@ class Swarm:
             self._next_beat = time.monotonic() + min(15.0, self.life.stale_after / 4)
             self.flush_log()
         for job in list(self._jobs):
-            if self._do(job):
+            if (time.monotonic() >= job.again or self._closing.is_set()) and self._do(job):
                 self._jobs.remove(job)
 
     def _beats(self) -> list[Job]:
@@ -367,10 +366,13 @@ class Swarm:
             job.function(*job.args)
         except Exception as error:  # one job stops neither the queue nor training
             if isinstance(error, OSError):
-                if error.errno in (errno.ENOSPC, errno.EDQUOT) or not self.store.can_write():
+                now, closing = time.monotonic(), self._closing.is_set()
+                known = now < self._could_write + 5.0 and not closing  # one small file answers for many
+                if error.errno in (errno.ENOSPC, errno.EDQUOT) or not (known or self.store.can_write()):
                     raise
-                job.failing_since = job.failing_since or time.monotonic()
-                if time.monotonic() < job.failing_since + self.PATIENCE and not self._closing.is_set():
+                self._could_write = self._could_write if known else now
+                job.failing_since, job.again = job.failing_since or now, now + self.PATIENCE / 6
+                if now < job.failing_since + self.PATIENCE and not closing:
                     return False
             if str(job) not in self._said:  # once: it is said in a log, perhaps the very one that fails
                 self._said.add(str(job))
@@ -406,8 +408,8 @@ class Swarm:
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
-        if late := self._awaited(round_) - published[round_, self.stages - 1]:
-            self.life.refresh(late)
+        late = self._awaited(round_) - published[round_, self.stages - 1]
+        self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # of thousands, whoever made them
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
         self.refused = recent(self.refused, oldest)
@@ -419,13 +421,12 @@ class Swarm:
         chosen = self._chosen.setdefault(round_, set())
         for r in (round_ - 1, round_):
             there = [peers for key, peers in self._published.items() if key[0] == r]
-            unusable = {key[2] for key in self.refused if key[0] == r}
-            others = set().union(*there) - chosen - unusable
+            others = set().union(*there) - chosen - {key[2] for key in self.refused}
             chosen |= set(random.sample(sorted(others), min(len(others), self.max_peers - len(chosen))))
         return chosen
 
     def _fetch_one(self, key: tuple) -> None:
-        """Read a peer's file once. One that cannot be used is read again after 2 s: it may be on its way."""
+        """Read a peer's file once. What cannot be used may be on its way: again after 2 s, then every 30."""
         if key in self.rollouts or time.monotonic() < self.refused.get(key, 0.0):
             return
         most = 2 * self.config.NUM_TRAIN_SAMPLES * len(self.nodes)  # more than is ever drawn of it
@@ -436,10 +437,9 @@ class Swarm:
         except (OSError, ValueError) as error:  # BadFile is a ValueError
             if key not in self.refused:
                 self.note("reject", f"{key[2]}: {error}")
-            self.refused[key] = time.monotonic() + 2.0
+            self.refused[key] = time.monotonic() + (30.0 if key in self.refused else 2.0)
             return
-        with self._lock:
-            self.rollouts[key] = groups
+        self.rollouts[key] = groups
         self.refused.pop(key, None)
 
 

@@ -267,25 +267,25 @@ class DriveStore:
                 with contextlib.suppress(OSError):
                     os.unlink(temp, dir_fd=tmp)
 
-    def write_once(self, path: str, data: dict) -> bool:
-        """Write a JSON file unless one that parses is there; whether ours was written. Too large: BadFile."""
-        return self.write(path, to_json(data), keep=parse_json)
+    def write_once(self, path: str, data: dict, keep=parse_json) -> bool:
+        """Write a JSON file unless one to `keep` is there; whether ours was written. Too large: BadFile."""
+        return self.write(path, to_json(data), keep)
 
     def rewrite(self, path: str, data: dict) -> None:
         """Replace a JSON file that is a convenience for people."""
         self.write(path, to_json(data, indent=1))
 
     def append(self, path: str, text: str) -> None:
-        """Append to a log; a line torn by a crash is closed first. BadFile: what lies there is not ours."""
+        """Append to a log; a line torn by a crash is closed first. What is not ours is replaced."""
         data = text.encode("utf-8", "replace")
         try:
             file = self.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, "r+b", make=True)
-        except BadFile:  # rclone's default, without a cache: files are written whole or not at all
-            with self.open(path) as file:
-                if os.fstat(file.fileno()).st_nlink > 1:  # its other name may be anybody's file
-                    raise
-                known = file.read(4 * MAX_JSON_BYTES)
-            self.write(path, known + b"\n" * (not known.endswith(b"\n")) + data)
+        except BadFile:  # rclone without a cache writes files whole or not at all; or this is not ours
+            known = b""
+            with contextlib.suppress(BadFile), self.open(path) as file:
+                if os.fstat(file.fileno()).st_nlink == 1:  # else its other name may be anybody's file
+                    known = file.read(4 * MAX_JSON_BYTES)
+            self.write(path, known + b"\n" * (known[-1:] not in (b"", b"\n")) + data)
             return
         with file:
             size = os.fstat(file.fileno()).st_size
@@ -428,7 +428,8 @@ class DriveStore:
         data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage}
         data |= {"timestamp": time.time(), **about, "rollouts": groups}
         check_rollouts(data, round_, stage, node_id)
-        return self.write_once(f"{stage_folder('rollouts', round_, stage)}/{node_id}.json", data)
+        place = f"{stage_folder('rollouts', round_, stage)}/{node_id}.json"
+        return self.write_once(place, data, lambda x: check_rollouts(parse_json(x), round_, stage, node_id))
 
     def fetch(self, round_: int, stage: int, node_id: str) -> list[dict]:
         """A peer's groups, their structure checked, their truth not; BadFile says why there are none."""
@@ -454,9 +455,15 @@ class DriveStore:
                 self.delete(f"{aside}/{new}")
 
     def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
-        """Publish a node's reward of a round and stage; the first one stands."""
-        identity = {"node_id": node_id, "round": round_, "stage": stage, "timestamp": time.time()}
-        return self.write_once(f"{stage_folder('rewards', round_, stage)}/{node_id}.json", identity | data)
+        """Publish a node's reward of a round and stage; the first one that makes sense stands."""
+        identity = {"node_id": node_id, "round": round_, "stage": stage}
+
+        def makes_sense(old):
+            there = parse_json(old)
+            return identity.items() <= there.items() and sane_reward(there, set())
+
+        place = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
+        return self.write_once(place, {**identity, "timestamp": time.time(), **data}, makes_sense)
 
     def rewards(self, round_: int, nodes, limit: int | None = None) -> list[dict]:
         """The reward files of `nodes` in a round that make sense, stage by stage; each is read once.

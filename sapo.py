@@ -883,6 +883,9 @@ def resume_line(config: Config, environ) -> str:
 # -------- Checkpoints, the final model, the Hub ---------------------------------------------------
 
 
+MAX_ABOUT = 2**23  # characters of what a checkpoint says beside its tensors: unpacked it is 30 times as much
+
+
 def save_checkpoint(run: Run) -> None:
     """All nodes' state after round `run.done` in one file: first on the local disk, then in the folder.
 
@@ -904,8 +907,11 @@ def save_checkpoint(run: Run) -> None:
     try:
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
-        save_file(tensors, local, {"about": json.dumps(about)})
-        run.swarm.post(carry_checkpoint, run, run.done, local)
+        if len(written := json.dumps(about)) > MAX_ABOUT:
+            raise RuntimeError("too much to use again: lower LOCAL_REPLAY or ROLLOUT_MAX_AGE")
+        save_file(tensors, run.scratch / "saving", {"about": written})
+        (run.scratch / "saving").rename(local)  # whole, for the other thread
+        run.swarm.post(carry_checkpoint, run)
         run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
     except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
@@ -915,11 +921,11 @@ def checkpoint_path(run: Run, round_: int) -> str:
     return f"checkpoints/{bucket(round_)}/{run.config.NODE_ID}.safetensors"
 
 
-def carry_checkpoint(run: Run, round_: int, local: Path) -> None:
-    """In the Swarm's thread: copy a checkpoint to the folder, delete all but the newest CHECKPOINT_KEEP."""
-    if local.exists():  # else a newer one took its place
-        carry(run.store, checkpoint_path(run, round_), local)
-        run.checkpoints.append(round_)
+def carry_checkpoint(run: Run) -> None:
+    """In the Swarm's thread: copy the one that waits to the folder, delete older ones there."""
+    for local in run.scratch.glob("*.safetensors"):  # the newest, however long this has been in the queue
+        carry(run.store, checkpoint_path(run, int(local.stem)), local)
+        run.checkpoints.append(int(local.stem))
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
             run.swarm.post(run.store.delete, checkpoint_path(run, run.checkpoints.pop(0)), True)
 
@@ -933,6 +939,7 @@ def resume(run: Run) -> None:
     store, reason = run.store, None
     there = store.checkpoints(run.config.NODE_ID, max(store.clock()[0], store.last_rewarded()) + MAX_GAP)
     for round_ in there:
+        run.stop.check()
         try:
             local = fetch_checkpoint(run, round_)
             with safe_open(local, framework="pt") as file:
@@ -953,6 +960,8 @@ def resume(run: Run) -> None:
             f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s checkpoints can be used. "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
+    if store.sessions().keys() & {node.id for node in run.nodes}:
+        run.log.event("resume", "it ran before, but there is no checkpoint: it begins with new weights")
 
 
 def checkpoint_bytes(run: Run) -> int:
@@ -965,8 +974,9 @@ def fetch_checkpoint(run: Run, round_: int) -> Path:
     local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
     with run.store.open(checkpoint_path(run, round_)) as file, open(local, "wb") as copied:
         while piece := file.read(2**20):
-            if copied.tell() + copied.write(piece) > most:
-                raise ValueError(f"over {most} bytes")
+            long_header = copied.tell() == 0 and int.from_bytes(piece[:8], "little") > 2 * MAX_ABOUT
+            if long_header or copied.tell() + copied.write(piece) > most:
+                raise ValueError(f"over {most} bytes, or {2 * MAX_ABOUT} of a header")
     return local
 
 
@@ -975,21 +985,20 @@ def restore(run: Run, file, round_: int) -> None:
 
     A stranger may have written it: it is a safetensors file, so that reading it runs and unpacks nothing.
     """
-    name, state = run.config.NODE_ID, parse_json(file.metadata()["about"].encode(), max_parts=4_000_000)
+    name, state = run.config.NODE_ID, parse_json(file.metadata()["about"].encode(), MAX_ABOUT)
     if state["model_name"] != run.config.MODEL_NAME:
         made_with = f"the checkpoint of {name} was made with {plain(state['model_name'])}"
         raise ConfigError(f"MODEL_NAME={run.config.MODEL_NAME!r}: {made_with}; set that, or another NODE_ID")
     if state["nodes"].keys() != {node.id for node in run.nodes}:
         holds = f"the checkpoint of {name} holds {plain(', '.join(state['nodes']))}"
         raise ConfigError(f"LOCAL_NODES={run.config.LOCAL_NODES}: {holds}; set that many, or another NODE_ID")
-    if state["next_round"] != round_ + 1:
-        raise ValueError("the round differs from the file's name")
     for node in run.nodes:
         mine = state["nodes"][node.id]
         ours = training_state(node.model, node.optimizer)
         tensors = {key: file.get_tensor(f"{node.id}/{key}") for key in ours}
-        if checksum(tensors.values()) != mine["crc"] or not is_number(mine["total_reward"]):
-            raise ValueError("damaged")
+        written = state["next_round"], mine["crc"]
+        if written != (round_ + 1, checksum(tensors.values())) or not is_number(mine["total_reward"]):
+            raise ValueError("damaged, or of another round")
         node.past = [(t, past_group(run, *group)) for t, *group in mine["past"] if 0 <= t <= round_]
         node.trained = {(int(t), int(stage), str(peer), int(i)) for t, stage, peer, i in mine["trained"]}
         node.total_reward = mine["total_reward"]
@@ -1010,7 +1019,7 @@ def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Gro
 def carry(store: DriveStore, path: str, local: Path) -> None:
     """In the Swarm's thread: a local file into the folder; `close` counts what did not get there."""
     store.write(path, local)
-    local.unlink()
+    local.unlink(missing_ok=True)
 
 
 def save_models(run: Run) -> None:
@@ -1188,6 +1197,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         train(run)
         swarm.state = "done"
         if run.history:
+            save_checkpoint(run)  # where the last round was skipped
             save_models(run)
             log.event("end", f"finished; {conclusion(run)}; next: NODE_ROLE=report compares experiments")
         outcome = "finished"

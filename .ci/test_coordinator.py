@@ -19,7 +19,7 @@ import pytest
 from coordinator import COORDINATOR, Life, boot_id, dashboard, experiment_status, is_known_dead
 from coordinator import is_round_over, list_experiments, p_value, pid_start, process_identity, report_text
 from coordinator import report_files, reward_rows, validate_experiment, write_winners
-from drive_store import DriveStore
+from drive_store import DriveStore, bucket
 from sapo import Config, compare_experiments
 from test_drive_store import refuse
 from test_sapo import new_store, new_swarm, put, swarm, until, wire_file
@@ -259,6 +259,63 @@ def test_rounds_that_workers_open_are_no_sign_of_the_coordinators_life(tmp_path)
     store.open_round(3, COORDINATOR)
     until(lambda: ours.is_led)
     ours.close(patience=5)
+
+
+def test_writes_that_fail_for_reasons_of_their_own_hold_up_nobody(tmp_path, monkeypatch):
+    """A planted link failed one write of every round; each was tried again in every pass, with a probe."""
+    store, probes, done = new_store(tmp_path), [], []
+    swarm, events = new_swarm(store)
+    can_write = store.can_write
+    monkeypatch.setattr(store, "can_write", lambda: probes.append(1) or time.sleep(0.05) or can_write())
+
+    def fail():
+        raise PermissionError(errno.EACCES, "closed")
+
+    swarm.start()
+    for _ in range(200):
+        swarm.post(fail)
+    began = time.monotonic()
+    for i in range(20):
+        swarm.post(done.append, i)
+        until(lambda i=i: i in done, 5.0)
+    assert time.monotonic() < began + 5.0 and len(probes) <= 3
+    assert not swarm.down and swarm.close(patience=30) == 0
+    assert [kind for kind, _ in events] == ["error"], "told once"
+
+
+def test_a_peer_with_an_unusable_file_is_not_chosen_for_a_while_and_its_file_is_seldom_read(tmp_path):
+    """Files of 5 MB that are refused after half a second of parsing, linked to ten names, stopped sharing."""
+    store = new_store(tmp_path)
+    swarm, events = new_swarm(store, FETCH_MAX_PEERS=2)
+    for round_ in range(3):
+        for peer in ("bad", "worse", "good"):
+            data = wire_file(peer, round=round_) if peer == "good" else {"a": 1}
+            put(store, f"rollouts/{bucket(round_)}/stage_0/{peer}.json", data)
+    fetched, fetch = [], store.fetch
+    store.fetch = lambda *key: fetched.append(key) or fetch(*key)
+    for round_ in range(3):
+        swarm.round = round_
+        for _ in range(3):
+            swarm._look()
+    assert len([key for key in fetched if key[2] != "good"]) <= 2, "each name once"
+    assert {2} <= {key[0] for key in swarm.rollouts}, "its seat goes to another"
+    bad = next(iter(swarm.refused))
+    assert 0 < swarm.refused[bad] - time.monotonic() <= 2
+    swarm.refused[bad] = 0.0
+    swarm._fetch_one(bad)
+    assert 29 < swarm.refused[bad] - time.monotonic() <= 30
+
+
+def test_of_thousands_that_registered_and_never_came_a_few_are_read_per_look(tmp_path):
+    store = new_store(tmp_path)
+    for i in range(500):
+        put(store, f"peers/p{i}.1000000000000-00000000.json")
+    swarm, _ = new_swarm(store)
+    read, registration = [], store.registration
+    store.registration = lambda *key: read.append(key) or registration(*key)
+    swarm._look()
+    swarm._look()
+    assert len(swarm.missing(0, 0)) == 500 and len(read) <= 2 * 8
 
 
 # -------- Readers: status, validation, the dashboard ------------------------------------------------------

@@ -32,6 +32,37 @@ def refuse(monkeypatch, name, number, condition=lambda *args: True):
 # -------- One file ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "planted", [b'{"a": 1}', b"{}", b"[]", b"", b'{"peer_id": "n1", "round": 1, "stage": 0}']
+)
+def test_what_makes_no_sense_under_ones_own_name_is_replaced_and_what_does_stays(tmp_path, planted):
+    """Planted before the round, such a file silenced a node without a word."""
+    store, groups = new_store(tmp_path), wire_file()["rollouts"]
+    for kind in ("rollouts", "rewards"):
+        put(store, f"{kind}/round_000001/stage_0/n1.json", planted)
+    assert store.publish(1, 0, "n1", {}, groups) and store.fetch(1, 0, "n1")
+    assert store.submit_reward(1, 0, "n1", {"reward": 0.5}) and store.rewards(1, ["n1"])[0]["reward"] == 0.5
+    before = contents(tmp_path)
+    assert not store.publish(1, 0, "n1", {}, groups) and not store.submit_reward(1, 0, "n1", {"reward": 0.7})
+    assert contents(tmp_path) == before, "the first one stands"
+
+
+@pytest.mark.parametrize("planted", ["folder", "full folder", "link", "hard link", "fifo", "own"])
+def test_a_log_whose_place_was_taken_is_written_all_the_same(tmp_path, planted):
+    store, secret = new_store(tmp_path / "drive"), tmp_path / "secret"
+    secret.write_text("mine\n")
+    log = put(store, "logs/n1/stdout.log", b"old\n")
+    if planted != "own":
+        log.unlink()
+        make = {"folder": log.mkdir, "full folder": lambda: (log / "x").mkdir(parents=True)}
+        make |= {"link": lambda: log.symlink_to(secret), "hard link": lambda: log.hardlink_to(secret)}
+        make.get(planted, lambda: os.mkfifo(log))()
+    for line in "ab":
+        store.append("logs/n1/stdout.log", f"{line}\n")
+    assert log.read_text().split() == ["old"] * (planted == "own") + ["a", "b"]
+    assert secret.read_text() == "mine\n"
+
+
 @pytest.fixture(params=["links", "no links"])
 def links(request, monkeypatch) -> bool:
     """Whether the file system has hard links: FAT, and many a mounted drive, has not."""

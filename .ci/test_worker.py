@@ -183,6 +183,58 @@ def test_with_all_checkpoints_damaged_nothing_starts_over(drive, unbroken, capsy
     assert [contents(folder / kind) for kind in kinds] == before
 
 
+def test_a_checkpoint_with_a_header_that_would_fill_the_memory_is_passed_over(drive, unbroken):
+    """64 MB of empty strings took 2.2 GB and a minute; hard links to one file cost a minute each."""
+    shutil.copytree(unbroken, folder := drive / "experiments/long_header")
+    header = b'{"__metadata__":{' + b",".join(b'"%07d":""' % i for i in range(2_000_000)) + b"}}"
+    for round_ in (14, 15, 16):
+        place = folder / f"checkpoints/{bucket(round_)}/node.safetensors"
+        place.parent.mkdir()
+        place.write_bytes(len(header).to_bytes(8, "little") + header)
+    began = time.monotonic()
+    assert swarm(drive, "long_header", MAX_ROUNDS=15) == 0
+    texts = [event["text"] for event in events_of(drive, "long_header", "resume")]
+    assert len(texts) == 4 and "after round 13" in texts[-1] and time.monotonic() < began + 30
+    assert all("ValueError" in text for text in texts[:3])
+
+
+def test_what_is_too_much_for_a_header_is_not_written_but_said(drive, monkeypatch):
+    monkeypatch.setattr(sapo, "MAX_ABOUT", 100)
+    assert swarm(drive, "too_much", MAX_ROUNDS=4, CHECKPOINT_INTERVAL=2, LOCAL_REPLAY=9) == 0
+    assert "lower LOCAL_REPLAY" in events_of(drive, "too_much", "error")[0]["text"]
+    assert len(rows_of(drive, "too_much")) == 8
+
+
+def test_a_run_whose_last_rounds_were_skipped_keeps_what_it_learned(drive, monkeypatch):
+    """A stranger, or a slow machine: the clock is beyond MAX_ROUNDS before the last round was worked on."""
+
+    def run_away():
+        store = DriveStore(drive, "skipped_end")
+        store.register("zed", "worker", {})
+        store.open_round(40, "zed")
+        time.sleep(1.5)
+
+    at_call(monkeypatch, "finish_round", 5, run_away)
+    settings = dict(MAX_ROUNDS=14, CHECKPOINT_INTERVAL=100, LOCAL_NODES=1, NODE_ID="node")
+    assert swarm(drive, "skipped_end", **settings) == 0
+    assert [round_ for _, round_ in events_with_round(drive, "skipped_end")] == [4]
+    assert swarm(drive, "skipped_end", **{**settings, "MAX_ROUNDS": 50}) == 0
+    assert "after round 4" in events_of(drive, "skipped_end", "resume")[0]["text"]
+
+
+def events_with_round(drive, name) -> list[tuple]:
+    return [(event["event"], event["round"]) for event in events_of(drive, name, "checkpoint")]
+
+
+def test_a_node_that_ran_before_and_finds_no_checkpoint_says_so(drive, unbroken):
+    shutil.copytree(unbroken, folder := drive / "experiments/none_left")
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "logs/node/training_events.jsonl").unlink()
+    assert swarm(drive, "none_left", MAX_ROUNDS=15) == 0
+    assert "there is no checkpoint" in events_of(drive, "none_left", "resume")[0]["text"]
+    assert rewards_of(drive, "unbroken").items() < rewards_of(drive, "none_left").items(), "it replays"
+
+
 def test_a_newer_session_makes_the_older_one_stop_with_status_3(drive, monkeypatch):
     def start_again():
         DriveStore(drive, "twins").register("node_1", "worker", {})
@@ -280,6 +332,7 @@ def test_three_different_models_learn_from_one_another(drive, base_models, monke
     def work(name):
         own = {} if name == "tiny" else {"MODEL_NAME": base_models / name, "MAX_NEW_TOKENS": 8, **UNTRAINED}
         settings = dict(LOCAL_NODES=1, MAX_ROUNDS=4, FETCH_TIMEOUT_SECONDS=10, NUM_TRANSPLANT_TREES=4, **own)
+        settings |= dict(NUM_WORKERS=3)  # nobody begins before all are there
         statuses[name] = swarm(drive, "mixed", NODE_ID=name, EXTERNAL_FILTER=False, **settings)
 
     monkeypatch.setattr(sapo, "load_model", load_alone)
