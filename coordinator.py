@@ -143,7 +143,7 @@ class Job:
 
     function: object
     args: tuple
-    failing_since: float | None = None
+    tries: int = 0  # that failed though the folder takes other files
     again: float = 0.0  # when it is tried next
 
     def __str__(self):  # (round, stage, node), or a path
@@ -162,8 +162,6 @@ class Swarm:
     nodes: {id: session} of this process. config: see Config in sapo.py. note(event, text): called with what
     people should know. lines: (path, line) of logs, see class Log in sapo.py.
     """
-
-    PATIENCE = 60.0  # seconds for which a write is tried again that fails though the folder takes others
 
     def __init__(self, store, nodes, config, note, lines):
         self.store, self.nodes, self.config, self.note, self.lines = store, dict(nodes), config, note, lines
@@ -325,12 +323,12 @@ class Swarm:
         look_at, pause = 0.0, 1.0  # the next look, 0.5 s sooner if somebody waits; the rest after an error
         while self._jobs or not self._closing.is_set():
             try:
-                self._write()
                 began = time.monotonic()
-                if began >= look_at - 0.5 * self._wanted:
+                if self._failing is not None or began >= look_at - 0.5 * self._wanted:
                     self._wanted = False
                     self._look()
                     look_at = time.monotonic() + min(5.0, max(0.02, 10 * (time.monotonic() - began))) + 0.5
+                self._write()
                 if self._failing is not None:
                     self.note("outage over", f"the shared folder is back after {began - self._failing:.0f} s")
                 self._failing, pause = None, 1.0
@@ -371,8 +369,8 @@ class Swarm:
                 if error.errno in (errno.ENOSPC, errno.EDQUOT) or not (known or self.store.can_write()):
                     raise
                 self._could_write = self._could_write if known else now
-                job.failing_since, job.again = job.failing_since or now, now + self.PATIENCE / 6
-                if now < job.failing_since + self.PATIENCE and not closing:
+                job.tries, job.again = job.tries + 1, now + 10.0
+                if job.tries < 7 and not closing:
                     return False
             if str(job) not in self._said:  # once: it is said in a log, perhaps the very one that fails
                 self._said.add(str(job))
@@ -383,10 +381,14 @@ class Swarm:
         """Registrations, the clock, the coordinator, and what peers have published."""
         round_ = self.round
         self.life.refresh([COORDINATOR])
+        self.sessions = self.life.sessions
+        own = {f"{node}.{session}.json" for node, session in self.nodes.items() if session}
+        if self._thread.ident is not None and not own <= self.store.registered:
+            raise OSError(errno.ENOTCONN, "this node is not registered there: another folder in its place?")
         clock, openers = self.store.clock()
         if COORDINATOR in openers:  # rounds that workers open are no sign of its life
             self.life.note(COORDINATOR, "clock", clock)
-        self.sessions, self.clock = self.life.sessions, max(self.clock, clock)
+        self.clock = max(self.clock, clock)
         if self.life.is_live(COORDINATOR) != self.is_led:
             self.is_led, self.leaderless_since = not self.is_led, time.monotonic()
         if self.max_peers:
@@ -759,20 +761,16 @@ def advantage(runs: list[dict], lone: list[dict]) -> dict:
     if not base or min(base.values()) < 1e-3:
         return {"note": "baseline near 0" if base else "no baseline with the same settings"}
     ours, base = ({seed: math.log(max(x, 1e-3)) for seed, x in g.items()} for g in (ours, base))
-    samples, how = [[ours[seed] - base[seed] for seed in ours if seed in base]], "paired by seed"
-    if len(samples[0]) < 3:
-        samples, how = [list(ours.values()), [-x for x in base.values()]], "Welch"
-    mean = sum(map(average, samples))  # of the logarithm of the ratio, either way
-    gain = math.expm1(mean)
-    if min(map(len, samples)) < 3:
+    pairs = [ours[seed] - base[seed] for seed in ours if seed in base]
+    if len(pairs) < 3:
+        gain = math.expm1(average(ours.values()) - average(base.values()))
         return {"improvement": gain, "note": f"{gain:+.0%}, three seeds at least give an interval"}
-    parts = [statistics.variance(sample) / len(sample) + 1e-18 for sample in samples]  # never 0
-    freedom = sum(parts) ** 2 / sum(v * v / (len(s) - 1) for v, s in zip(parts, samples, strict=True))
-    error = math.sqrt(sum(parts))
+    mean, freedom = average(pairs), len(pairs) - 1  # of the logarithm of the ratio
+    gain, error = math.expm1(mean), math.sqrt(statistics.variance(pairs) / len(pairs) + 1e-18)  # never 0
     t = bisect.bisect(range(10**5), -0.05, key=lambda i: -p_value(i / 10**4, freedom)) / 10**4  # p(t) = 0.05
     low, high, p = math.expm1(mean - t * error), math.expm1(mean + t * error), p_value(mean / error, freedom)
     verb = "better" if low > 0 else "worse" if high < 0 else "not to be told apart"
-    note = f"{verb}, {gain:+.0%} (95% interval {low:+.0%} to {high:+.0%}, p = {p:.2g}, {how})"
+    note = f"{verb}, {gain:+.0%} (95% interval {low:+.0%} to {high:+.0%}, p = {p:.2g}, paired by seed)"
     return {"improvement": gain, "low": low, "high": high, "p_value": p, "note": note}
 
 
@@ -903,6 +901,7 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
         (often, f"started more than five times: {often}. Do two machines share this NODE_ID?"),
         (full, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
         (unusable, f"unusable files: {unusable}"),
+        (store.ahead, "nodes with clocks an hour ahead are not counted: set their clocks, start them again"),
     ]
     return [f"! {warning}" for is_so, warning in checks if is_so]
 

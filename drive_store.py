@@ -132,7 +132,7 @@ class DriveStore:
         self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
-        self._ahead = set()  # sessions that were seen before their time
+        self.ahead, self.registered = set(), set()  # files in peers/ seen before their time; now
         self._figures = {"reward", "timestamp", *COUNTS}  # names of figures in reward files
 
     # -- folders and files
@@ -392,11 +392,12 @@ class DriveStore:
         One that was first seen far ahead of its time never counts: planted, it would stop a node later.
         """
         newest, too_late = {}, 1000 * (time.time() + MAX_CLOCK_SKEW)
-        for name in self.names("peers"):
+        self.registered = set(self.names("peers"))
+        for name in self.registered:
             match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
             if match and int(match[2][:13]) >= too_late:
-                self._ahead.add(name)
-            elif match and name not in self._ahead and is_name(match[1]):
+                self.ahead.add(name)
+            elif match and name not in self.ahead and is_name(match[1]):
                 newest[match[1]] = max(newest.get(match[1], ""), match[2])
         return newest
 

@@ -123,12 +123,12 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
 
 def update(
     model, optimizer, groups: list[Group], *, max_new_tokens: int, temperature=1.0, loss_type="dapo",
-    clip_low=0.2, clip_high=0.28, num_iterations=1, max_rows=None, pad_id=0, dtype=torch.float32,
+    clip_low=0.2, clip_high=0.28, num_iterations=1, max_rows=2**30, pad_id=0, dtype=torch.float32,
 ) -> dict:  # fmt: skip
     """One GRPO update on local and external groups alike: `num_iterations` steps on the same completions.
 
     Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward
-    pass, None for all; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
+    pass; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
     (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted) and logps:
     the mean log-probability per token of each completion that was trained on, at the start.
     """
@@ -137,7 +137,6 @@ def update(
     weights, lengths = row_weights(lengths, loss_type, max_new_tokens)[keep], lengths[keep]
     groups = [g for g in groups if g.is_informative]  # from here on B counts only their rows
     stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=sum(lengths.tolist()))
-    max_rows = max_rows or max(1, len(lengths))
     advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
     floors = torch.tensor([g.floor for g in groups for _ in g.completions])  # (B,)
     old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)

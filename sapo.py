@@ -372,8 +372,7 @@ def replay(groups: "list[Group]", node: Node, config: "Config", t: int, stage: i
 def likelihood_floor(run: "Run", node: Node) -> float:
     """EXTERNAL_FLOOR: that share of the node's own completions has a lower mean log-probability per token.
 
-    A stranger's group of right answers behind words that no model here would say can be 90% of an update. Of
-    wrong answers alone F-TIS (arXiv:2605.22537) drops what is unlikely.
+    A stranger's answers behind words that nobody here says can be 90% of an update. Cf. F-TIS, 2605.22537.
     """
     config, means, dtype = run.config, [], getattr(torch, run.config.DTYPE)
     for pairs, _ in micro_batches([r.group for r in node.rollouts], run.max_rows):
@@ -477,7 +476,7 @@ def grace(run: Run) -> float:
         return 0.0
     if registered < config.NUM_WORKERS and not run.history:
         return config.COORDINATOR_ROUND_INTERVAL  # so many are expected
-    strange = config.NUM_TRANSPLANT_TREES > 0 and not run.swarm.alone and not run.swarm.has_met
+    strange = config.NUM_TRANSPLANT_TREES > 0 and registered > 1 and not run.swarm.has_met
     return max(2.0, config.FETCH_TIMEOUT_SECONDS) if strange else 2.0
 
 
@@ -626,7 +625,7 @@ def var(default, help, allowed="", low=None, high=None):
 
 
 # fmt: off
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False)  # a repr would show the access token in every traceback
 class Config:
     """Every environment variable; `resolve` works out "auto". Adding one here is all it takes."""
 
@@ -684,13 +683,11 @@ class Config:
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
 
-    def __repr__(self):  # the default one would show the access token in every traceback
-        return config_table(self)
-
-
+TEST_MODE_DEFAULTS = {  # with something to learn from
+    "MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny",
+    "WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9,
+}
 # fmt: on
-TEST_MODE_DEFAULTS = {"MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny"}
-TEST_MODE_DEFAULTS |= {"WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9}  # something to learn from
 SHARED_SETTINGS = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # of all nodes of an experiment, for ever
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
 GROUPS = {  # the first variable of each group in the help -> its heading
@@ -720,8 +717,10 @@ def parse_value(text: str, spec):
 
 
 RANKS = ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
-SHORT_NAMES = {"LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES"}
-SHORT_NAMES |= {"G": "NUM_GENERATIONS", "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME"}
+SHORT_NAMES = {
+    "LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES", "G": "NUM_GENERATIONS",
+    "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME",
+}  # fmt: skip
 
 
 def rank_of(environ) -> str | None:
@@ -945,6 +944,8 @@ def resume(run: Run) -> None:
             with safe_open(local, framework="pt") as file:
                 restore(run, file, round_)
             local.unlink()
+        except OSError as error:  # a bad moment is no reason to go back
+            raise StoreError(f"{checkpoint_path(run, round_)} cannot be read: {error}; try again") from error
         except Exception as error:  # many kinds; an unusable file is what they have in common
             reason, path = error, store.base / checkpoint_path(run, round_)
             run.log.event("resume", f"{path} cannot be used ({type(error).__name__}); trying the one before")
@@ -957,7 +958,7 @@ def resume(run: Run) -> None:
         raise reason
     if there:
         raise StoreError(
-            f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s checkpoints can be used. "
+            f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s can be used ({plain(reason)}). "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
     if store.sessions().keys() & {node.id for node in run.nodes}:
@@ -1025,20 +1026,24 @@ def carry(store: DriveStore, path: str, local: Path) -> None:
 def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
-        for file in sorted(save_locally(run, node, "models").iterdir()):
+        for file in sorted(save_locally(run, node, "models").glob("*")):
             run.swarm.post(carry, run.store, f"models/{node.id}/{file.name}", file)
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
-    about, asked = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
-    ask = f'pipeline("text-generation", {about})({asked}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
+    folder, prompt = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
+    ask = f'pipeline("text-generation", {folder})({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
-    run.log.say(f"final model: {folder}\n  try it: python -c {code}")
+    run.log.say(f"final model: {folder[1:-1]}\n  try it: python -c {code}")
 
 
 def save_locally(run: Run, node: Node, folder: str) -> Path:
     local = run.scratch / folder / node.id
-    node.model.save_pretrained(local)
-    run.codec.tokenizer.save_pretrained(local)
+    try:
+        node.model.save_pretrained(local)
+        run.codec.tokenizer.save_pretrained(local)
+    except Exception as error:  # a full disk: safetensors has a type of its own for it
+        run.log.event("error", f"no copy of the model: {local}: {error}")
+        return local / "incomplete"  # nothing to go on with; what is there makes `close` count it
     return local
 
 
@@ -1159,7 +1164,7 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
                 time.sleep(0.5)
                 continue
         try:
-            warm_start(model, codec, config, tasks, say)  # where somebody was faster, all go on with that one
+            warm_start(model, codec, config, tasks, lambda line: (say(line), check_stop()))
             shared.write(path, pack_weights(model), keep=lambda old: load_weights(model, old))
         except OSError as error:
             say(f"the warm start cannot be shared, this node goes on with its own: {error}")
@@ -1196,9 +1201,10 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         prepare(run)
         train(run)
         swarm.state = "done"
-        if run.history:
-            save_checkpoint(run)  # where the last round was skipped
+        if run.done >= 0:  # also of a start that only finds them missing, after a stop in the last round
+            save_checkpoint(run)
             save_models(run)
+        if run.history:
             log.event("end", f"finished; {conclusion(run)}; next: NODE_ROLE=report compares experiments")
         outcome = "finished"
     except Ended as how:
@@ -1281,6 +1287,7 @@ def prepare(run: Run) -> None:
 
 def close(run: Run) -> bool:
     """Write what is still queued and say goodbye; whether all of it arrived. Nothing is given up silently."""
+    run.stop.pressed = max(1, run.stop.pressed)  # one more gives up
     (run.scratch / "process.json").unlink(missing_ok=True)  # no later start may delete what did not arrive
     if run.log.bar is not None:
         run.log.bar.close()

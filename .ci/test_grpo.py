@@ -57,7 +57,7 @@ def test_a_batch_of_flat_groups_changes_no_weight_not_even_by_momentum():
     assert torch.equal(weights_of(model), before) and stats["trained_tokens"] == stats["loss"] == 0
 
 
-@pytest.mark.parametrize("max_rows", [None, 2])
+@pytest.mark.parametrize("max_rows", [99, 2])
 def test_completions_below_a_groups_floor_teach_nothing_and_count_in_the_denominator(max_rows, monkeypatch):
     monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)
     groups, model = ragged_groups(), tiny_lm()

@@ -324,6 +324,12 @@ def test_seeds_without_a_question_stop_nobody(drive, monkeypatch):
 
 def test_three_different_models_learn_from_one_another(drive, base_models, monkeypatch):
     statuses, load, one = {}, sapo.load_model, threading.Lock()
+    begin, together = sapo.next_round, threading.Barrier(3)  # or one is done before another begins
+
+    def begin_together(run):
+        if not run.history:
+            together.wait(60)
+        return begin(run)
 
     def load_alone(*args):
         with one:  # from_pretrained changes globals of torch while it runs
@@ -332,10 +338,10 @@ def test_three_different_models_learn_from_one_another(drive, base_models, monke
     def work(name):
         own = {} if name == "tiny" else {"MODEL_NAME": base_models / name, "MAX_NEW_TOKENS": 8, **UNTRAINED}
         settings = dict(LOCAL_NODES=1, MAX_ROUNDS=4, FETCH_TIMEOUT_SECONDS=10, NUM_TRANSPLANT_TREES=4, **own)
-        settings |= dict(NUM_WORKERS=3)  # nobody begins before all are there
         statuses[name] = swarm(drive, "mixed", NODE_ID=name, EXTERNAL_FILTER=False, **settings)
 
     monkeypatch.setattr(sapo, "load_model", load_alone)
+    monkeypatch.setattr(sapo, "next_round", begin_together)
     threads = [threading.Thread(target=work, args=(name,)) for name in ("llama", "gpt2")]
     for thread in threads:
         thread.start()
@@ -895,7 +901,7 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     kept, left = sapo.make_scratch(), sapo.make_scratch()
     swarm = SimpleNamespace(state="stopped", close=lambda patience: 3)
     log = SimpleNamespace(bar=None, say=print)
-    sapo.close(SimpleNamespace(log=log, swarm=swarm, scratch=kept))
+    sapo.close(SimpleNamespace(log=log, swarm=swarm, scratch=kept, stop=SimpleNamespace(pressed=0)))
     (kept / "4.safetensors").write_bytes(b"weights")
     for folder in (kept, left):
         if (folder / "process.json").exists():
