@@ -108,12 +108,13 @@ main() {
   local pattern='^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$' name filter
   export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
   local number=0 pairs=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}})
+  for config in "${pairs[@]}"; do  # before hours of training
+    [[ $config =~ $pattern ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"; exit 2; }
+  done
+  [[ ${seeds[*]} =~ ^[0-9\ ]+$ ]] || { echo "SEEDS=${seeds[*]}: expected numbers such as 1 2 3"; exit 2; }
   for seed in "${seeds[@]}"; do
     for config in "${pairs[@]}"; do
-      [[ $config =~ $pattern ]] || {
-        echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"
-        exit 2
-      }
+      [[ $config =~ $pattern ]]
       name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
       [ -z "${BASH_REMATCH[3]}" ] || filter=False
       number=$((number + 1))

@@ -22,7 +22,7 @@ from coordinator import report_files, reward_rows, validate_experiment, write_wi
 from drive_store import DriveStore, bucket
 from sapo import Config, compare_experiments
 from test_drive_store import refuse
-from test_sapo import new_store, new_swarm, put, swarm, until, wire_file
+from test_sapo import contents, new_store, new_swarm, put, swarm, until, wire_file
 
 # -------- Life --------------------------------------------------------------------------------------------
 
@@ -304,6 +304,33 @@ def test_a_peer_with_an_unusable_file_is_not_chosen_for_a_while_and_its_file_is_
     swarm.refused[bad] = 0.0
     swarm._fetch_one(bad)
     assert 29 < swarm.refused[bad] - time.monotonic() <= 30
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_where_another_folder_takes_the_place_of_ones_own_nothing_is_written(tmp_path, newer):
+    """A drive mounted late, or the experiment moved away and begun anew: its checkpoints are not ours."""
+    store = new_store(tmp_path)
+    swarm, events = new_swarm(store)
+    other = DriveStore(tmp_path / "other", store.base.name, "n1")
+    other.create()
+    swarm.start()
+    until(lambda: swarm.looked_at == 0)
+    away = store.base.rename(tmp_path / "away")
+    for i in range(3):
+        swarm.post(store.append, "logs/n1/order", f"{i}\n")
+    until(lambda: swarm.down)
+    if newer:
+        other.register("n1", "worker", process_identity())
+    before = contents(other.base)
+    other.base.rename(store.base)
+    time.sleep(2.5)
+    assert contents(store.base) == before and swarm.down
+    assert swarm.superseded == ["n1"] * newer, "and a newer start of this name is noticed"
+    store.base.rename(tmp_path / "never mind")
+    away.rename(store.base)
+    until(lambda: not swarm.down, 20)
+    assert swarm.close(patience=20) == 0
+    assert (store.base / "logs/n1/order").read_text().split() == list("012")
 
 
 def test_of_thousands_that_registered_and_never_came_a_few_are_read_per_look(tmp_path):

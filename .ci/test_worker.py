@@ -328,6 +328,7 @@ def test_three_different_models_learn_from_one_another(drive, base_models, monke
 
     def begin_together(run):
         if not run.history:
+            run.swarm.leaderless_since = float("-inf")
             together.wait(60)
         return begin(run)
 
@@ -508,6 +509,66 @@ def test_a_stop_ends_the_wait_for_another_nodes_warm_start(tmp_path):
     finally:
         with suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
+
+
+def test_a_stop_ends_a_warm_start_that_is_being_made_and_leaves_no_claim(tmp_path, monkeypatch):
+    config = config_of(MODEL_NAME="tiny", GDRIVE_PATH=str(tmp_path), WARM_START_STEPS="400", NODE_ID="n1")
+    model, codec = sapo.load_model(config, TASKS)
+    said = []
+
+    def check_stop():
+        if len(said) == 1:
+            raise sapo.Ended("stopped")
+
+    with pytest.raises(sapo.Ended):
+        sapo.load_warm_start(config, model, codec, TASKS, said.append, check_stop)
+    assert "warm start 40/400" in said[0] and not [*(tmp_path / "warmstart").iterdir()]
+
+
+def test_a_run_that_was_stopped_in_its_last_round_gets_its_models_from_the_next_start(drive, monkeypatch):
+    settings = dict(MAX_ROUNDS=2, LOCAL_NODES=1, NODE_ID="node")
+    with monkeypatch.context() as patch:
+        at_call(patch, "policy_gradient", 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert swarm(drive, "last_round", **settings) == 130
+    models = drive / "experiments/last_round/models/node"
+    assert not models.exists()
+    assert swarm(drive, "last_round", **settings) == 0
+    assert {"model.safetensors", "config.json", "tokenizer_config.json"} <= set(os.listdir(models))
+
+
+def test_a_full_local_disk_at_the_end_is_said_and_the_next_start_makes_the_models(drive, monkeypatch):
+    settings = dict(MAX_ROUNDS=2, LOCAL_NODES=1, NODE_ID="node")
+
+    def full(model, folder):
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / "model.safetensors").write_bytes(b"half")
+        raise RuntimeError("I/O error: No space left on device")  # as safetensors says it
+
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+        assert swarm(drive, "full_disk", **settings) == 1
+    assert "No space left" in events_of(drive, "full_disk", "error")[0]["text"]
+    models = drive / "experiments/full_disk/models/node"
+    assert not models.exists()
+    assert swarm(drive, "full_disk", **settings) == 0 and "model.safetensors" in os.listdir(models)
+
+
+def test_a_read_error_at_the_start_is_no_reason_to_go_back_to_an_older_checkpoint(drive, unbroken, capsys):
+    shutil.copytree(unbroken, folder := drive / "experiments/eio")
+    with pytest.MonkeyPatch.context() as patch:
+        read = DriveStore.open
+
+        def fails(store, path, *args, **kwargs):
+            if path.startswith("checkpoints/"):
+                raise OSError(5, "Input/output error")
+            return read(store, path, *args, **kwargs)
+
+        patch.setattr(DriveStore, "open", fails)
+        assert swarm(drive, "eio", MAX_ROUNDS=20) == 2
+    assert "round_000013/node.safetensors cannot be read" in capsys.readouterr().out
+    assert swarm(drive, "eio", MAX_ROUNDS=15) == 0
+    assert "after round 13" in events_of(drive, "eio", "resume")[0]["text"]
+    assert rewards_of(drive, "unbroken").items() < rewards_of(drive, "eio").items() and folder.exists()
 
 
 def test_a_variable_may_have_one_bound_only():
