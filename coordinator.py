@@ -410,8 +410,8 @@ class Swarm:
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
-        late = self._awaited(round_) - published[round_, self.stages - 1]
-        self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # of thousands, whoever made them
+        if late := self._awaited(round_) - published[round_, self.stages - 1]:
+            self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # there may be thousands
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
         self.refused = recent(self.refused, oldest)

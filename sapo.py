@@ -372,7 +372,7 @@ def replay(groups: "list[Group]", node: Node, config: "Config", t: int, stage: i
 def likelihood_floor(run: "Run", node: Node) -> float:
     """EXTERNAL_FLOOR: that share of the node's own completions has a lower mean log-probability per token.
 
-    A stranger's answers behind words that nobody here says can be 90% of an update. Cf. F-TIS, 2605.22537.
+    A stranger's answers behind words that nobody here says can be 90% of an update (cf. arXiv:2605.22537).
     """
     config, means, dtype = run.config, [], getattr(torch, run.config.DTYPE)
     for pairs, _ in micro_batches([r.group for r in node.rollouts], run.max_rows):
