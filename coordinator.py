@@ -181,10 +181,9 @@ class Swarm:
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
-        self._gone = set()  # awaited peers whose process is known to be dead
-        self._said = set()  # writes whose failure was told
+        self._gone, self._said = set(), set()  # awaited peers known to be dead; writes whose failure was told
         self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
-        self._wanted = False  # somebody waits for news
+        self._wanted = self._there = False  # whether somebody waits for news; its own registration was seen
         self._lead = None  # what a coordinator does after each look
         self._closing = threading.Event()  # nothing more will be posted
         self._failing = None  # monotonic time at which an outage began
@@ -383,8 +382,9 @@ class Swarm:
         self.life.refresh([COORDINATOR])
         self.sessions = self.life.sessions
         own = {f"{node}.{session}.json" for node, session in self.nodes.items() if session}
-        if self._thread.ident is not None and not own <= self.store.registered:
+        if self._there and not own <= self.store.registered:
             raise OSError(errno.ENOTCONN, "this node is not registered there: another folder in its place?")
+        self._there = own <= self.store.registered  # a listing may be old, at first
         clock, openers = self.store.clock()
         if COORDINATOR in openers:  # rounds that workers open are no sign of its life
             self.life.note(COORDINATOR, "clock", clock)

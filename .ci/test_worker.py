@@ -328,6 +328,8 @@ def test_three_different_models_learn_from_one_another(drive, base_models, monke
 
     def begin_together(run):
         if not run.history:
+            together.wait(60)
+            until(lambda: len(run.swarm.sessions) == 3)
             run.swarm.leaderless_since = float("-inf")
             together.wait(60)
         return begin(run)
