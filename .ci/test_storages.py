@@ -53,7 +53,8 @@ def s3(place: Path, children: list) -> None:
     until(lambda: answers(port))
     keys = "access_key_id=key,secret_access_key=secret,force_path_style=true"
     remote = f":s3,provider=Other,endpoint='http://127.0.0.1:{port}',{keys}:swarm"
-    environ = {**os.environ, "RCLONE_CONFIG": "/dev/null"}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    environ["RCLONE_CONFIG"] = "/dev/null"
     subprocess.run(["rclone", "mkdir", remote], env=environ, check=True, capture_output=True)
     flags = "--vfs-cache-mode writes --vfs-write-back 1s --dir-cache-time 1s --low-level-retries 1".split()
     for side in "AB":
