@@ -250,7 +250,8 @@ class Swarm:
         if round_ > self.clock:
             self.clock = round_
             self.post(self.store.open_round, round_, next(iter(self.nodes)))
-            self.post(write_winners, self.store, round_ - 1)  # nobody's, before round 0
+            if round_ > 0:
+                self.post(write_winners, self.store, round_ - 1)
 
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.

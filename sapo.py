@@ -582,9 +582,8 @@ def report_round(run: Run, t: int) -> None:
     if mean["external_short"] and not mean["external_peers"] and len(run.history) % 10 == 1:
         rounds = [key[0] for key in list(run.swarm.rollouts) if key[2] not in run.swarm.nodes]
         seen = f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
-        short = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
-        text = f"round {t}: {short}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})"
-        run.log.event("wait", text, round=t)
+        few = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
+        run.log.event("wait", f"round {t}: {few}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t)
 
 
 def short_line(t: int, max_rounds: int, s: dict) -> str:
