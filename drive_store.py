@@ -457,14 +457,10 @@ class DriveStore:
 
     def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
         """Publish a node's reward of a round and stage; the first one that makes sense stands."""
-        identity = {"node_id": node_id, "round": round_, "stage": stage}
-
-        def makes_sense(old):
-            there = parse_json(old)
-            return identity.items() <= there.items() and sane_reward(there, set())
-
+        about = {"node_id": node_id, "round": round_, "stage": stage}
         place = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
-        return self.write_once(place, {**identity, "timestamp": time.time(), **data}, makes_sense)
+        data = {**about, "timestamp": time.time(), **data}
+        return self.write_once(place, data, lambda old: sane_reward(parse_json(old), set(), **about))
 
     def rewards(self, round_: int, nodes, limit: int | None = None) -> list[dict]:
         """The reward files of `nodes` in a round that make sense, stage by stage; each is read once.
@@ -478,10 +474,10 @@ class DriveStore:
             gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)  # swapped meanwhile
             with gone, self.folder(where) if there else contextlib.nullcontext() as folder:
                 for node in there:
-                    path, identity = f"{where}/{node}.json", dict(node_id=node, round=round_, stage=stage)
-                    if path not in self._rewards and (data := self.read_matching(path, folder, **identity)):
-                        row = sane_reward(data, self._figures)
-                        self._rewards |= {path: row | identity} if row else {}
+                    path, about = f"{where}/{node}.json", dict(node_id=node, round=round_, stage=stage)
+                    if path not in self._rewards and (data := self.read_matching(path, folder)):
+                        row = sane_reward(data, self._figures, **about)
+                        self._rewards |= {path: row} if row else {}
                     rows += [self._rewards[path]] if path in self._rewards else []
         return rows
 
@@ -536,13 +532,17 @@ def is_number(value) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300  # nan is less than nothing
 
 
-def sane_reward(data: dict, names: set[str]) -> dict | None:
-    """The figures of a reward file, None if they make no sense. names: theirs, at most 64 in all files."""
+def sane_reward(data: dict, names: set[str], **about) -> dict | None:
+    """A reward file's figures and `about`, None if it is not about that or they make no sense.
+
+    names: the figures' names, at most 64 in all files.
+    """
     figures = [data.get("reward"), data.get("timestamp"), *(data.get(name, 0) for name in COUNTS)]
-    if not all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) or data["reward"] > 1:
+    sane = all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) and data["reward"] <= 1
+    if not sane or not about.items() <= data.items():
         return None
     names.update([name for name in data if is_number(data[name])][: max(0, 64 - len(names))])
-    return {name: x for name, x in data.items() if name in names and is_number(x)}
+    return {name: x for name, x in data.items() if name in names and is_number(x)} | about
 
 
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:

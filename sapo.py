@@ -412,7 +412,7 @@ class Run:
 
 
 class Ended(Exception):
-    """The run ends early: "stopped" (Ctrl-C, SIGTERM, SIGUSR1) or "superseded" (by a newer session)."""
+    """The run ends early: "stopped" (by one of STOP_SIGNALS) or "superseded" (by a newer session)."""
 
 
 def next_round(run: Run) -> int | None:
@@ -434,7 +434,7 @@ def next_round(run: Run) -> int | None:
 
 
 def wait_for_clock(run: Run, own: int) -> int:
-    """The clock's round where a coordinator leads; else the process's own next one, or a later one.
+    """The clock's round if it is open; where nobody leads this process opens its own next one.
 
     Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
@@ -452,13 +452,11 @@ def wait_for_clock(run: Run, own: int) -> int:
                 if not swarm.is_led:
                     swarm.open(own)  # later; the clock must have no gap
                 return own
-        elif swarm.is_led:
-            if swarm.clock >= own:
-                return swarm.clock
-        elif time.monotonic() - swarm.leaderless_since >= grace(run):
-            t = own if swarm.alone else max(own, swarm.clock)
-            swarm.open(t)
-            return t
+        elif swarm.clock >= own and not swarm.alone:
+            return swarm.clock
+        elif not swarm.is_led and time.monotonic() - swarm.leaderless_since >= grace(run):
+            swarm.open(own)
+            return own
         if time.monotonic() > began + max(30.0, 2 * pace):
             began = float("inf")  # say it once
             why = "the coordinator's rounds are long, or the folder shows old listings"
@@ -500,7 +498,7 @@ def finish_round(run: Run, t: int) -> None:
     run.stop.check()
 
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Slurm sends the last before a time limit
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's time limit
 
 
 class StopButton:
@@ -511,7 +509,8 @@ class StopButton:
 
     def install(self) -> None:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            self._old = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+            nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+            self._old = {n: signal.signal(n, self._on_signal) for n in {*STOP_SIGNALS} - nohup}
 
     def restore(self) -> None:
         for number, handler in self._old.items():
@@ -804,6 +803,7 @@ REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, A
 def resolve(config: Config, notes: list[str]) -> Config:
     """Work out "auto", the model's for a worker; TASKS, MICRO_BATCH_SIZE and HF_REPO where they are used."""
     colab = Path("/content/drive/MyDrive")
+    config = replace(config, GDRIVE_PATH=os.path.expanduser(config.GDRIVE_PATH))
     auto = {
         "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
         "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",

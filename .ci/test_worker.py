@@ -95,6 +95,7 @@ def test_names_and_places_are_chosen_and_the_coordinators_seat_is_kept_free(monk
     first, second = (read_config({})[0] for _ in range(2))
     assert first.NODE_ID != second.NODE_ID and re.fullmatch("node_[0-9a-f]{8}", first.NODE_ID)
     assert read_config({"LOCAL_NODES": "3"})[0].NODE_ID == "node" and first.GDRIVE_PATH == "rl-swarm"
+    assert read_config({"GDRIVE_PATH": "~/drive"})[0].GDRIVE_PATH == str(Path.home() / "drive")
     assert config_of(NODE_ROLE="coordinator").NODE_ID == COORDINATOR
     assert "seat" in config_error(NODE_ID="Coordinator") and config_of(NODE_ID="x" * 64)
     assert "NODE_ID" in config_error(NODE_ID="x" * 63, LOCAL_NODES="2")
@@ -702,7 +703,31 @@ def test_a_long_outage_is_trained_through_at_the_pace_of_before(drive, monkeypat
     assert at[1] - at[0] > 30 * 0.2
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_closed_terminal_stops_a_run_but_not_one_under_nohup():
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        for handler, pressed in ((signal.SIG_DFL, 1), (signal.SIG_IGN, 0)):
+            signal.signal(signal.SIGHUP, handler)
+            stop = sapo.StopButton()
+            stop.install()
+            os.kill(os.getpid(), signal.SIGHUP)
+            stop.restore()
+            assert stop.pressed == pressed and signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_who_joins_a_swarm_without_a_coordinator_begins_with_its_round_at_once(drive):
+    store = DriveStore(drive, "joined", "other")
+    store.create()
+    store.register("other", "worker", {})
+    store.open_round(5, "other")
+    assert swarm(drive, "joined", NODE_ID="n", LOCAL_NODES=1, MAX_ROUNDS=7, **UNTRAINED) == 0
+    (start,), (skip,) = (events_of(drive, "joined", kind, "n") for kind in ("start", "skip"))
+    assert (skip["first"], skip["last"]) == (0, 4) and skip["timestamp"] - start["timestamp"] < 1.0
+
+
+@pytest.mark.parametrize("number", [*sapo.STOP_SIGNALS])
 def test_a_signal_during_the_imports_ends_the_start_in_order(tmp_path, number):
     environ = {**os.environ, "GDRIVE_PATH": str(tmp_path), "MODEL_NAME": "tiny", "NODE_ID": "n"}
     program = [sys.executable, PROJECT / "sapo.py"]
