@@ -176,8 +176,8 @@ class Swarm:
         self.rollouts = {}  # (round, stage, node) -> groups, structure checked, of the last max_age rounds
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
         self.round, self.looked_at = 0, -1  # the round that is worked on; for which the folder was looked at
-        self.given_up = {}  # peer -> (how often it was awaited in vain, from which round it is again)
-        self.in_vain = (0, 0)  # the same of all waiting, whoever was awaited
+        self.given_up = set()  # who was awaited in vain before anybody published
+        self.in_vain = (0, 0)  # how often in a row there was waiting in vain; from which round there is again
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
@@ -265,22 +265,19 @@ class Swarm:
         if self.in_vain[1] > round_:
             return set()
         if self.has_met:
-            return {p for p in self._chosen.get(round_, ()) if self.given_up.get(p, (0, 0))[1] <= round_}
-        return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up.keys()
+            return self._chosen.get(round_, set())
+        return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up
 
     def give_up(self, late: set[str]) -> None:
-        """They were waited for in vain: again after 1, 2, 4 … rounds, so that nobody can cost every round.
+        """They were waited for in vain: the next wait is after 1, 2, 4 … rounds, whoever it was each time.
 
-        The same holds for all waiting where it was somebody else each time. ROLLOUT_MAX_AGE rounds at most:
-        where the folder is always late, nodes must not run away from what the others publish.
+        So nobody can cost every round. ROLLOUT_MAX_AGE rounds at most: where the folder is always late, nodes
+        must not run away from what the others publish.
         """
-        longest = max(1, self.max_age)
-        for peer in late:
-            times, _ = self.given_up.get(peer, (0, 0))
-            self.given_up[peer] = times + 1, self.round + min(2**times, longest)
+        self.given_up |= late
         times, since = self.in_vain
         times = times + 1 if self.round <= since + 1 else 1  # in vain again, as soon as somebody was awaited
-        self.in_vain = times, self.round + min(2 ** (times - 1), longest)
+        self.in_vain = times, self.round + min(2 ** (times - 1), max(1, self.max_age))
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""

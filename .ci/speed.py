@@ -7,6 +7,7 @@ not need.
     trl/bin/python .ci/speed.py compare arith MODEL       MODEL: a local folder or Hugging Face id, or tiny
     trl/bin/python .ci/speed.py generation arith MODEL
     trl/bin/python .ci/speed.py machine arith MODEL       tokens per second, memory and store of this machine
+    trl/bin/python .ci/speed.py inside arith MODEL        the share of it that the model and torch take
     trl/bin/python .ci/speed.py round                     what a round of tiny costs beside learning
     trl/bin/python .ci/speed.py fetch                     fetching with 8, 100 and 1000 peers
 
@@ -136,6 +137,33 @@ def machine(setting: str, model_name: str) -> None:
     print(f"generated {tokens / generating:.0f} tokens/s, trained {tokens / training:.0f} tokens/s")
     print(f"a round {each:.2f} s, {peak:.2f} GB at the peak")
     print(f"store {publish_ms:.1f} ms to publish, {fetch_ms:.1f} ms to fetch (a temporary folder)")
+
+
+def inside(setting: str, model_name: str) -> None:
+    """The share of a step inside the model's forward pass, backward, clipping and Adam: what bounds it here.
+
+    And of the peak what weights, gradients and Adam's moments take, which every trainer needs.
+    """
+    keep_freed_memory()
+    config, model, codec, batches = load(setting, model_name)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    seconds = dict.fromkeys(("forward", "head", "backward", "clip", "adam"), 0.0)
+    head, running = model.get_output_embeddings(), []
+    for place, name, part in (
+        (model.base_model, "forward", "forward"), (head, "forward", "head"),
+        (torch.Tensor, "backward", "backward"), (torch.nn.utils, "clip_grad_norm_", "clip"),
+        (torch.optim.AdamW, "step", "adam"),
+    ):  # fmt: skip
+        setattr(place, name, timed(getattr(place, name), seconds, part, running))
+    steps, _ = our_steps(config, model, codec, batches, 0)
+    total = sum(step["step"] for step in steps)
+    shares = ", ".join(f"{part} {spent / total:.0%}" for part, spent in seconds.items())
+    print(f"{model_name}, {setting}: {shares}, together {sum(seconds.values()) / total:.0%} of a step")
+    parameters, peak = sum(p.numel() for p in model.parameters()), resource.getrusage(resource.RUSAGE_SELF)
+    print(
+        f"peak {peak.ru_maxrss * 1024 / 1e9:.2f} GB: {before:.2f} with the model loaded, "
+        f"gradients and moments {12e-9 * parameters:.2f}, the rest activations"
+    )
 
 
 def run_trl(setting: str, model_name: str, seed: int) -> None:
@@ -297,13 +325,18 @@ def rest_of_a_round(*_) -> None:
     print("{MODEL_NAME}, {LOCAL_NODES} nodes, {MAX_ROUNDS} rounds: ".format(**given) + shares)
 
 
-def timed(function, seconds: dict, name: str):
+def timed(function, seconds: dict, name: str, running: list | None = None):
+    """The function, which adds to seconds[name]; a call inside one that shares `running` is not counted."""
+    running = [] if running is None else running
+
     def call(*args, **kwargs):
+        running.append(name)
         began = time.perf_counter()
         try:
             return function(*args, **kwargs)
         finally:
-            seconds[name] += time.perf_counter() - began
+            running.pop()
+            seconds[name] += 0 if running else time.perf_counter() - began
 
     return call
 
@@ -353,7 +386,7 @@ if __name__ == "__main__":
     what, setting, model_name, seed = (*sys.argv[1:], *["", "tiny", "tiny", "0"][len(sys.argv) - 1 :])
     programs = {"ours": run_ours, "trl": run_trl}
     roles = {"compare": compare, "generation": generation, "machine": machine}
-    roles |= {"round": rest_of_a_round, "fetch": fetch}
+    roles |= {"round": rest_of_a_round, "fetch": fetch, "inside": inside}
     if what not in programs | roles or setting not in SETTINGS:
         sys.exit(__doc__)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
