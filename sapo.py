@@ -333,9 +333,8 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     rows = sum(len(group.completions) for group in own if group.is_informative)
     stats |= {"logp_own": average(logps[:rows]), "logp_external": average(logps[rows:])}  # how far off policy
     stats |= {"external_kept": average(logp >= floor for logp in logps[rows:])}
-    informative = sum(group.is_informative for group in groups)
-    node.figures |= {**stats, "local_groups": len(own), "informative_groups": informative}
-    node.figures["train_seconds"] = time.monotonic() - began
+    stats |= {"informative_groups": sum(group.is_informative for group in groups), "local_groups": len(own)}
+    node.figures |= {**stats, "train_seconds": time.monotonic() - began}
 
 
 def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
@@ -803,14 +802,13 @@ REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, A
 def resolve(config: Config, notes: list[str]) -> Config:
     """Work out "auto", the model's for a worker; TASKS, MICRO_BATCH_SIZE and HF_REPO where they are used."""
     colab = Path("/content/drive/MyDrive")
-    config = replace(config, GDRIVE_PATH=os.path.expanduser(config.GDRIVE_PATH))
+    seat = COORDINATOR if config.NODE_ROLE == "coordinator" else config.NODE_ID
+    config = replace(config, GDRIVE_PATH=os.path.expanduser(config.GDRIVE_PATH), NODE_ID=seat)
     auto = {
         "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
         "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
     }
     auto |= resolve_model(config, notes) if config.NODE_ROLE == "worker" else {}
-    if config.NODE_ROLE == "coordinator":
-        config = replace(config, NODE_ID=COORDINATOR)
     return replace(config, **{name: value for name, value in auto.items() if getattr(config, name) == "auto"})
 
 
@@ -1404,43 +1402,34 @@ def unseen_globals(environ) -> list[str]:
 
 
 def main(environ=None) -> int:
-    """Run the role that the environment asks for; returns the exit status. Only here it is read."""
-    environ = os.environ if environ is None else environ
+    """Run the role that the environment asks for (read only here), say what goes wrong; the exit status."""
+    environ, say, to_go_on = os.environ if environ is None else environ, print, ""
     stop = StopButton()
     stop.install()
     try:
         config, notes = read_config(environ)
         log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
-        return run_role(config, notes + unseen_globals(environ), log, stop)
-    except (ConfigError, ImportError) as error:
-        print(error, "\n  pip install torch transformers reasoning-gym" * isinstance(error, ImportError))
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        stop.restore()
-
-
-def run_role(config: Config, notes: list[str], log: Log, stop: StopButton) -> int:
-    """The role's exit status; what went wrong is said in a line."""
-    try:
+        say, to_go_on = log.say, f"; to go on:\n  {log.resume_line}"
         if config.NODE_ROLE in ("worker", "coordinator"):
-            log.say(config_table(config, config.VERBOSE))
-            for note in notes:
-                log.say(f"note: {note}")
+            say(config_table(config, config.VERBOSE))
+            for note in notes + unseen_globals(environ):
+                say(f"note: {note}")
             outcome = (run_worker if config.NODE_ROLE == "worker" else run_coordinator)(config, log, stop)
         else:
             outcome = run_reader(config, stop)
-    except (ConfigError, StoreError, MemoryError) as error:
-        log.say(str(error))
-        return 2
-    except OSError as error:
-        log.say(f"GDRIVE_PATH={config.GDRIVE_PATH} cannot be used: {plain(error)}")
-        return 2
+        return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
     except (Ended, KeyboardInterrupt):
-        log.say(f"stopped; to go on:\n  {log.resume_line}")
+        say(f"stopped{to_go_on}")
         return 130
-    return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
+    except ImportError as error:
+        say(f"{error}\n  pip install torch transformers reasoning-gym")
+    except (ConfigError, StoreError, MemoryError) as error:
+        say(str(error))
+    except OSError as error:
+        say(f"GDRIVE_PATH={environ.get('GDRIVE_PATH', 'auto')} cannot be used: {plain(error)}")
+    finally:
+        stop.restore()
+    return 2
 
 
 if __name__ == "__main__":
