@@ -181,11 +181,13 @@ class Swarm:
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
-        self._gone, self._said = set(), set()  # awaited peers known to be dead; writes whose failure was told
+        self.set_aside = set()  # writes that failed for good
+        self._gone = set()  # awaited peers known to be dead
         self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
         self._wanted = self._there = False  # whether somebody waits for news; its own registration was seen
         self._lead = None  # what a coordinator does after each look
         self._closing = threading.Event()  # nothing more will be posted
+        self.is_abandoned = False  # set by who leaves: the thread ends too, whatever is queued
         self._failing = None  # monotonic time at which an outage began
         self._next_beat = self._could_write = 0.0
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
@@ -240,8 +242,8 @@ class Swarm:
     def publish(self, round_: int, stage: int, node: str, about: dict, groups: dict) -> None:
         """Publish a node's groups; the other nodes of this process see them at once."""
         if self.max_peers:
-            keyed = [group | {"key": (round_, stage, node, int(i))} for i, group in groups.items()]
             with self._lock:
+                keyed = [group | {"key": (round_, stage, node, int(i))} for i, group in groups.items()]
                 self.rollouts[round_, stage, node] = keyed
         self.post(self.store.publish, round_, stage, node, about, groups)
 
@@ -265,7 +267,7 @@ class Swarm:
         if self.in_vain[1] > round_:
             return set()
         if self.has_met:
-            return self._chosen.get(round_, set())
+            return self._chosen.get(round_, set()) & self.sessions.keys()
         return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up
 
     def give_up(self, late: set[str]) -> None:
@@ -318,7 +320,7 @@ class Swarm:
 
     def _run(self) -> None:
         look_at, pause = 0.0, 1.0  # the next look, 0.5 s sooner if somebody waits; the rest after an error
-        while self._jobs or not self._closing.is_set():
+        while not self.is_abandoned and (self._jobs or not self._closing.is_set()):
             try:
                 began = time.monotonic()
                 if self._failing is not None or began >= look_at - 0.5 * self._wanted:
@@ -357,6 +359,7 @@ class Swarm:
 
     def _do(self, job: Job) -> bool:
         """Whether a job is done with. One that fails for a reason of its own path is at last set aside."""
+        self._be_here()
         try:
             job.function(*job.args)
         except Exception as error:  # one job stops neither the queue nor training
@@ -369,20 +372,25 @@ class Swarm:
                 job.tries, job.again = job.tries + 1, now + 10.0
                 if job.tries < 7 and not closing:
                     return False
-            if str(job) not in self._said:  # once: it is said in a log, perhaps the very one that fails
-                self._said.add(str(job))
+            if str(job) not in self.set_aside:  # once: it is said in a log, perhaps the very one that fails
+                self.set_aside.add(str(job))
                 self.note("error", f"{job} was set aside: {error}")
         return True
+
+    def _be_here(self) -> None:
+        """OSError if this process's registration has been seen and is gone: that is another folder."""
+        here = self.store.is_registered(*next(iter(self.nodes.items())))
+        if self._there and not here:
+            why = "this node is not registered there: another folder in its place? If not, start it again"
+            raise OSError(errno.ENOTCONN, why)
+        self._there = here
 
     def _look(self) -> None:
         """Registrations, the clock, the coordinator, and what peers have published."""
         round_ = self.round
         self.life.refresh([COORDINATOR])
         self.sessions = self.life.sessions
-        own = {f"{node}.{session}.json" for node, session in self.nodes.items() if session}
-        if self._there and not own <= self.store.registered:
-            raise OSError(errno.ENOTCONN, "this node is not registered there: another folder in its place?")
-        self._there = own <= self.store.registered  # a listing may be old, at first
+        self._be_here()
         clock, openers = self.store.clock()
         if COORDINATOR in openers:  # rounds that workers open are no sign of its life
             self.life.note(COORDINATOR, "clock", clock)
@@ -500,9 +508,9 @@ class Coordinator:
             self.round = max(0, self.store.last_rewarded())
             self.store.open_round(self.round, COORDINATOR)
         self.opened, self.holding = time.monotonic(), self.round == 0
-        how = f"{config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s"
-        waiting = ", waiting for a first worker" * self.holding
-        self.say(f"coordinator: round {self.round} is open ({how}){waiting}")
+        how = f"({config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s)"
+        how += ", waiting for a first worker" * self.holding
+        self.say(f"coordinator: round {self.round} is open {how}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
@@ -783,8 +791,8 @@ def report_text(rows: list[dict]) -> str:
     """The comparison as a table of at most 100 columns (indented: code in Markdown), then in sentences."""
     from tabulate import tabulate  # reasoning-gym brings it
 
-    names = {"runs": "runs", "per_node": "per node", "spread": "sd", "final": "final"}
-    names |= {"held_out": "held-out", "completions": "completions"}
+    names = dict(runs="runs", per_node="per node", spread="sd", final="final", held_out="held-out")
+    names["completions"] = "completions"
     cells = [[row["short"], *(row[name] for name in names)] for row in rows]
     formats = ("", "d", ".2f", ".2f", ".2f", ".2f", ".0f")
     table = tabulate(cells, ["groups", *names.values()], "simple", floatfmt=formats, missingval="-")

@@ -112,8 +112,9 @@ def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
 def to_json(data: dict, indent: int | None = None) -> bytes:
     """For people with indent=1; that costs ten times as long, because Python's fast encoder has none."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent).encode("utf-8", "replace")
-    if len(text) > MAX_JSON_BYTES:
-        raise BadFile(f"over {MAX_JSON_BYTES} bytes are not read: lower NUM_GENERATIONS, MAX_NEW_TOKENS")
+    if len(text) > MAX_JSON_BYTES or sum(map(text.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
+        todo = "lower NUM_TRAIN_SAMPLES, NUM_GENERATIONS, MAX_NEW_TOKENS"
+        raise BadFile(f"over {MAX_JSON_BYTES} bytes or {MAX_JSON_PARTS} elements are not read: {todo}")
     return text
 
 
@@ -132,7 +133,7 @@ class DriveStore:
         self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
-        self.ahead, self.registered = set(), set()  # files in peers/ seen before their time; now
+        self.timely, self.ahead = set(), set()  # files in peers/ first seen in their time; before it
         self._figures = {"reward", "timestamp", *COUNTS}  # names of figures in reward files
 
     # -- folders and files
@@ -180,15 +181,14 @@ class DriveStore:
             yield fd
 
     def names(self, path: str, look: bool = True) -> list[str]:
-        """Names in a folder, sorted; none if there is no such folder or it may not be read (counted)."""
+        """Names in a folder, sorted; none if there is no such folder or it may not be read."""
         try:
             with self.folder(path, look=look) as folder:
                 return sorted(os.listdir(folder))
         except OSError as error:
-            if error.errno not in NOT_A_FILE | {errno.ENOENT}:
-                raise
-            self.skipped["not a folder that this user may read"] += error.errno != errno.ENOENT
-            return []
+            if error.errno in NOT_A_FILE | {errno.ENOENT}:
+                return []
+            raise
 
     def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False, within=None):
         """Open a regular file, with one name only if it is to be written; else BadFile. Nothing blocks.
@@ -370,8 +370,8 @@ class DriveStore:
     def open_round(self, round_: int, by: str) -> None:
         """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
         now, is_new = time.time(), round_ > self.clock()[0]
-        opened = {"round": round_, "opened_by": by, "opened_at": now}
-        self.write_once(f"state/rounds/{bucket(round_)}.{by}.json", opened)
+        place = f"state/rounds/{bucket(round_)}.{by}.json"
+        self.write_once(place, {"round": round_, "opened_by": by, "opened_at": now})
         if is_new:  # a straggler must not set the state back
             state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
             with contextlib.suppress(OSError):  # it is for people
@@ -392,12 +392,11 @@ class DriveStore:
         One that was first seen far ahead of its time never counts: planted, it would stop a node later.
         """
         newest, too_late = {}, 1000 * (time.time() + MAX_CLOCK_SKEW)
-        self.registered = set(self.names("peers"))
-        for name in self.registered:
+        for name in self.names("peers"):
             match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
-            if match and int(match[2][:13]) >= too_late:
-                self.ahead.add(name)
-            elif match and name not in self.ahead and is_name(match[1]):
+            if match and is_name(match[1]) and name not in self.ahead and name not in self.timely:
+                (self.ahead if int(match[2][:13]) >= too_late else self.timely).add(name)
+            if name in self.timely:  # this host's clock may have jumped since
                 newest[match[1]] = max(newest.get(match[1], ""), match[2])
         return newest
 
@@ -414,6 +413,12 @@ class DriveStore:
         data = self.read_matching(f"peers/{node_id}.{session}.json", node_id=node_id)
         return data and {name: data.get(name) for name in ("role", "host", "boot_id", "pid", "pid_start")}
 
+    def is_registered(self, node_id: str, session: str) -> bool:
+        """Whether the folder holds this registration: another one in its place does not."""
+        with contextlib.suppress(FileNotFoundError), self.folder("peers") as folder:
+            return stat.S_ISREG(os.lstat(f"{node_id}.{session}.json", dir_fd=folder).st_mode)
+        return False
+
     def heartbeat(self, node_id: str, data: dict) -> None:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})
 
@@ -426,8 +431,8 @@ class DriveStore:
 
     def publish(self, round_: int, stage: int, node_id: str, about: dict, groups: dict) -> bool:
         """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. Or BadFile."""
-        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage}
-        data |= {"timestamp": time.time(), **about, "rollouts": groups}
+        what = {"timestamp": time.time(), **about, "rollouts": groups}
+        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage} | what
         check_rollouts(data, round_, stage, node_id)
         place = f"{stage_folder('rollouts', round_, stage)}/{node_id}.json"
         return self.write_once(place, data, lambda x: check_rollouts(parse_json(x), round_, stage, node_id))
@@ -486,22 +491,9 @@ class DriveStore:
         return last_without_gap(self.rounds("rewards"))
 
     def checkpoints(self, process: str, last: int = 10**6) -> list[int]:
-        """Rounds up to `last` after which this process has a checkpoint file, newest first.
-
-        StoreError if it ran before and there is none, but one after `last` or a folder that cannot be
-        listed: a node whose checkpoints are hidden must not start over.
-        """
-
-        def has(round_):
-            return f"{process}.safetensors" in self.names(f"checkpoints/{bucket(round_)}", look=False)
-
-        skipped, rounds = self.skipped.total(), self.rounds("checkpoints")
-        found = [r for r in reversed(rounds) if r <= last and has(r)]
-        if not found and {process, f"{process}_0"} & self.sessions().keys():  # it ran before
-            if any(has(r) for r in rounds if r > last) or self.skipped.total() > skipped:
-                why = f"what is there is after round {last} or is no folder that this user may read"
-                raise StoreError(f"{self.base / 'checkpoints'}: {why}; put it right or away")
-        return found
+        """Rounds up to `last` after which this process has a checkpoint file, newest first."""
+        rounds, name = reversed(self.rounds("checkpoints")), f"{process}.safetensors"
+        return [r for r in rounds if r <= last and name in self.names(f"checkpoints/{bucket(r)}", look=False)]
 
 
 def delete_in(folder: int, name: str, depth: int = 50) -> None:
@@ -577,7 +569,7 @@ def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[di
             need(isinstance(completion, dict), "completion is no object")
             response, finished, claimed = (completion.get(k) for k in ("response", "finished", "reward"))
             need(isinstance(response, str), "response is no text")
-            need(len(response) <= MAX_RESPONSE_CHARS, f"response over {MAX_RESPONSE_CHARS} characters")
+            need(len(response) <= MAX_RESPONSE_CHARS, f"response over {MAX_RESPONSE_CHARS} (MAX_NEW_TOKENS)")
             need(isinstance(finished, bool), "finished is no boolean")
             need("reward" not in completion or is_number(claimed), "reward is no finite number")
             kept.append({"response": response, "finished": finished, "claimed": claimed})

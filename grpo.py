@@ -162,7 +162,8 @@ def update(
         (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
-            print("non-finite gradient: the rest of this update is skipped", flush=True)
+            with contextlib.suppress(OSError):  # here and below: a full disk must not end training
+                print("non-finite gradient: the rest of this update is skipped", flush=True)
             break
         optimizer.step()  # needs no memory of its own, see new_optimizer
         stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
@@ -401,7 +402,8 @@ def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int 
                 todo = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
                 raise MemoryError(f"out of memory in {where}: {todo}") from error
         max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: what failed is freed
-        print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
+        with contextlib.suppress(OSError):
+            print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
 
 
 def rows_that_fit(model, config, available: int) -> tuple[int, float]:

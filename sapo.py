@@ -51,7 +51,8 @@ def import_learner() -> None:
     global shared_prompt_logps, task_hash, training_state, update, warm_start, warm_start_name, why_refused
 
     if "torch" not in sys.modules:
-        print("loading torch …", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk
+            print("loading torch …", file=sys.stderr, flush=True)
     import torch
     import transformers
     from safetensors import safe_open
@@ -226,9 +227,9 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    ages = [t - rollout.key[0] for rollout in drawn]
-    node.figures |= {**figures, "external_groups": len(drawn), "external_ages": ages}
-    node.figures |= {"external_short": wanted - len(drawn), "wait_seconds": time.monotonic() - began}
+    figures |= {"external_groups": len(drawn), "external_ages": [t - rollout.key[0] for rollout in drawn]}
+    figures |= {"external_short": wanted - len(drawn), "wait_seconds": time.monotonic() - began}
+    node.figures |= figures
     return drawn
 
 
@@ -344,9 +345,9 @@ def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
         figures["held_out"] = held_out_accuracy(run, node, t)
     node.total_reward += figures["reward"]
     swarm.post(run.store.submit_reward, t, stage, node.id, {"session": swarm.nodes[node.id], **figures})
-    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
-    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
-    run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
+    row = dict(timestamp=time.time(), round=t, stage=stage, node_id=node.id, my_reward=figures["reward"])
+    row |= {"experiment": config.EXPERIMENT_NAME, "total_reward": node.total_reward, **figures}
+    run.log.row(node.id, "metrics.jsonl", row)
 
 
 def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
@@ -550,8 +551,8 @@ class Log:
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
         """A row of training_events.jsonl, and a line for people unless `quiet`."""
         self.say(f"{self.node_id} {kind}: {text}", quiet)
-        row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text, **data}
-        self.row(self.node_id, "training_events.jsonl", row)
+        about = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text}
+        self.row(self.node_id, "training_events.jsonl", about | data)
 
     def row(self, node_id: str, name: str, row: dict) -> None:
         self.lines.append((f"logs/{node_id}/{name}", self._scrub(json.dumps(row))))
@@ -565,13 +566,13 @@ def report_round(run: Run, t: int) -> None:
     config, each = run.config, [node.figures for node in run.nodes]
     mean = {key: average(f[key] for f in each) for key in each[0] if key != "external_ages"}
     run.history.append(mean)
-    if not run.paces:  # a first guess
-        run.paces.append(time.monotonic() - run.round_began)
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
-    eta = short_time(average(run.paces) * (config.MAX_ROUNDS - 1 - t))
-    run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
+    pace = average(run.paces) or time.monotonic() - run.round_began
+    eta = short_time(pace * (config.MAX_ROUNDS - 1 - t))
+    run.log.say(f"{name} {round_line(t, config.MAX_ROUNDS, mean, False)} | eta {eta}")
     for node in run.nodes:
-        run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
+        line = round_line(t, config.MAX_ROUNDS, node.figures, everything=True)
+        run.log.say(f"{node.id} {line}", quiet=not config.VERBOSE)
     if len(run.history) % 10 == 0 and not any(f["informative_groups"] for f in run.history[-10:]):
         rates = "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}"
         todo = "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, easier TASKS"
@@ -584,18 +585,17 @@ def report_round(run: Run, t: int) -> None:
         run.log.event("wait", f"round {t}: {few}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t)
 
 
-def short_line(t: int, max_rounds: int, s: dict) -> str:
+def round_line(t: int, max_rounds: int, s: dict, everything: bool) -> str:
+    """A round's figures, or all of one node's. How to read them: README, "The log line"."""
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative)"
     wait = f" ({s['wait_seconds']:.1f}s wait)" if s["wait_seconds"] >= 0.1 else ""
     seconds = f"{s['generate_seconds'] + s['wait_seconds'] + s['train_seconds']:.1f}s{wait}"
-    return f"{counted(t, max_rounds)} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
-
-
-def long_line(t: int, max_rounds: int, s: dict) -> str:
-    """All figures of one node's round. How to read it: README, "The log line"."""
+    line = f"{counted(t, max_rounds)} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
+    if not everything:
+        return line
     own, external = ("-" if s[name] is None else f"{s[name]:.2f}" for name in ("logp_own", "logp_external"))
-    return short_line(t, max_rounds, s) + (
+    return line + (
         f" | {s['generate_seconds']:.1f}s gen {s['train_seconds']:.1f}s train"
         f" | {s['external_pool']} in the pool, {s['external_short']} short, {s['rejected']} rejected"
         f" | tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f}"
@@ -714,10 +714,8 @@ def parse_value(text: str, spec):
 
 
 RANKS = ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
-SHORT_NAMES = {
-    "LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES", "G": "NUM_GENERATIONS",
-    "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME",
-}  # fmt: skip
+SHORT_NAMES = dict(LR="LEARNING_RATE", MODEL="MODEL_NAME", NUM_ROUNDS="MAX_ROUNDS")
+SHORT_NAMES |= dict(I="NUM_TRAIN_SAMPLES", J="NUM_TRANSPLANT_TREES", G="NUM_GENERATIONS")
 
 
 def rank_of(environ) -> str | None:
@@ -741,8 +739,6 @@ def mistakes_in(config: Config) -> list[str]:
         mistakes.append(f"NODE_ID={config.NODE_ID!r}: this name is the coordinator's seat; choose another")
     if not (config.HUGGINGFACE_ACCESS_TOKEN.isascii() and config.HUGGINGFACE_ACCESS_TOKEN.isprintable()):
         mistakes.append(f"{SECRET}: holds characters that no token has (pasted with something invisible?)")
-    if difflib.get_close_matches(config.MODEL_NAME, ["tiny"]) and not os.path.isdir(config.MODEL_NAME):
-        mistakes += [f"MODEL_NAME={config.MODEL_NAME!r}: did you mean tiny?"] * (config.MODEL_NAME != "tiny")
     if config.NODE_ROLE == "worker" and config.TASKS != "auto":
         mistakes += [f"TASKS: {why_refused(x)}" for x in config.TASKS.split(",") if x not in TASK_TABLE]
     return mistakes
@@ -786,9 +782,8 @@ def read_config(environ) -> tuple[Config, list[str]]:
         )
     if config.NODE_ROLE == "coordinator" and "NODE_ID" in given and not rank:
         warnings.append(f"NODE_ID={given['NODE_ID']} is ignored: the coordinator has a seat of its own")
-    timeout, interval = config.FETCH_TIMEOUT_SECONDS, config.COORDINATOR_ROUND_INTERVAL
-    if "COORDINATOR_ROUND_INTERVAL" in given and timeout > interval:
-        warnings.append(f"FETCH_TIMEOUT_SECONDS={timeout:g} > COORDINATOR_ROUND_INTERVAL={interval:g}")
+    if config.FETCH_TIMEOUT_SECONDS > given.get("COORDINATOR_ROUND_INTERVAL", math.inf):
+        warnings.append(f"FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g} is more than a round lasts")
     return config, warnings
 
 
@@ -871,8 +866,8 @@ def resume_line(config: Config, environ) -> str:
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
     names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
-    given = {name: value for name, value in environ.items() if value and name in names}
-    given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
+    place = {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
+    given = {name: value for name, value in environ.items() if value and name in names} | place
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
 
 
@@ -894,12 +889,13 @@ def save_checkpoint(run: Run) -> None:
         mine = {name: x.cpu().contiguous() for name, x in training_state(node.model, node.optimizer).items()}
         tensors |= {f"{node.id}/{name}": tensor for name, tensor in mine.items()}
         past = [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]
-        nodes[node.id] = {"total_reward": node.total_reward, "trained": sorted(node.trained)}
-        nodes[node.id] |= {"crc": checksum(mine.values()), "past": past}
+        state = dict(total_reward=node.total_reward, trained=sorted(node.trained), past=past)
+        nodes[node.id] = state | {"crc": checksum(mine.values())}
     about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
     for older in run.scratch.glob("*.safetensors"):
         older.unlink(missing_ok=True)
     local = run.scratch / f"{run.done}.safetensors"
+    run.scratch.mkdir(exist_ok=True)  # somebody may have tidied up the local disk
     try:
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
@@ -920,7 +916,7 @@ def checkpoint_path(run: Run, round_: int) -> str:
 def carry_checkpoint(run: Run) -> None:
     """In the Swarm's thread: copy the one that waits to the folder, delete older ones there."""
     for local in run.scratch.glob("*.safetensors"):  # the newest, however long this has been in the queue
-        carry(run.store, checkpoint_path(run, int(local.stem)), local)
+        carry(run, checkpoint_path(run, int(local.stem)), local)
         run.checkpoints.append(int(local.stem))
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
             run.swarm.post(run.store.delete, checkpoint_path(run, run.checkpoints.pop(0)), True)
@@ -958,8 +954,15 @@ def resume(run: Run) -> None:
             f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s can be used ({plain(reason)}). "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
-    if store.sessions().keys() & {node.id for node in run.nodes}:
-        run.log.event("resume", "it ran before, but there is no checkpoint: it begins with new weights")
+    ids = {node.id for node in run.nodes}
+    if store.sessions().keys() & ids:
+        every = max(run.config.CHECKPOINT_INTERVAL, begun_with(store, "CHECKPOINT_INTERVAL", 1))
+        late = (store.rewards(t, ids) for t in store.rounds("rewards") if t >= every)
+        if any(late) or any(store.names(f"models/{node_id}") for node_id in ids):
+            gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} had one that is not there any more"
+            todo = "restore it (or LOCAL_NODES), or start under another NODE_ID or EXPERIMENT_NAME"
+            raise StoreError(f"{gone}: {todo}")
+        run.log.event("resume", "it ran before, but came to no checkpoint: it begins with new weights")
 
 
 def checkpoint_bytes(run: Run) -> int:
@@ -1014,9 +1017,11 @@ def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Gro
     return Group(prompt, completions, rewards)
 
 
-def carry(store: DriveStore, path: str, local: Path) -> None:
+def carry(run: Run, path: str, local: Path) -> None:
     """In the Swarm's thread: a local file into the folder; `close` counts what did not get there."""
-    store.write(path, local)
+    run.swarm.sessions = run.store.sessions()  # this process may have slept while a newer one finished
+    if not run.swarm.superseded:
+        run.store.write(path, local)
     local.unlink(missing_ok=True)
 
 
@@ -1024,7 +1029,7 @@ def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
         for file in sorted(save_locally(run, node, "models").glob("*")):
-            run.swarm.post(carry, run.store, f"models/{node.id}/{file.name}", file)
+            run.swarm.post(carry, run, f"models/{node.id}/{file.name}", file)
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
     folder, prompt = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
@@ -1067,6 +1072,8 @@ def push_to_hub(run: Run, last: bool) -> None:
                 api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
                 if repo == "auto":
                     repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node_id}"
+                elif max(config.LOCAL_NODES, config.NUM_WORKERS) > 1:
+                    repo += f"-{node_id}"
                 api.create_repo(repo, exist_ok=True)
                 api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
                 run.log.event("hub", f"pushed to {repo}")
@@ -1096,8 +1103,10 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
     settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash()}
     there = store.open_config(settings | {"created_at": time.time()}, only_read)
     path = store.base / "config.json"
-    if config.TASKS == "auto":
+    if config.TASKS == "auto" and there.get("TASKS") != own_tasks:
         settings["TASKS"] = str(there.get("TASKS"))
+        if only_read:
+            say(f"TASKS of {path}: {plain(settings['TASKS'], 300)}")
     tasks = settings["TASKS"].split(",")
     if unknown := [task for task in tasks if task not in TASK_TABLE]:
         raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
@@ -1116,8 +1125,7 @@ def announce(config: Config, store: DriveStore, say) -> None:
         others = ", ".join(list_experiments(config.GDRIVE_PATH))
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
-    sessions, last = store.sessions(), begun_with(store, "MAX_ROUNDS", math.inf)
-    nodes = without_seat(sessions)
+    nodes, last = without_seat(store.sessions()), begun_with(store, "MAX_ROUNDS", math.inf)
     if nodes and re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
         raise ConfigError(f"experiment {config.EXPERIMENT_NAME} has finished its {last} rounds: {todo}")
@@ -1125,10 +1133,6 @@ def announce(config: Config, store: DriveStore, say) -> None:
     say(f"experiment {config.EXPERIMENT_NAME} is there already: round {store.clock()[0]}, nodes: {known}")
     if nodes and config.NODE_ID not in {node.rsplit("_", 1)[0] for node in nodes} | set(nodes):
         say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
-    for node in [node for node in nodes if node in (config.NODE_ID, f"{config.NODE_ID}_0")]:
-        host = (store.registration(node, sessions[node]) or {}).get("host")
-        if host not in (None, process_identity()["host"]):
-            say(f"{node} ran on {plain(host)} last, it goes on here: no two machines may share a NODE_ID")
 
 
 CLAIM_SECONDS = 600.0  # how long the others wait for whoever makes the warm start
@@ -1211,8 +1215,9 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
             save_checkpoint(run)
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
     finally:
-        arrived = stop.pressed > 1 or close(run)
-    return outcome if arrived or outcome != "finished" else "incomplete"
+        arrived = stop.pressed < 2 and close(run)
+        swarm.is_abandoned = True
+    return "superseded" if swarm.superseded else outcome if arrived or outcome != "finished" else "incomplete"
 
 
 def check_memory(config: Config, model, say) -> int:
@@ -1241,10 +1246,12 @@ def new_node(node_id: str, model, config: Config) -> Node:
 
 def make_scratch() -> Path:
     """A local folder for files on their way; those that killed processes of this user left are removed."""
-    for about in Path(tempfile.gettempdir()).glob("sapo-*/process.json"):
+    for path in Path(tempfile.gettempdir()).glob("sapo-*/process.json"):
         with contextlib.suppress(Exception):  # whatever another user put there
-            if about.parent.lstat().st_uid == os.getuid() and is_known_dead(json.loads(about.read_text())):
-                shutil.rmtree(about.parent)
+            about, here = json.loads(path.read_text()), process_identity()
+            older_boot = about["boot_id"].split()[0] != here["boot_id"].split()[0]  # this disk is this host's
+            if path.parent.lstat().st_uid == os.getuid() and (older_boot or is_known_dead(about)):
+                shutil.rmtree(path.parent)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
     (scratch / "process.json").write_text(json.dumps(process_identity()))
     return scratch
@@ -1292,17 +1299,21 @@ def close(run: Run) -> bool:
     if uploads():
         run.log.say("waiting for the Hub (Ctrl-C gives up)")
     deadline = time.monotonic() + (HUB_PATIENCE if run.swarm.state == "done" else 120.0)
-    for thread in uploads():
-        thread.join(max(0.0, deadline - time.monotonic()))
+    with contextlib.suppress(KeyboardInterrupt):
+        for thread in uploads():
+            thread.join(max(0.0, deadline - time.monotonic()))
     if uploads():
         run.log.event("hub", f"an upload did not reach the Hub; the model lies in {run.scratch / 'hub'}")
     pending = run.swarm.close(patience=10.0)
     if pending:
         run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
         pending = run.swarm.close(patience=300.0)
-    lost = pending or len([*run.scratch.glob("*.safetensors"), *run.scratch.glob("models/*/*")])
+    if run.swarm.set_aside:
+        run.log.say(f"set aside, because they cannot be written: {len(run.swarm.set_aside)} files")
+    waiting = [*run.scratch.glob("*.safetensors"), *run.scratch.glob("models/*/*")]
+    lost = pending or len(waiting) or run.saved not in (-1, *run.checkpoints)  # not even saved here
     if lost:
-        print(f"{lost} writes did not reach the shared folder; a checkpoint may lie in {run.scratch}")
+        run.log.say(f"{lost:d} writes did not reach the shared folder; a checkpoint may lie in {run.scratch}")
     elif not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
     return not lost
@@ -1404,6 +1415,7 @@ def unseen_globals(environ) -> list[str]:
 def main(environ=None) -> int:
     """Run the role that the environment asks for (read only here), say what goes wrong; the exit status."""
     environ, say, to_go_on = os.environ if environ is None else environ, print, ""
+    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # closed by >&-
     stop = StopButton()
     stop.install()
     try:

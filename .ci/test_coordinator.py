@@ -189,6 +189,25 @@ def test_a_lost_clock_is_resumed_from_the_rewards_and_a_signal_ends_the_coordina
 # -------- The Swarm's thread ------------------------------------------------------------------------------
 
 
+def test_nothing_is_written_or_deleted_once_another_folder_lies_there(tmp_path):
+    store, other = new_store(tmp_path), tmp_path / "experiments/other"
+    ours, events = new_swarm(store)
+    ours.start()
+    until(lambda: ours._there)
+    for path in ("peers", "checkpoints/round_000007", "tmp"):
+        (other / path).mkdir(parents=True)
+    (other / "checkpoints/round_000007/n1.safetensors").write_bytes(b"theirs")
+    before = contents(other)
+    ours._look = lambda: None  # the next look is seconds away, as on a slow mount
+    store.base.rename(tmp_path / "experiments/away")
+    other.rename(store.base)
+    ours.post(store.delete, "checkpoints/round_000007/n1.safetensors", True)
+    ours.post(store.rewrite, "state/current_state.json", {})
+    until(lambda: events)
+    assert contents(store.base) == before and "another folder" in events[0][1]
+    ours.is_abandoned = True
+
+
 def test_a_folder_that_hangs_never_holds_up_the_trainer_and_lost_writes_are_counted(tmp_path):
     hang = threading.Event()
     ours, _ = new_swarm(new_store(tmp_path))
@@ -481,6 +500,9 @@ def test_a_peer_whose_file_could_not_be_used_is_not_waited_for_in_the_next_round
     ours, _ = new_swarm(store)
     put(store, "rollouts/round_000000/stage_0/n2.json", wire_file("n2", round=0))
     put(store, "rollouts/round_000000/stage_0/evil.json", b"")
+    for name in ("n2", "evil"):
+        store.register(name, "worker", {})
+    put(store, "rollouts/round_000000/stage_0/never_registered.json", wire_file("never_registered", round=0))
     ours.start()
     ours.round = 1
     until(lambda: ours.looked_at == 1)

@@ -293,14 +293,24 @@ def test_retention_goes_on_where_files_of_a_retired_round_come_late(tmp_path, be
 
 def test_rollouts_that_no_reader_would_take_are_not_published(tmp_path):
     store, group = new_store(tmp_path), wire_file()["rollouts"]["0"]
+    large = group | {"completions": group["completions"][:1] * 64}
     for groups in (
         {"0": wire_file(response="x" * 40_000)["rollouts"]["0"]},
         {"0": group | {"answer": "x" * 9 * 10**6}},
+        {str(i): large for i in range(2100)},  # 3 MB, of more elements than are parsed
     ):
-        with pytest.raises(BadFile, match="over|larger"):
+        with pytest.raises(BadFile, match="over .*MAX_NEW_TOKENS"):
             store.publish(1, 0, "n1", {}, groups)
     assert store.publish(1, 0, "n1", {}, {"0": group}) and not store.publish(1, 0, "n1", {}, {})
     assert len(store.fetch(1, 0, "n1")) == 1
+
+
+def test_a_clock_that_jumps_back_for_a_while_loses_nobody_who_was_there(tmp_path, monkeypatch):
+    store, now = new_store(tmp_path), time.time
+    sessions = {node: store.register(node, "worker", {}) for node in ("n1", "n2")}
+    for seconds in (0, -3 * 3600, 0):
+        monkeypatch.setattr(time, "time", lambda late=seconds: now() + late)
+        assert store.sessions() == sessions
 
 
 def test_the_newest_session_wins_even_if_its_clock_is_ten_minutes_behind(tmp_path, monkeypatch):

@@ -84,6 +84,12 @@ def test_the_model_is_pushed_if_asked_for_and_a_refusal_stops_nothing(hub, tmp_p
     assert not any(SECRET.encode() in text for text in [run.stdout.encode(), run.stderr.encode(), *files])
 
 
+def test_nodes_that_share_a_repository_name_push_to_one_each(hub, tmp_path):
+    settings = {"HUGGINGFACE_ACCESS_TOKEN": SECRET, "LOCAL_NODES": "2", "NODE_ID": "a", "HF_REPO": "me/mine"}
+    run = train(hub, tmp_path, **settings)
+    assert "pushed to me/mine-a_0" in run.stdout and "pushed to me/mine-a_1" in run.stdout
+
+
 def test_nothing_is_pushed_unless_a_token_is_set(hub, tmp_path):
     train(hub, tmp_path)
     assert not hub.seen

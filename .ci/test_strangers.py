@@ -929,6 +929,7 @@ def test_a_new_name_in_every_round_costs_a_few_time_outs_only(tmp_path):
     store = DriveStore(tmp_path, "x", "ghost")
     store.create()
     for round_ in range(40):
+        store.register(f"ghost_{round_}", "worker", {})
         store.publish(round_, 0, f"ghost_{round_}", {}, {})
     settings = dict(LOCAL_NODES=1, NODE_ID="n", FETCH_TIMEOUT_SECONDS=0.3, MAX_ROUNDS=40, **UNTRAINED)
     assert swarm_of(tmp_path, "x", **settings) == 0
