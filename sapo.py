@@ -675,7 +675,7 @@ class Config:
     EVAL_SAMPLES: int = var(64, "held-out questions, from seeds that no node trains on", low=1, high=65536)
     VERBOSE: bool = var(False, "every node's line of every round on the screen, not only in stdout.log")
     HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never shown")
-    HF_REPO: str = var("auto", "where to; auto: <user>/<experiment>-<node>")
+    HF_REPO: str = var("auto", "where to, with -<node> if several; auto: <user>/<experiment>-<node>")
     NUM_WORKERS: int = var(0, "workers that run_swarm.sh starts (4), or to expect", low=0, high=10**4)
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
