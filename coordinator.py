@@ -181,8 +181,7 @@ class Swarm:
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
-        self.set_aside = set()  # writes that failed for good
-        self._gone = set()  # awaited peers known to be dead
+        self.set_aside, self._gone = set(), set()  # writes that failed for good; awaited peers that died
         self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
         self._wanted = self._there = False  # whether somebody waits for news; its own registration was seen
         self._lead = None  # what a coordinator does after each look
@@ -509,8 +508,8 @@ class Coordinator:
             self.store.open_round(self.round, COORDINATOR)
         self.opened, self.holding = time.monotonic(), self.round == 0
         how = f"({config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s)"
-        how += ", waiting for a first worker" * self.holding
-        self.say(f"coordinator: round {self.round} is open {how}")
+        waits = ", waiting for a first worker" * self.holding
+        self.say(f"coordinator: round {self.round} is open {how}{waits}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
@@ -791,11 +790,11 @@ def report_text(rows: list[dict]) -> str:
     """The comparison as a table of at most 100 columns (indented: code in Markdown), then in sentences."""
     from tabulate import tabulate  # reasoning-gym brings it
 
-    names = dict(runs="runs", per_node="per node", spread="sd", final="final", held_out="held-out")
-    names["completions"] = "completions"
+    names = ["runs", "per_node", "spread", "final", "held_out", "completions"]
+    head = ["groups", "runs", "per node", "sd", "final", "held-out", "completions"]
     cells = [[row["short"], *(row[name] for name in names)] for row in rows]
     formats = ("", "d", ".2f", ".2f", ".2f", ".2f", ".0f")
-    table = tabulate(cells, ["groups", *names.values()], "simple", floatfmt=formats, missingval="-")
+    table = tabulate(cells, head, "simple", floatfmt=formats, missingval="-")
     compared = [row for row in rows if row["note"] != "baseline"]
     said = [textwrap.fill(f"{r['label']} against {r['baseline']}: {r['note']}.", 100) for r in compared]
     return "\n\n".join([textwrap.indent(table, "    "), *said]) + "\n"

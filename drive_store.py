@@ -415,9 +415,10 @@ class DriveStore:
 
     def is_registered(self, node_id: str, session: str) -> bool:
         """Whether the folder holds this registration: another one in its place does not."""
-        with contextlib.suppress(FileNotFoundError), self.folder("peers") as folder:
-            return stat.S_ISREG(os.lstat(f"{node_id}.{session}.json", dir_fd=folder).st_mode)
-        return False
+        if os.path.lexists(self.base / f"peers/{node_id}.{session}.json"):  # one call: it is asked often
+            return True
+        with self.folder():  # OSError where there is none
+            return False
 
     def heartbeat(self, node_id: str, data: dict) -> None:
         self.rewrite(f"heartbeats/{node_id}.json", {"node_id": node_id, "time": time.time(), **data})

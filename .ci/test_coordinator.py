@@ -142,6 +142,20 @@ def test_the_last_round_ends_though_a_peer_beats_for_ever_and_never_submits(tmp_
     assert ended == [0]
 
 
+def test_a_goodbye_that_somebody_forged_neither_moves_the_clock_nor_ends_it(tmp_path):
+    store, ended, clock = start_clock(tmp_path)
+    reward(store, 0)
+    until(lambda: clock() == 1)
+    store.heartbeat("n1", {"session": store.sessions()["n1"], "state": "done", "round": 2})
+    time.sleep(1.5)
+    assert clock() == 1 and not ended
+    for round_ in (1, 2):
+        until(lambda: clock() == round_)  # noqa: B023
+        reward(store, round_)
+    until(lambda: ended)
+    assert ended == [0] and store.read("winners/round_000002.json") == {"n1": 0.5}
+
+
 def test_the_clock_follows_others_never_rewinds_and_yields_to_a_newer_session(tmp_path):
     store, ended, clock = start_clock(tmp_path, rounds=100)
     store.open_round(5, "n1")
@@ -493,6 +507,18 @@ def test_a_report_names_gain_interval_cost_and_baseline_and_is_written_in_every_
     assert files.get("report.png", b"\x89PNG")[:4] == b"\x89PNG"
     put(new_store(tmp_path), "config.json", {"NUM_TRAIN_SAMPLES": "2"})
     assert [row["runs"] for row in compare_experiments(tmp_path)] == [4, 4], "one damaged hides no other"
+
+
+def test_no_text_in_a_config_breaks_the_picture_or_becomes_a_formula(tmp_path):
+    for i, bad in enumerate(("=cmd", r"$\frac{$", "@cmd(1)", "+cmd", "-cmd", "\t=cmd")):
+        finished_run(tmp_path, f"e{i}", SEED=bad, **{bad: bad})
+    rows = compare_experiments(tmp_path)
+    files = report_files(rows)
+    assert len(rows) == 6 and files.get("report.png", b"\x89PNG")[:4] == b"\x89PNG"
+    for name in ("report.csv", "curves.csv"):
+        table = csv.reader(io.StringIO(files[name].decode()))
+        cells = [cell for row in table for cell in row if "cmd" in cell]
+        assert len(cells) >= 5 and not [cell for cell in cells if cell.strip()[0] in "=+-@"]
 
 
 def test_a_peer_whose_file_could_not_be_used_is_not_waited_for_in_the_next_round(tmp_path):

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from math import gcd, inf
 from types import SimpleNamespace
@@ -19,14 +20,14 @@ import torch
 from grpo import ANSWER_STYLES, EVAL_ON_ANSWER, UNSTABLE, BadQuestion, check_model, end_of_turn
 from grpo import exact_positions, halving_on_oom, load_model, load_weights, lucky_question, new_optimizer
 from grpo import pack_weights, rows_that_fit, sample_tokens, score, sequence_logps, shared_prompt_logps
-from grpo import group_advantages, token_logps, update
+from grpo import group_advantages, score_all, token_logps, update
 from test_sapo import HELD_OUT_SEEDS, KINDS, PROJECT, SMALL_TASKS, TASK_TABLE, build_tiny
 from test_sapo import config_error, config_of, generate, make_question, near, our_update, pairs_of
 from test_sapo import plain_logps, plain_loss, ragged_groups, tiny_codec, tiny_lm, weights_of
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 LLAMA = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 LLAMA |= dict(num_key_value_heads=2, bos_token_id=0, eos_token_id=0)
@@ -35,6 +36,8 @@ SIZES = {
                     attention_types=[[["global", "local"], 1]]),
     "mpt": dict(d_model=16, n_heads=2, n_layers=2, max_seq_len=64),
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4),
+    "bart": dict(d_model=16, encoder_layers=2, decoder_layers=2, decoder_attention_heads=2, init_std=0.3),
+    "lfm2": LLAMA | {"layer_types": ["conv", "full_attention"]},
     "mistral": LLAMA | {"sliding_window": 8}, "gemma2": LLAMA | {"head_dim": 4, "pad_token_id": 0},
 }  # fmt: skip
 
@@ -134,6 +137,36 @@ def test_models_whose_plain_forward_pass_gives_other_logps_are_refused_by_name()
             check_model(other_lm(name, **scaling), text)
 
 
+REFUSED_FOR = dict.fromkeys(("gpt2", "gpt_neo", "mistral", "mpt", "phi3"))
+REFUSED_FOR |= {
+    "bart": "differ by",
+    "mamba": "AttributeError",
+    "jamba": "ValueError",
+    "lfm2": "AttributeError",
+}
+
+
+@pytest.mark.parametrize("name, reason", REFUSED_FOR.items())
+def test_architectures_are_exact_or_refused_by_name_whatever_they_trip_over(name, reason):
+    model, text = other_lm(name, pad_token_id=0), [i * 7 % 29 for i in range(30)]
+    named = pytest.raises(ValueError, match=f"MODEL_NAME: architecture '{name}'.*{reason}")
+    with named if reason else nullcontext():
+        check_model(model, text)
+
+
+@pytest.mark.parametrize("where", ["in front", "behind the common start"])
+def test_a_model_that_takes_padding_for_words_is_refused_wherever_the_padding_stands(where):
+    def forget(module, args, given):
+        if (mask := given["attention_mask"]) is not None and (mask[:, 0].min() == 0) == (where == "in front"):
+            return args, given | {"attention_mask": None}
+
+    model, text = other_lm("llama"), [i * 7 % 29 for i in range(30)]
+    check_model(model, text)
+    model.base_model.register_forward_pre_hook(forget, with_kwargs=True)
+    with pytest.raises(ValueError, match="'llama'.*differ by"):
+        check_model(model, text)
+
+
 def test_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(monkeypatch):
     model, pairs, seen, found = tiny_lm(), pairs_of(ragged_groups()), [], []
     model.lm_head.register_forward_hook(lambda module, inputs, logits: seen.append(len(logits)))
@@ -154,6 +187,18 @@ def test_under_bfloat16_autocast_probabilities_still_add_up_to_one():
     near(p.sum(), torch.tensor(1.0), 1e-5, 0)
     weights, stats = our_update(tiny_lm(), ragged_groups(), dtype=torch.bfloat16)
     assert weights.dtype == torch.float32 and stats["grad_norm"] > 0
+
+
+def test_under_autocast_the_cache_holds_the_compute_type_and_says_the_same(monkeypatch):
+    model, found = other_lm("llama"), []
+    for cache in (grpo.ComputeCache, grpo.transformers.DynamicCache):
+        monkeypatch.setattr(grpo, "ComputeCache", cache)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            layers = grpo.prefill(model, [[1, 2, 3]], 0, 2)[1].layers
+            logp, _ = shared_prompt_logps(model, pairs_of(ragged_groups()), 0.7)
+        found.append(({x.dtype for layer in layers for x in (layer.keys, layer.values)}, logp))
+    (ours, logp), (plain, expected) = found
+    assert ours == {torch.bfloat16} and torch.float32 in plain and torch.equal(logp, expected)
 
 
 @pytest.mark.parametrize("noise", [0.0, 1 - 2**-24])  # the ends of what torch.rand returns
@@ -326,6 +371,24 @@ def test_hostile_answers_cost_less_than_a_second_each():
         assert time.process_time() - began < 1, f"{question.task}: {text[:60]}"
 
 
+def test_a_formula_is_parsed_only_if_it_is_short_and_has_few_signs(monkeypatch):
+    question, parse, parsed = make_question("propositional_logic", 1), grpo.Expression.from_string, []
+    monkeypatch.setattr(grpo.Expression, "from_string", lambda text: parsed.append(text) or parse(text))
+    assert question.answer == "(Q ∧ Q)"  # two signs
+    for negations, spaces, reward in ((38, 0, 1), (40, 0, 0), (0, 153, 1), (0, 154, 0), (192, 0, 0)):
+        parsed.clear()
+        text = "¬" * negations + f"(Q ∧ Q{' ' * spaces})"
+        assert score(question, f"<answer>{text}</answer>") == reward == bool(parsed), text
+
+
+def test_a_text_that_stands_in_a_group_many_times_is_scored_once():
+    scored = []
+    verifier = SimpleNamespace(score_answer=lambda answer, entry: scored.append(answer) or float(answer))
+    question = replace(make_question("small_gcd", 5), dataset=verifier)
+    texts = [f"<answer>{i % 2}</answer>" for i in range(64)]
+    assert score_all(question, texts) == [0.0, 1.0] * 32 and sorted(scored) == ["0", "1"]
+
+
 def test_generators_leave_no_trace_on_the_terminal_or_in_the_decimal_context(capfd):
     before = repr(decimal.getcontext())
     for task, seed in itertools.product(TASK_TABLE, range(100, 104)):
@@ -436,6 +499,22 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
             load_model(config_of(**settings), ["small_gcd"])
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
     assert exact_positions(other_lm("llama", max_position_embeddings=192, rope_parameters=rope)) == 48
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
+    sizes = dict(max_position_embeddings=512, original_max_position_embeddings=64, pad_token_id=0)
+    assert exact_positions(other_lm("phi3", **sizes, rope_parameters=rope)) == 64
+
+
+def test_a_loaded_chat_model_ends_its_turn_as_its_template_does(base_models, tmp_path):
+    """Gemma has two ids that end a text: <eos>, and <end_of_turn>, which is what it says."""
+    tokenizer = AutoTokenizer.from_pretrained(base_models / "llama")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>"]})
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}\n{{ m.content }}<turn>\n{% endfor %}"
+    model = AutoModelForCausalLM.from_pretrained(base_models / "llama")
+    model.resize_token_embeddings(len(tokenizer))
+    model.generation_config.eos_token_id = [0, turn := tokenizer.convert_tokens_to_ids("<turn>")]
+    model.save_pretrained(tmp_path), tokenizer.save_pretrained(tmp_path)
+    _, codec = load_model(config_of(MODEL_NAME=tmp_path, MAX_NEW_TOKENS=8), ["small_gcd"])
+    assert (codec.eos_ids, codec.eos_id, codec.completions(["7"], [True])[0][-1]) == ({0, turn}, turn, turn)
 
 
 def test_weights_travel_as_bytes_and_anything_else_is_turned_down():

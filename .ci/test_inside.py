@@ -28,7 +28,7 @@ FILES = [  # that a worker, the coordinator or a reader writes
     "experiments/x/winners/round_000001.json", "experiments/x/models/a/config.json",
     "experiments/x/models/a/model.safetensors", "experiments/x/rollouts/round_000001/stage_0/a.json",
     "experiments/x/rewards/round_000001/stage_0/a.json",
-    "reports/report.md", "reports/report.csv", "reports/curves.csv",
+    *(f"reports/{name}" for name in ("report.md", "report.csv", "curves.csv", "report.json", "report.png")),
 ]  # fmt: skip
 FOLDERS = {  # name of a case -> folders that are links at the same time
     "of a node": (

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -638,6 +639,41 @@ def write_anything(store, round_: int, node: str, groups: list[dict]) -> None:
     data["rollouts"] = {str(k): group for k, group in enumerate(groups)}
     text = json.dumps(data, ensure_ascii=False).encode("utf-8", "replace")
     store.write(f"{stage_folder('rollouts', round_, 0)}/{node}.json", text)
+
+
+@pytest.mark.parametrize("piece", [b"[],", b"{},", b"0,"])
+def test_megabytes_of_commas_and_brackets_are_refused_before_they_are_parsed(tmp_path, piece):
+    store = DriveStore(tmp_path, "x", "n")
+    store.create()
+    for kind, size, most in (("rollouts", 8_300_000, 8 << 20), ("heartbeat", 65_000, 64 << 10)):
+        path, text = FILES[kind].removeprefix(EXPERIMENT), b'{"x": [' + piece * (size // 3) + b"0]}"
+        store.write(path, text)
+        tracemalloc.start()
+        with pytest.raises(BadFile, match="too many elements"):
+            store.read(path, most)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(text) + 2**20
+        tracemalloc.stop()
+
+
+def test_a_peer_has_twenty_seconds_of_a_rounds_scoring_whatever_the_others_need(root, monkeypatch):
+    run, now, verify_one = reading_run(root), [0.0], sapo.verify
+
+    def slowly(run, raw):
+        now[0] += {"p": 21.0, "q": 9.0}[raw["key"][2]]
+        return verify_one(run, raw)
+
+    monkeypatch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sapo, "verify", slowly)
+    pool = sapo.informative_pool(run, run.nodes[0], 2, 0, random.Random(0), figures := Counter())
+    assert sorted(r.key[2] for r in pool) == ["p", "q", "q"] and figures["rejected"] == 1
+    assert run.log.events == [("reject", "p: too slow to verify")]
+
+
+def test_a_strangers_question_that_would_take_minutes_is_refused(root):
+    run = replace(reading_run(root), tasks=["basic_arithmetic", "decimal_arithmetic"])
+    for task, seed in zip(run.tasks, (721121905971561, 1488473454406226), strict=True):
+        raw = group_by_hand(1) | {"key": (2, 0, "p", 0), "task": task, "seed": seed}
+        assert verify(run, raw) == "a question that cannot be made"
 
 
 # -------- What a stranger's text may do -------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """What else a worker holds: settings, resuming, two stages, other models, the Hub, a lost folder."""
 # ruff: noqa: F811, fixtures are imported
 
+import errno
 import io
+import itertools
 import json
 import os
 import re
@@ -37,7 +39,7 @@ from test_sapo import (
     rewards_of,
     rows_of,
 )
-from test_sapo import score, swarm, until, write_peer
+from test_sapo import put, score, swarm, until, write_peer
 
 # -------- Settings ----------------------------------------------------------------------------------------
 
@@ -227,6 +229,34 @@ def events_with_round(drive, name) -> list[tuple]:
     return [(event["event"], event["round"]) for event in events_of(drive, name, "checkpoint")]
 
 
+def test_a_resumed_run_takes_the_settings_of_the_update_from_the_new_start(drive, monkeypatch):
+    new = dict(temperature=0.9, loss_type="grpo", clip_low=0.1, clip_high=0.4, num_iterations=2)
+    seen, learn, settings = [], sapo.update, {name.upper(): value for name, value in new.items()}
+
+    def spy(model, optimizer, groups, **given):
+        seen.append({name: given[name] for name in new} | {"lr": optimizer.param_groups[0]["lr"]})
+        return learn(model, optimizer, groups, **given)
+
+    assert swarm(drive, "new_settings", MAX_ROUNDS=1, **UNTRAINED) == 0
+    monkeypatch.setattr(sapo, "update", spy)
+    assert swarm(drive, "new_settings", MAX_ROUNDS=2, LEARNING_RATE=1e-5, **settings, **UNTRAINED) == 0
+    assert "after round 0" in events_of(drive, "new_settings", "resume")[0]["text"]
+    assert seen == [new | {"lr": 1e-5}] * 2  # nodes
+
+
+def test_what_is_planted_where_ones_own_checkpoints_will_be_and_above_costs_none_of_them(drive):
+    settings = dict(CHECKPOINT_INTERVAL=2, **UNTRAINED)
+    assert swarm(drive, "planted", MAX_ROUNDS=4, **settings) == 0
+    for round_, data in ((5, b"PK\3\4dummy"), (7, b"PK\3\4dummy"), (50, b""), (60, b""), (900, b"")):
+        put(DriveStore(drive, "planted"), f"checkpoints/{bucket(round_)}/node.safetensors", data)
+    assert swarm(drive, "planted", MAX_ROUNDS=8, **settings) == 0
+    texts = [event["text"] for event in events_of(drive, "planted", "resume")]
+    assert len(texts) == 5 and "after round 3" in texts[-1]
+    for round_ in (5, 7):
+        path = drive / f"experiments/planted/checkpoints/{bucket(round_)}/node.safetensors"
+        assert read_state(path)[0]["next_round"] == round_ + 1
+
+
 def test_a_node_whose_checkpoints_are_gone_does_not_begin_again(drive, unbroken, capsys):
     shutil.copytree(unbroken, folder := drive / "experiments/none_left")
     shutil.rmtree(folder / "checkpoints")
@@ -382,6 +412,21 @@ def test_seeds_without_a_question_stop_nobody(drive, monkeypatch):
     assert {group["seed"] for group in json.loads(own)["rollouts"].values()} == {bad + 1}
 
 
+def test_a_peers_completion_may_be_twice_as_long_as_ones_own_and_no_longer(drive):
+    seed = next(seed for seed in range(99) if len(make_question(TASKS[0], seed).answer) == 2)
+    for peer, more, times in (("fits", 15, 1), ("long", 16, 1), ("heavy", 251, 16)):
+        group = group_by_hand(seed, right=2)
+        for completion in group["completions"]:  # two tags, two characters and EOS
+            completion["response"] = "x" * more + completion["response"]
+        group["completions"] *= times
+        write_peer(drive, "long_ones", peer, [group])
+    assert swarm(drive, "long_ones", MAX_ROUNDS=1, **UNTRAINED) == 0
+    texts = [event["text"] for event in events_of(drive, "long_ones", "reject")]
+    assert sorted(texts) == [f"{peer}: completion empty or over 20 tokens here" for peer in ("heavy", "long")]
+    for row in rows_of(drive, "long_ones"):
+        assert (row["external_groups"], row["trained_tokens"]) == (1, 4 * 20)
+
+
 def test_three_different_models_learn_from_one_another(drive, base_models, monkeypatch):
     statuses, load, one = {}, sapo.load_model, threading.Lock()
     begin, together = sapo.next_round, threading.Barrier(3)  # or one is done before another begins
@@ -472,6 +517,41 @@ def test_training_goes_on_where_the_folder_vanishes_in_the_first_round(drive, mo
     assert json.loads(lines[2])["timestamp"] < returned[0]
 
 
+def test_in_an_outage_only_the_newest_checkpoint_waits(drive, monkeypatch):
+    folder, waiting, save = drive / "experiments/newest", [], sapo.save_checkpoint
+    away = folder.with_name("newest_away")
+
+    def watched(run):
+        if run.done == 2:
+            folder.rename(away)
+            until(lambda: run.swarm.down)
+        elif run.done == 9:
+            away.rename(folder)
+        save(run)
+        waiting.append([path.stem for path in run.scratch.glob("*.safetensors")])
+
+    monkeypatch.setattr(sapo, "save_checkpoint", watched)
+    assert swarm(drive, "newest", MAX_ROUNDS=11, CHECKPOINT_INTERVAL=1, **UNTRAINED) == 0
+    assert waiting[2:9] == [[str(t)] for t in range(2, 9)]
+
+
+def test_a_checkpoint_that_the_local_disk_does_not_take_is_said_and_training_goes_on(drive, monkeypatch):
+    tries = itertools.count()
+
+    def full(tensors, path, about):
+        if next(tries) < 2:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path, about)
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    assert swarm(drive, "unsaved", CHECKPOINT_INTERVAL=1, **UNTRAINED) == 0
+    assert len(rows_of(drive, "unsaved")) == 6
+    texts = [event["text"] for event in events_of(drive, "unsaved", "error")]
+    assert len(texts) == 2 and all("No space left" in text for text in texts)
+    assert os.listdir(drive / "experiments/unsaved/checkpoints") == ["round_000002"]
+
+
 def test_a_missing_signal_is_named_also_after_resuming(drive):
     settings = dict(NUM_TRANSPLANT_TREES=0, CHECKPOINT_INTERVAL=13, **UNTRAINED)
     told = []
@@ -543,6 +623,25 @@ def test_with_each_checkpoint_every_nodes_model_is_pushed(drive, hub, monkeypatc
     assert swarm(drive, "both", **settings, **UNTRAINED) == 0
     pushed = {(repo, message) for repo, message, _ in hub.pushed}
     assert pushed == {(f"me/both-node_{i}", f"after round {t}") for i in range(2) for t in range(2)}
+
+
+def test_of_a_token_nothing_is_shown_not_even_a_part_of_it(drive, hub, monkeypatch, capsys):
+    """The text of the Hub's error may hold a part, which no scrubber finds: only type and status are told."""
+    message = config_error(HUGGINGFACE_ACCESS_TOKEN="hf_\u200bNobody")
+    assert "HUGGINGFACE_ACCESS_TOKEN: holds characters" in message and "Nobody" not in message
+    refused = ValueError("hf_Nobo…")
+    refused.response = SimpleNamespace(status_code=401)
+    errors = [refused, ConnectionError("hf_Nobo…")]
+
+    def fail(self):
+        raise errors.pop()
+
+    monkeypatch.setattr(hub, "__init__", lambda self, token: None)
+    monkeypatch.setattr(hub, "whoami", fail)
+    assert swarm(drive, "unheard", HUGGINGFACE_ACCESS_TOKEN="hf_Nobody", MAX_ROUNDS=1, **UNTRAINED) == 0
+    told = [event["text"].partition("goes on: ")[2] for event in events_of(drive, "unheard", "hub")]
+    assert told == ["ConnectionError (no answer)", "ValueError (401)"]
+    assert "Nobo" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", ["LOCAL_NODES", "MODEL_NAME"])
