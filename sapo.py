@@ -957,8 +957,8 @@ def resume(run: Run) -> None:
     ids = {node.id for node in run.nodes}
     if store.sessions().keys() & ids:
         every = max(run.config.CHECKPOINT_INTERVAL, begun_with(store, "CHECKPOINT_INTERVAL", 1))
-        late = (store.rewards(t, ids) for t in store.rounds("rewards") if t >= every)
-        if any(late) or any(store.names(f"models/{node_id}") for node_id in ids):
+        late = any(store.rewards(t, ids) for t in store.rounds("rewards") if t >= every)
+        if late or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
             gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} had one that is not there any more"
             todo = "restore it (or LOCAL_NODES), or start under another NODE_ID or EXPERIMENT_NAME"
             raise StoreError(f"{gone}: {todo}")

@@ -1007,20 +1007,3 @@ def test_an_experiment_that_would_fill_the_report_is_left_out_of_it(tmp_path, ho
     store.register("n1", "worker", {}), store.open_round(last, "n1")
     store.submit_reward(last, 0, "n1", {"reward": 0.5})
     assert sapo.compare_experiments(tmp_path) == [] and "experiment x is left out" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("how", ["link", "file"])
-def test_hidden_checkpoints_are_no_new_start(tmp_path, how):
-    store, moved = DriveStore(tmp_path / "drive", "x", "n1"), tmp_path / "moved"
-    (store.base / "checkpoints").mkdir(parents=True), moved.mkdir()
-    assert store.checkpoints("n1") == []
-    path = store.base / "checkpoints/round_000004"
-    path.symlink_to(moved) if how == "link" else path.touch()
-    assert store.checkpoints("n1") == [], "a node that is new has lost nothing"
-    store.register("n1", "worker", {})
-    with pytest.raises(StoreError, match="no folder that this user may read"):
-        store.checkpoints("n1")
-    store.write("checkpoints/round_000003/n1.safetensors", b"x")
-    assert store.checkpoints("n1") == [3], "one that is there is used"
-    with pytest.raises(StoreError, match="after round 2"):
-        store.checkpoints("n1", last=2)

@@ -257,15 +257,30 @@ def test_what_is_planted_where_ones_own_checkpoints_will_be_and_above_costs_none
         assert read_state(path)[0]["next_round"] == round_ + 1
 
 
-def test_a_node_whose_checkpoints_are_gone_does_not_begin_again(drive, unbroken, capsys):
-    shutil.copytree(unbroken, folder := drive / "experiments/none_left")
-    shutil.rmtree(folder / "checkpoints")
+@pytest.mark.parametrize("how", ["deleted", "link", "file"])
+def test_a_node_whose_checkpoints_are_gone_does_not_begin_again(drive, unbroken, capsys, tmp_path, how):
+    shutil.copytree(unbroken, folder := drive / "experiments/none_left", dirs_exist_ok=True)
+    for path in (folder / "checkpoints").glob("*"):
+        path.rename(tmp_path / path.name)
+        if how != "deleted":
+            path.symlink_to(tmp_path / path.name) if how == "link" else path.touch()
     before = [contents(folder / name) for name in ("models", "rewards", "rollouts")]
     assert swarm(drive, "none_left", MAX_ROUNDS=15) == 2
     assert "had one that is not there any more" in capsys.readouterr().out
     assert [contents(folder / name) for name in ("models", "rewards", "rollouts")] == before
     shutil.rmtree(folder / "models")  # now only the rewards tell that it had come so far
     assert swarm(drive, "none_left", MAX_ROUNDS=15) == 2
+    shutil.rmtree(folder)
+
+
+def test_a_checkpoint_from_far_above_a_wiped_clock_is_no_reason_to_begin_again(drive, unbroken, capsys):
+    shutil.copytree(unbroken, folder := drive / "experiments/wiped")
+    for name in ("state", "rewards", "models"):
+        shutil.rmtree(folder / name)
+    (folder / "checkpoints/round_000013").rename(folder / "checkpoints/round_000213")
+    shutil.rmtree(folder / "checkpoints/round_000011")
+    assert swarm(drive, "wiped", MAX_ROUNDS=15) == 2
+    assert "had one that is not there any more" in capsys.readouterr().out
 
 
 def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive, unbroken, monkeypatch):
