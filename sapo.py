@@ -541,11 +541,11 @@ class Log:
         self.lines = deque()  # (path, line) on their way to the shared folder; the Swarm's thread takes them
 
     def say(self, text: str, quiet: bool = False) -> None:
-        """A line for people; quiet: only into stdout.log."""
+        """A line for people, in one write (two threads do this); quiet: only into stdout.log."""
         text = self._scrub(text)
         if not quiet:
             with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
-                self.bar.write(text) if self.bar is not None else print(text, flush=True)
+                self.bar.write(text) if self.bar is not None else print(text + "\n", end="", flush=True)
         self.lines.append((f"logs/{self.node_id}/stdout.log", text))
 
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
