@@ -241,8 +241,8 @@ class Swarm:
     def publish(self, round_: int, stage: int, node: str, about: dict, groups: dict) -> None:
         """Publish a node's groups; the other nodes of this process see them at once."""
         if self.max_peers:
+            keyed = [group | {"key": (round_, stage, node, int(i))} for i, group in groups.items()]
             with self._lock:
-                keyed = [group | {"key": (round_, stage, node, int(i))} for i, group in groups.items()]
                 self.rollouts[round_, stage, node] = keyed
         self.post(self.store.publish, round_, stage, node, about, groups)
 
@@ -507,9 +507,9 @@ class Coordinator:
             self.round = max(0, self.store.last_rewarded())
             self.store.open_round(self.round, COORDINATOR)
         self.opened, self.holding = time.monotonic(), self.round == 0
-        how = f"({config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s)"
-        waits = ", waiting for a first worker" * self.holding
-        self.say(f"coordinator: round {self.round} is open {how}{waits}")
+        how = f"{config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s"
+        waiting = ", waiting for a first worker" * self.holding
+        self.say(f"coordinator: round {self.round} is open ({how}){waiting}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
@@ -790,11 +790,11 @@ def report_text(rows: list[dict]) -> str:
     """The comparison as a table of at most 100 columns (indented: code in Markdown), then in sentences."""
     from tabulate import tabulate  # reasoning-gym brings it
 
-    names = ["runs", "per_node", "spread", "final", "held_out", "completions"]
-    head = ["groups", "runs", "per node", "sd", "final", "held-out", "completions"]
+    names = {"runs": "runs", "per_node": "per node", "spread": "sd", "final": "final"}
+    names |= {"held_out": "held-out", "completions": "completions"}
     cells = [[row["short"], *(row[name] for name in names)] for row in rows]
     formats = ("", "d", ".2f", ".2f", ".2f", ".2f", ".0f")
-    table = tabulate(cells, head, "simple", floatfmt=formats, missingval="-")
+    table = tabulate(cells, ["groups", *names.values()], "simple", floatfmt=formats, missingval="-")
     compared = [row for row in rows if row["note"] != "baseline"]
     said = [textwrap.fill(f"{r['label']} against {r['baseline']}: {r['note']}.", 100) for r in compared]
     return "\n\n".join([textwrap.indent(table, "    "), *said]) + "\n"
@@ -897,6 +897,7 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
     often = ", ".join(node for node in live if starts[node] > 5)
     informative = [row.get("informative_groups", 0) for row in rows if row["round"] > clock - 10]
     unusable = ", ".join(f"{count} {plain(why)}" for why, count in store.skipped.items() if count)
+    ahead = any(store.ahead.values())
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live and not finished, "no live worker: start one with its old NODE_ID to resume it"),
@@ -906,7 +907,7 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
         (often, f"started more than five times: {often}. Do two machines share this NODE_ID?"),
         (full, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
         (unusable, f"unusable files: {unusable}"),
-        (store.ahead, "nodes with clocks an hour ahead are not counted: set their clocks, start them again"),
+        (ahead, "nodes with clocks an hour ahead are not counted: set their clocks, start them again"),
     ]
     return [f"! {warning}" for is_so, warning in checks if is_so]
 

@@ -88,6 +88,11 @@ def last_without_gap(rounds) -> int:
     return last
 
 
+def parts_of(data: bytes) -> int:
+    """How many elements a JSON text can hold at most."""
+    return sum(map(data.count, (b",", b"[", b"{")))
+
+
 def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
     """JSON -> dict. NaN, Infinity, 1e400, lone surrogates, deep nesting and huge integers raise BadFile."""
 
@@ -96,7 +101,7 @@ def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
             raise ValueError(f"{digits} is no finite number")
         return value
 
-    if sum(map(data.count, (b",", b"[", b"{"))) > max_parts:
+    if parts_of(data) > max_parts:
         raise BadFile("too many elements")
     try:
         parsed = json.loads(data.decode("utf-8"), parse_constant=finite, parse_float=finite)
@@ -112,7 +117,7 @@ def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
 def to_json(data: dict, indent: int | None = None) -> bytes:
     """For people with indent=1; that costs ten times as long, because Python's fast encoder has none."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent).encode("utf-8", "replace")
-    if len(text) > MAX_JSON_BYTES or sum(map(text.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
+    if len(text) > MAX_JSON_BYTES or parts_of(text) > MAX_JSON_PARTS:
         todo = "lower NUM_TRAIN_SAMPLES, NUM_GENERATIONS, MAX_NEW_TOKENS"
         raise BadFile(f"over {MAX_JSON_BYTES} bytes or {MAX_JSON_PARTS} elements are not read: {todo}")
     return text
@@ -133,7 +138,7 @@ class DriveStore:
         self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
-        self.timely, self.ahead = set(), set()  # files in peers/ first seen in their time; before it
+        self.ahead = {}  # file in peers/ -> whether it was ahead of its time; judged once: clocks may jump
         self._figures = {"reward", "timestamp", *COUNTS}  # names of figures in reward files
 
     # -- folders and files
@@ -181,14 +186,15 @@ class DriveStore:
             yield fd
 
     def names(self, path: str, look: bool = True) -> list[str]:
-        """Names in a folder, sorted; none if there is no such folder or it may not be read."""
+        """Names in a folder, sorted; none if there is no such folder or it may not be read (counted)."""
         try:
             with self.folder(path, look=look) as folder:
                 return sorted(os.listdir(folder))
         except OSError as error:
-            if error.errno in NOT_A_FILE | {errno.ENOENT}:
-                return []
-            raise
+            if error.errno not in NOT_A_FILE | {errno.ENOENT}:
+                raise
+            self.skipped["not a folder that this user may read"] += error.errno != errno.ENOENT
+            return []
 
     def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False, within=None):
         """Open a regular file, with one name only if it is to be written; else BadFile. Nothing blocks.
@@ -370,8 +376,8 @@ class DriveStore:
     def open_round(self, round_: int, by: str) -> None:
         """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
         now, is_new = time.time(), round_ > self.clock()[0]
-        place = f"state/rounds/{bucket(round_)}.{by}.json"
-        self.write_once(place, {"round": round_, "opened_by": by, "opened_at": now})
+        opened = {"round": round_, "opened_by": by, "opened_at": now}
+        self.write_once(f"state/rounds/{bucket(round_)}.{by}.json", opened)
         if is_new:  # a straggler must not set the state back
             state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
             with contextlib.suppress(OSError):  # it is for people
@@ -391,12 +397,10 @@ class DriveStore:
 
         One that was first seen far ahead of its time never counts: planted, it would stop a node later.
         """
-        newest, too_late = {}, 1000 * (time.time() + MAX_CLOCK_SKEW)
+        newest, latest = {}, 1000 * (time.time() + MAX_CLOCK_SKEW)
         for name in self.names("peers"):
             match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
-            if match and is_name(match[1]) and name not in self.ahead and name not in self.timely:
-                (self.ahead if int(match[2][:13]) >= too_late else self.timely).add(name)
-            if name in self.timely:  # this host's clock may have jumped since
+            if match and is_name(match[1]) and not self.ahead.setdefault(name, int(match[2][:13]) >= latest):
                 newest[match[1]] = max(newest.get(match[1], ""), match[2])
         return newest
 
@@ -432,8 +436,8 @@ class DriveStore:
 
     def publish(self, round_: int, stage: int, node_id: str, about: dict, groups: dict) -> bool:
         """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. Or BadFile."""
-        what = {"timestamp": time.time(), **about, "rollouts": groups}
-        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage} | what
+        data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage}
+        data |= {"timestamp": time.time(), **about, "rollouts": groups}
         check_rollouts(data, round_, stage, node_id)
         place = f"{stage_folder('rollouts', round_, stage)}/{node_id}.json"
         return self.write_once(place, data, lambda x: check_rollouts(parse_json(x), round_, stage, node_id))
@@ -526,10 +530,7 @@ def is_number(value) -> bool:
 
 
 def sane_reward(data: dict, names: set[str], **about) -> dict | None:
-    """A reward file's figures and `about`, None if it is not about that or they make no sense.
-
-    names: the figures' names, at most 64 in all files.
-    """
+    """`about` and the figures of a reward file, or None if they make no sense. names: theirs, at most 64."""
     figures = [data.get("reward"), data.get("timestamp"), *(data.get(name, 0) for name in COUNTS)]
     sane = all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) and data["reward"] <= 1
     if not sane or not about.items() <= data.items():

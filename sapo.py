@@ -227,9 +227,9 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    figures |= {"external_groups": len(drawn), "external_ages": [t - rollout.key[0] for rollout in drawn]}
-    figures |= {"external_short": wanted - len(drawn), "wait_seconds": time.monotonic() - began}
-    node.figures |= figures
+    ages = [t - rollout.key[0] for rollout in drawn]
+    node.figures |= {**figures, "external_groups": len(drawn), "external_ages": ages}
+    node.figures |= {"external_short": wanted - len(drawn), "wait_seconds": time.monotonic() - began}
     return drawn
 
 
@@ -345,9 +345,9 @@ def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
         figures["held_out"] = held_out_accuracy(run, node, t)
     node.total_reward += figures["reward"]
     swarm.post(run.store.submit_reward, t, stage, node.id, {"session": swarm.nodes[node.id], **figures})
-    row = dict(timestamp=time.time(), round=t, stage=stage, node_id=node.id, my_reward=figures["reward"])
-    row |= {"experiment": config.EXPERIMENT_NAME, "total_reward": node.total_reward, **figures}
-    run.log.row(node.id, "metrics.jsonl", row)
+    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
+    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
+    run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
 
 
 def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
@@ -551,8 +551,8 @@ class Log:
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
         """A row of training_events.jsonl, and a line for people unless `quiet`."""
         self.say(f"{self.node_id} {kind}: {text}", quiet)
-        about = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text}
-        self.row(self.node_id, "training_events.jsonl", about | data)
+        row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text, **data}
+        self.row(self.node_id, "training_events.jsonl", row)
 
     def row(self, node_id: str, name: str, row: dict) -> None:
         self.lines.append((f"logs/{node_id}/{name}", self._scrub(json.dumps(row))))
@@ -569,10 +569,9 @@ def report_round(run: Run, t: int) -> None:
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
     pace = average(run.paces) or time.monotonic() - run.round_began
     eta = short_time(pace * (config.MAX_ROUNDS - 1 - t))
-    run.log.say(f"{name} {round_line(t, config.MAX_ROUNDS, mean, False)} | eta {eta}")
+    run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
     for node in run.nodes:
-        line = round_line(t, config.MAX_ROUNDS, node.figures, everything=True)
-        run.log.say(f"{node.id} {line}", quiet=not config.VERBOSE)
+        run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
     if len(run.history) % 10 == 0 and not any(f["informative_groups"] for f in run.history[-10:]):
         rates = "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}"
         todo = "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, easier TASKS"
@@ -585,17 +584,18 @@ def report_round(run: Run, t: int) -> None:
         run.log.event("wait", f"round {t}: {few}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t)
 
 
-def round_line(t: int, max_rounds: int, s: dict, everything: bool) -> str:
-    """A round's figures, or all of one node's. How to read them: README, "The log line"."""
+def short_line(t: int, max_rounds: int, s: dict) -> str:
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
     groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative)"
     wait = f" ({s['wait_seconds']:.1f}s wait)" if s["wait_seconds"] >= 0.1 else ""
     seconds = f"{s['generate_seconds'] + s['wait_seconds'] + s['train_seconds']:.1f}s{wait}"
-    line = f"{counted(t, max_rounds)} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
-    if not everything:
-        return line
+    return f"{counted(t, max_rounds)} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
+
+
+def long_line(t: int, max_rounds: int, s: dict) -> str:
+    """All figures of one node's round. How to read it: README, "The log line"."""
     own, external = ("-" if s[name] is None else f"{s[name]:.2f}" for name in ("logp_own", "logp_external"))
-    return line + (
+    return short_line(t, max_rounds, s) + (
         f" | {s['generate_seconds']:.1f}s gen {s['train_seconds']:.1f}s train"
         f" | {s['external_pool']} in the pool, {s['external_short']} short, {s['rejected']} rejected"
         f" | tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f}"
@@ -866,8 +866,8 @@ def resume_line(config: Config, environ) -> str:
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
     names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
-    place = {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
-    given = {name: value for name, value in environ.items() if value and name in names} | place
+    given = {name: value for name, value in environ.items() if value and name in names}
+    given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
 
 
@@ -889,8 +889,8 @@ def save_checkpoint(run: Run) -> None:
         mine = {name: x.cpu().contiguous() for name, x in training_state(node.model, node.optimizer).items()}
         tensors |= {f"{node.id}/{name}": tensor for name, tensor in mine.items()}
         past = [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]
-        state = dict(total_reward=node.total_reward, trained=sorted(node.trained), past=past)
-        nodes[node.id] = state | {"crc": checksum(mine.values())}
+        nodes[node.id] = {"total_reward": node.total_reward, "trained": sorted(node.trained)}
+        nodes[node.id] |= {"crc": checksum(mine.values()), "past": past}
     about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
     for older in run.scratch.glob("*.safetensors"):
         older.unlink(missing_ok=True)
@@ -954,14 +954,12 @@ def resume(run: Run) -> None:
             f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s can be used ({plain(reason)}). "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
-    ids = {node.id for node in run.nodes}
-    if store.sessions().keys() & ids:
+    if store.sessions().keys() & (ids := {node.id for node in run.nodes}):
         every = max(run.config.CHECKPOINT_INTERVAL, begun_with(store, "CHECKPOINT_INTERVAL", 1))
         late = any(store.rewards(t, ids) for t in store.rounds("rewards") if t >= every)
         if late or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
             gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} had one that is not there any more"
-            todo = "restore it (or LOCAL_NODES), or start under another NODE_ID or EXPERIMENT_NAME"
-            raise StoreError(f"{gone}: {todo}")
+            raise StoreError(f"{gone}: restore it or LOCAL_NODES, or take another NODE_ID or EXPERIMENT_NAME")
         run.log.event("resume", "it ran before, but came to no checkpoint: it begins with new weights")
 
 
