@@ -92,6 +92,10 @@ class Life:
         fresh = self.silence(node) < self.stale_after
         return fresh and not self.has_left(node) and not is_known_dead(self.about(node))
 
+    def status(self, node: str) -> str:
+        """For people: "live", "left" or "dead" (which a node that never was is, too)."""
+        return "live" if self.is_live(node) else "left" if self.has_left(node) else "dead"
+
     def workers(self) -> list[str]:
         return sorted(n for n in self.sessions if self.about(n).get("role") == "worker")
 
@@ -148,16 +152,16 @@ class Job:
 
     def __str__(self):  # (round, stage, node), or a path
         named = [str(arg) for arg in self.args[:3] if isinstance(arg, str | int)]
-        return " ".join([self.function.__name__, *(named[:1] if "/" in "".join(named[:1]) else named)])
+        return " ".join([self.function.__name__, *(named[:1] if named and "/" in named[0] else named)])
 
 
 class Swarm:
     """What this process knows of the shared folder. A daemon thread looks at it and writes what is queued.
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
-        main thread    round, state, given_up, in_vain; with `publish` its own rollouts, with `open` the clock
-        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused; from then on the store
-        hub thread     nothing here (uploads, see `push_to_hub` in sapo.py)
+        main thread    round, state, what give_up sets; with `publish` its own rollouts, with `open` the clock
+        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused (a coordinator: round); the store
+        hub thread     nothing but lines (uploads, see `push_to_hub` in sapo.py)
 
     nodes: {id: session} of this process. config: see Config in sapo.py. note(event, text): called with what
     people should know. lines: (path, line) of logs, see class Log in sapo.py.
@@ -165,7 +169,6 @@ class Swarm:
 
     def __init__(self, store, nodes, config, note, lines):
         self.store, self.nodes, self.config, self.note, self.lines = store, dict(nodes), config, note, lines
-        self.stages, self.max_age = config.MAX_STAGES, config.ROLLOUT_MAX_AGE
         draws = COORDINATOR not in nodes and config.NUM_TRANSPLANT_TREES > 0
         self.max_peers = config.FETCH_MAX_PEERS if draws else 0  # 0: no rollouts are read
         self.life = Life(store, config.STALE_AFTER_SECONDS)
@@ -173,11 +176,11 @@ class Swarm:
         self.sessions = {}  # node -> newest session, of everybody who ever registered
         self.is_led = False  # whether a coordinator is alive
         self.leaderless_since = self._good_look = time.monotonic()
-        self.rollouts = {}  # (round, stage, node) -> groups, structure checked, of the last max_age rounds
+        self.rollouts = {}  # (round, stage, node) -> groups, structure checked: this round's and older ones
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
         self.round, self.looked_at = 0, -1  # the round that is worked on; for which the folder was looked at
         self.given_up = set()  # who was awaited in vain before anybody published
-        self.in_vain = (0, 0)  # how often in a row there was waiting in vain; from which round there is again
+        self.in_vain, self.wait_from = 0, 0  # waits in vain, in a row; round of the next wait
         self.state = "running"  # as the heartbeat says it
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
@@ -226,10 +229,11 @@ class Swarm:
         """
         self._good_look = time.monotonic()  # loading a checkpoint may have taken minutes
         self._look()
-        stages = range(self.stages if self.max_peers and len(self.nodes) > 1 else 0)
-        for r, stage in itertools.product(range(max(0, self.round - self.max_age), self.round), stages):
-            for node in self.nodes.keys() & set(self.store.nodes("rollouts", r, stage)):
-                self._fetch_one((r, stage, node))
+        rounds = range(max(0, self.round - self.config.ROLLOUT_MAX_AGE), self.round)
+        for r, stage in itertools.product(rounds, range(self.config.MAX_STAGES)):
+            if self.max_peers and len(self.nodes) > 1:
+                for node in self.nodes.keys() & set(self.store.nodes("rollouts", r, stage)):
+                    self._fetch_one((r, stage, node))
         self._lead = lead
         self._thread.start()
 
@@ -263,7 +267,7 @@ class Swarm:
         return self._awaited(round_) - self._published.get((round_, stage), set()) - self._gone
 
     def _awaited(self, round_: int) -> set[str]:
-        if self.in_vain[1] > round_:
+        if self.wait_from > round_:
             return set()
         if self.has_met:
             return self._chosen.get(round_, set()) & self.sessions.keys()
@@ -276,9 +280,9 @@ class Swarm:
         must not run away from what the others publish.
         """
         self.given_up |= late
-        times, since = self.in_vain
-        times = times + 1 if self.round <= since + 1 else 1  # in vain again, as soon as somebody was awaited
-        self.in_vain = times, self.round + min(2 ** (times - 1), max(1, self.max_age))
+        again = self.round <= self.wait_from + 1  # as soon as somebody was awaited
+        self.in_vain = self.in_vain + 1 if again else 1
+        self.wait_from = self.round + min(2 ** (self.in_vain - 1), max(1, self.config.ROLLOUT_MAX_AGE))
 
     def groups_of(self, round_: int, stage: int | None = None) -> dict[str, list[dict]]:
         """{node: its groups} of one round and stage (None: all stages), as far as they have come."""
@@ -407,15 +411,15 @@ class Swarm:
 
     def _fetch(self, round_: int) -> None:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
-        oldest = max(0, round_ - self.max_age)
+        oldest = max(0, round_ - self.config.ROLLOUT_MAX_AGE)
         rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
-        keys = [*itertools.product(rounds, range(self.stages))]
+        keys = [*itertools.product(rounds, range(self.config.MAX_STAGES))]
         found = {key: set(self.store.nodes("rollouts", *key)) - self.nodes.keys() for key in keys}
         self._published = published = recent(self._published, oldest) | found
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
-        if late := self._awaited(round_) - published[round_, self.stages - 1]:
+        if late := self._awaited(round_) - published[round_, self.config.MAX_STAGES - 1]:
             self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # there may be thousands
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
@@ -502,14 +506,14 @@ class Coordinator:
     def __init__(self, swarm, config, say):
         self.swarm, self.store, self.config, self.say = swarm, swarm.store, config, say
         self.life, self.paces, self.is_over = swarm.life, deque(maxlen=10), False
-        self.round = self.store.clock()[0]
-        if self.round < 0:  # none, or the state folder was lost: then the last rewarded one
-            self.round = max(0, self.store.last_rewarded())
-            self.store.open_round(self.round, COORDINATOR)
-        self.opened, self.holding = time.monotonic(), self.round == 0
+        swarm.round = self.store.clock()[0]
+        if swarm.round < 0:  # none, or the state folder was lost: then the last rewarded one
+            swarm.round = max(0, self.store.last_rewarded())
+            self.store.open_round(swarm.round, COORDINATOR)
+        self.opened, self.holding = time.monotonic(), swarm.round == 0
         how = f"{config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s"
         waiting = ", waiting for a first worker" * self.holding
-        self.say(f"coordinator: round {self.round} is open ({how}){waiting}")
+        self.say(f"coordinator: round {swarm.round} is open ({how}){waiting}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
@@ -529,25 +533,26 @@ class Coordinator:
             self.opened = self.opened if submitted else time.monotonic()
             too_few = len(without_seat(self.life.sessions)) < config.NUM_WORKERS
             self.holding = not submitted or (too_few and elapsed < interval)
-        elif self.round >= config.MAX_ROUNDS - 1:
+        elif self.swarm.round >= config.MAX_ROUNDS - 1:
             self.is_over = not late or elapsed > interval + config.STALE_AFTER_SECONDS  # they can end alone
             if self.is_over:
-                self._tell(self.round, submitted, late)
+                self._tell(self.swarm.round, submitted, late)
         elif is_round_over(config.ROUND_ADVANCE, elapsed, interval, live, submitted):
-            self.store.open_round(self.round + 1, COORDINATOR)  # may fail: then this round goes on
-            self.swarm.round = self.round = self.round + 1
+            self.store.open_round(self.swarm.round + 1, COORDINATOR)  # may fail: then this round goes on
+            self.swarm.round += 1
             self.opened = time.monotonic()
             self.paces.append(elapsed)
-            self._tell(self.round - 1, submitted, late)
+            self._tell(self.swarm.round - 1, submitted, late)
 
     def _look(self) -> tuple[list[str], list[str]]:
         """(workers that submitted this round, workers that live): listings first, then a few heartbeats."""
-        if self.swarm.clock > self.round:  # a worker that saw no coordinator opened it
-            self.round, self.opened = self.swarm.clock, time.monotonic()
-        submitted = self.store.nodes("rewards", self.round, self.config.MAX_STAGES - 1)
-        for kind, nodes in (("reward", submitted), ("rollouts", self.store.nodes("rollouts", self.round, 0))):
+        swarm, store = self.swarm, self.store
+        if swarm.clock > swarm.round:  # a worker that saw no coordinator opened it
+            swarm.round, self.opened = swarm.clock, time.monotonic()
+        submitted = store.nodes("rewards", swarm.round, self.config.MAX_STAGES - 1)
+        for kind, nodes in (("reward", submitted), ("rollouts", store.nodes("rollouts", swarm.round, 0))):
             for node in nodes:
-                self.life.note(node, kind, self.round)
+                self.life.note(node, kind, swarm.round)
         nodes = without_seat(self.life.sessions)
         quiet = sorted(set(nodes) - set(submitted))
         self.life.refresh(random.sample(quiet, min(len(quiet), 4)))  # however many are silent
@@ -859,8 +864,7 @@ def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> s
     for node, mine in by_node.items():
         life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
     live, nodes, times = life.live_workers(), life.workers(), sorted(row["timestamp"] for row in rows)
-    seat = COORDINATOR if COORDINATOR in life.sessions else None
-    led = "left" if life.has_left(seat) else "live" if life.is_live(seat) else "dead" if seat else "none"
+    led = life.status(COORDINATOR) if COORDINATOR in life.sessions else "none"
     done = "finished, " * (bool(nodes) and clock >= max_rounds - 1 and all(map(life.has_left, nodes)))
     workers = f"{done}{len(live)} of {len(nodes)} workers live, coordinator {led}"
     lines = [f"{store.base.name}: round {clock} of {max_rounds}, {workers}"]
@@ -873,18 +877,18 @@ def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> s
     else:
         lines.append(f"waiting for a first {'reward' if nodes else 'worker'}")
     for node in sorted(nodes, key=lambda node: (node not in live, node)):
-        state = "live" if node in live else "left" if life.has_left(node) else "dead"
         rewards = [row["reward"] for row in by_node.get(node, [])]
         trend = "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * r))] for r in smooth(rewards)[-20:])
-        lines.append(f"{node:20.20} {state}  {len(rewards):5} rewards, in all {sum(rewards):8.2f}  {trend}")
+        state, total = life.status(node), sum(rewards)
+        lines.append(f"{node:20.20} {state}  {len(rewards):5} rewards, in all {total:8.2f}  {trend}")
     shared = rollout_files(store, [r for r in store.rounds("rollouts") if clock - 3 < r <= clock])
     tail = health_warnings(store, life, rows, clock, shared)[:4]
     tail += [f"storage: {shutil.disk_usage(store.base).free / 1e9:.1f} GB free (Ctrl-C: the swarm goes on)"]
     with contextlib.suppress(OSError, ValueError, IndexError):  # there is none, or it is damaged
         group = store.fetch(*shared[-1])[0]
         best = max(group["completions"], key=lambda c: c["claimed"] or 0)["response"]
-        latest = f"latest rollout, by {shared[-1][2]}: {group['prompt']!r}"
-        tail += [plain(latest), plain(f"best: {best!r}")]
+        tail.append(plain(f"latest rollout, by {shared[-1][2]}: {group['prompt']!r}"))
+        tail.append(plain(f"best: {best!r}"))
     lines = lines[: max(4, screen.lines - len(tail) - 2)]  # the first says how many workers there are
     return "\n".join(line[: screen.columns] for line in [*lines, "", *tail])
 
@@ -896,7 +900,7 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
     starts = Counter(name.rsplit(".", 2)[0] for name in store.names("peers"))
     often = ", ".join(node for node in live if starts[node] > 5)
     informative = [row.get("informative_groups", 0) for row in rows if row["round"] > clock - 10]
-    unusable = ", ".join(f"{count} {plain(why)}" for why, count in store.skipped.items() if count)
+    unusable = ", ".join(f"{count} {plain(why)}" for why, count in store.skipped.items())
     ahead = any(store.ahead.values())
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),

@@ -115,7 +115,7 @@ def parse_json(data: bytes, max_parts: int = MAX_JSON_PARTS) -> dict:
 
 
 def to_json(data: dict, indent: int | None = None) -> bytes:
-    """For people with indent=1; that costs ten times as long, because Python's fast encoder has none."""
+    """dict -> JSON. indent=1, for people, takes ten times as long: Python's fast encoder has none."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent).encode("utf-8", "replace")
     if len(text) > MAX_JSON_BYTES or parts_of(text) > MAX_JSON_PARTS:
         todo = "lower NUM_TRAIN_SAMPLES, NUM_GENERATIONS, MAX_NEW_TOKENS"
@@ -193,7 +193,8 @@ class DriveStore:
         except OSError as error:
             if error.errno not in NOT_A_FILE | {errno.ENOENT}:
                 raise
-            self.skipped["not a folder that this user may read"] += error.errno != errno.ENOENT
+            if error.errno != errno.ENOENT:
+                self.skipped["not a folder that this user may read"] += 1
             return []
 
     def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False, within=None):
@@ -292,11 +293,11 @@ class DriveStore:
                 if os.fstat(file.fileno()).st_nlink == 1:  # else its other name may be anybody's file
                     known = file.read(4 * MAX_JSON_BYTES)
             self.write(path, known + b"\n" * (known[-1:] not in (b"", b"\n")) + data)
-            return
-        with file:
-            size = os.fstat(file.fileno()).st_size
-            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            file.write(b"\n" * torn + data)
+        else:
+            with file:
+                size = os.fstat(file.fileno()).st_size
+                torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                file.write(b"\n" * torn + data)
 
     def delete(self, path: str, prune: bool = False) -> None:
         """Delete a file, a link, or a folder with all in it. prune: its folder too, if that is empty then."""
@@ -375,11 +376,10 @@ class DriveStore:
 
     def open_round(self, round_: int, by: str) -> None:
         """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
-        now, is_new = time.time(), round_ > self.clock()[0]
-        opened = {"round": round_, "opened_by": by, "opened_at": now}
-        self.write_once(f"state/rounds/{bucket(round_)}.{by}.json", opened)
+        state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
+        is_new = round_ > self.clock()[0]
+        self.write_once(f"state/rounds/{bucket(round_)}.{by}.json", state)
         if is_new:  # a straggler must not set the state back
-            state = {"round": round_, "stage": 0, "updated_at": now, "updated_by": by}
             with contextlib.suppress(OSError):  # it is for people
                 self.rewrite("state/current_state.json", state)
 
@@ -401,7 +401,7 @@ class DriveStore:
         for name in self.names("peers"):
             match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
             if match and is_name(match[1]) and not self.ahead.setdefault(name, int(match[2][:13]) >= latest):
-                newest[match[1]] = max(newest.get(match[1], ""), match[2])
+                newest[match[1]] = match[2]  # names come sorted
         return newest
 
     def register(self, node_id: str, role: str, about: dict) -> str:
@@ -458,8 +458,8 @@ class DriveStore:
         aside = f"archives/{self.base.name}/rollouts" if archive else self.tmp
         for name in [bucket(r) for r in self.rounds("rollouts") if r < before_round]:
             with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
-                late = name in os.listdir(goal)  # files that came after their round had been taken away
-                new = f"{name}.{secrets.token_hex(4)}" if late else name
+                # a second name for files that came after their round had been taken away
+                new = f"{name}.{secrets.token_hex(4)}" if name in os.listdir(goal) else name
                 with contextlib.suppress(FileNotFoundError, PermissionError):  # gone meanwhile, or another's
                     os.rename(name, new, src_dir_fd=source, dst_dir_fd=goal)
             if not archive:
@@ -485,10 +485,11 @@ class DriveStore:
             with gone, self.folder(where) if there else contextlib.nullcontext() as folder:
                 for node in there:
                     path, about = f"{where}/{node}.json", dict(node_id=node, round=round_, stage=stage)
-                    if path not in self._rewards and (data := self.read_matching(path, folder)):
-                        row = sane_reward(data, self._figures, **about)
-                        self._rewards |= {path: row} if row else {}
-                    rows += [self._rewards[path]] if path in self._rewards else []
+                    if (row := self._rewards.get(path)) is None:
+                        row = sane_reward(self.read_matching(path, folder) or {}, self._figures, **about)
+                    if row is not None:  # else it may be on its way
+                        self._rewards[path] = row
+                        rows.append(row)
         return rows
 
     def last_rewarded(self) -> int:

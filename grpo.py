@@ -3,7 +3,7 @@
 Read from the top: advantages -> loss -> update -> log-probabilities -> sampling. That is GRPO; it ends with
 `decode`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
 
-Symbols, the same in code, log and README:
+Symbols in the comments of this file:
     N  questions (groups) in a batch        P  prompt length in tokens (left-padded where not common)
     G  completions of one question          T  completion length in tokens (right-padded)
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
@@ -130,7 +130,7 @@ def update(
     Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward
     pass; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
     (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted) and logps:
-    the mean log-probability per token of each completion that was trained on, at the start.
+    the mean log-probability per token of each completion of an informative group, at the start.
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,), flat groups included
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
@@ -152,7 +152,7 @@ def update(
             if step == 0:  # of the loop below: the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
             old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
-            a = a * (old.sum(1) / mask.sum(1) >= floors[rows].to(logp))
+            a = a * (old.sum(1) / mask.sum(1) >= floors[rows].to(logp))  # below its floor: no gradient
             loss, clipped = grpo_loss(logp, old, a, mask, w, clip_low, clip_high)
             loss.backward()
             total += torch.stack([loss, clipped]).detach().cpu()
@@ -321,8 +321,8 @@ def prefill(model, prompts: list[list[int]], pad_id: int, copies):
     copies: rows of the cache per prompt, a number or (N,). What all prompts begin with (a chat model's system
     prompt) is run once for all.
     """
-    same = [len(set(column)) == 1 for column in zip(*(p[:-1] for p in prompts), strict=False)]
-    common = [*same, False].index(False)  # at most all but the last token, whose hidden state is asked for
+    # At most all but the last token, whose hidden state is asked for. The function takes any sequences.
+    common = len(os.path.commonprefix([p[:-1] for p in prompts]))
     if len(prompts) == 1 or common < MIN_COMMON_TOKENS or counts_slots(model.config):
         common = 0
     ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
@@ -441,7 +441,7 @@ def keep_freed_memory() -> None:
 # -------- Tasks and rewards -------------------------------------------------------------------------------
 
 # name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: a peer's text
-# reaches it. First come the paper's nine, at default difficulty, then eight that are small enough for `tiny`.
+# reaches it. First come the paper's nine, then eight that are small enough for `tiny`, then five more.
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASK_TABLE = {
     "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string

@@ -76,7 +76,7 @@ def train(run: "Run") -> None:
     """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process; returns after the last round.
 
     With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous, and a run repeats
-    bit for bit. Every step leaves its figures for the log in `node.figures`.
+    bit for bit on a CPU. Every step leaves its figures for the log in `node.figures`.
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):
@@ -144,16 +144,14 @@ def generate_rollouts(run: "Run", node: Node, questions: "list[Question]", t: in
     began = time.monotonic()
     seed = stream_seed(run.config, node.id, t, stage, "generate")
     node.rollouts = answer(run, node, questions, run.config.NUM_GENERATIONS, seed)
-    texts = [text for r in node.rollouts for text in r.texts]
     lengths = [len(ids) for r in node.rollouts for ids in r.group.completions]
-    finished = [done for r in node.rollouts for done in r.finished]
     node.figures = {
         "reward": mean_reward(node.rollouts),
-        "completions": len(texts),
+        "completions": len(lengths),
         "informative_local": sum(r.group.is_informative for r in node.rollouts),
-        "answer_tag_rate": sum(find_answer(text) is not None for text in texts) / len(texts),
-        "truncated_rate": 1 - sum(finished) / len(finished),
-        "mean_length": sum(lengths) / len(lengths),
+        "answer_tag_rate": average(find_answer(text) is not None for r in node.rollouts for text in r.texts),
+        "truncated_rate": average(not done for r in node.rollouts for done in r.finished),
+        "mean_length": average(lengths),
         "generated_tokens": sum(lengths),
         "generate_seconds": time.monotonic() - began,
     }
@@ -183,20 +181,19 @@ def answer(run: "Run", node: Node, questions: "list[Question]", g: int, seed: in
 
 
 def mean_reward(rollouts: list[Rollout]) -> float:
-    """The node's reward of a round: the mean over all its own completions, never over externals."""
+    """The node's reward of a round and stage: the mean over all its own completions, never externals."""
     return average(reward for rollout in rollouts for reward in rollout.group.rewards)
 
 
 def communicate(run: "Run", node: Node, t: int, stage: int) -> None:
     """Step 3: publish this stage's groups as text, before training on them."""
-    groups = [as_published(rollout) for rollout in node.rollouts]
-    if run.config.ROLLOUT_PUBLISH_FREQUENCY == "round":
-        node.unpublished = (node.unpublished if stage else []) + groups
-        if stage < run.config.MAX_STAGES - 1:
-            return
-        groups = node.unpublished
+    by_round = run.config.ROLLOUT_PUBLISH_FREQUENCY == "round"
+    before = node.unpublished if by_round and stage > 0 else []
+    node.unpublished = before + [as_published(rollout) for rollout in node.rollouts]
+    if by_round and stage < run.config.MAX_STAGES - 1:
+        return
     about = {"model": run.config.MODEL_NAME, "reasoning_gym": REASONING_GYM_VERSION, "tasks": task_hash()}
-    run.swarm.publish(t, stage, node.id, about, {str(i): group for i, group in enumerate(groups)})
+    run.swarm.publish(t, stage, node.id, about, {str(i): x for i, x in enumerate(node.unpublished)})
 
 
 def as_published(rollout: Rollout) -> dict:
@@ -227,9 +224,8 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    ages = [t - rollout.key[0] for rollout in drawn]
-    node.figures |= {**figures, "external_groups": len(drawn), "external_ages": ages}
-    node.figures |= {"external_short": wanted - len(drawn), "wait_seconds": time.monotonic() - began}
+    node.figures |= {**figures, "external_groups": len(drawn), "external_short": wanted - len(drawn)}
+    node.figures |= {"external_ages": [t - r.key[0] for r in drawn], "wait_seconds": time.monotonic() - began}
     return drawn
 
 
@@ -309,8 +305,8 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
     texts, finished = ([c[name] for c in drawn] for name in ("response", "finished"))
     longest = run.codec.max_completion
     is_short = max(map(len, texts)) <= 64 * longest  # tokens are shorter: spare the encoder
-    completions = run.codec.completions(texts, finished) if is_short else [[]]
-    if not all(1 <= len(ids) <= longest for ids in completions):
+    completions = is_short and run.codec.completions(texts, finished)
+    if not completions or not all(1 <= len(ids) <= longest for ids in completions):
         return f"completion empty or over {longest} tokens here"
     rewards = score_all(question, texts, run.config.REWARD)
     group = Group(run.codec.prompt(question), completions, rewards)
@@ -361,7 +357,8 @@ def replay(groups: "list[Group]", node: Node, config: "Config", t: int, stage: i
     """LOCAL_REPLAY: own informative groups of earlier rounds, each once more, in the place of flat ones."""
     if config.LOCAL_REPLAY == 0:
         return groups
-    useful, flat = ([g for g in groups if g.is_informative is wanted] for wanted in (True, False))
+    useful = [group for group in groups if group.is_informative]
+    flat = [group for group in groups if not group.is_informative]
     past = [(round_, group) for round_, group in node.past if round_ >= t - config.ROLLOUT_MAX_AGE]
     rng = random.Random(stream_seed(config, node.id, t, stage, "replay"))
     again = rng.sample(range(len(past)), min(config.LOCAL_REPLAY, len(past), len(flat)))
@@ -379,7 +376,7 @@ def likelihood_floor(run: "Run", node: Node) -> float:
         with torch.no_grad(), torch.autocast(node.model.device.type, dtype, enabled=dtype != torch.float32):
             logp, mask = shared_prompt_logps(node.model, pairs, config.TEMPERATURE, run.codec.eos_id)
         means += (logp.sum(1) / mask.sum(1)).tolist()
-    return [*sorted(means), math.inf][int(config.EXTERNAL_FLOOR * len(means))]
+    return [*sorted(means), math.inf][int(config.EXTERNAL_FLOOR * len(means))]  # inf: a share of 1, all
 
 
 # -------- From round to round ---------------------------------------------------------------------
@@ -399,7 +396,7 @@ class Run:
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one
     done: int = -1  # last round finished
-    saved: int = -1  # last round after which a checkpoint was made
+    saved: int = -1  # last round after which a checkpoint was to be made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
@@ -502,7 +499,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  #
 
 
 class StopButton:
-    """Counts signals; looked at between steps (`stop.check`). A second one exits at once."""
+    """Counts signals; looked at before a round changes weights (`check`). A second one exits at once."""
 
     def __init__(self):
         self.pressed, self._since, self._old = 0, 0.0, {}
@@ -605,7 +602,7 @@ def long_line(t: int, max_rounds: int, s: dict) -> str:
 
 
 def conclusion(run: Run) -> str:
-    """What this start of the run reached, in one sentence."""
+    """How the rewards went since this start, and what they sum up to, in one sentence."""
     tenth = max(1, len(run.history) // 10)
     first, last = (average(f["reward"] for f in part) for part in (run.history[:tenth], run.history[-tenth:]))
     own, peers = (sum(f[name] for f in run.history) for name in ("local_groups", "external_groups"))
@@ -776,10 +773,8 @@ def read_config(environ) -> tuple[Config, list[str]]:
     config = resolve(config, warnings)
     kept, keep = config.ROLLOUT_KEEP_LAST_N_ROUNDS, rounds_to_keep(config)
     if config.ROLLOUT_CLEANUP_ENABLED and keep > kept:
-        warnings.append(
-            f"ROLLOUT_KEEP_LAST_N_ROUNDS={kept} counts as {keep}: "
-            "a resumed node may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds"
-        )
+        why = "a resumed node may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds"
+        warnings.append(f"ROLLOUT_KEEP_LAST_N_ROUNDS={kept} counts as {keep}: {why}")
     if config.NODE_ROLE == "coordinator" and "NODE_ID" in given and not rank:
         warnings.append(f"NODE_ID={given['NODE_ID']} is ignored: the coordinator has a seat of its own")
     if config.FETCH_TIMEOUT_SECONDS > given.get("COORDINATOR_ROUND_INTERVAL", math.inf):
@@ -874,7 +869,7 @@ def resume_line(config: Config, environ) -> str:
 # -------- Checkpoints, the final model, the Hub ---------------------------------------------------
 
 
-MAX_ABOUT = 2**23  # characters of what a checkpoint says beside its tensors: unpacked it is 30 times as much
+MAX_HEADER = 2**23  # characters of what a checkpoint says beside its tensors: unpacked 30 times as much
 
 
 def save_checkpoint(run: Run) -> None:
@@ -899,7 +894,7 @@ def save_checkpoint(run: Run) -> None:
     try:
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
-        if len(written := json.dumps(about)) > MAX_ABOUT:
+        if len(written := json.dumps(about)) > MAX_HEADER:
             raise RuntimeError("too much to use again: lower LOCAL_REPLAY or ROLLOUT_MAX_AGE")
         save_file(tensors, run.scratch / "saving", {"about": written})
         (run.scratch / "saving").rename(local)  # whole, for the other thread
@@ -973,9 +968,9 @@ def fetch_checkpoint(run: Run, round_: int) -> Path:
     local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
     with run.store.open(checkpoint_path(run, round_)) as file, open(local, "wb") as copied:
         while piece := file.read(2**20):
-            long_header = copied.tell() == 0 and int.from_bytes(piece[:8], "little") > 2 * MAX_ABOUT
+            long_header = copied.tell() == 0 and int.from_bytes(piece[:8], "little") > 2 * MAX_HEADER
             if long_header or copied.tell() + copied.write(piece) > most:
-                raise ValueError(f"over {most} bytes, or {2 * MAX_ABOUT} of a header")
+                raise ValueError(f"over {most} bytes, or {2 * MAX_HEADER} of a header")
     return local
 
 
@@ -984,7 +979,7 @@ def restore(run: Run, file, round_: int) -> None:
 
     A stranger may have written it: it is a safetensors file, so that reading it runs and unpacks nothing.
     """
-    name, state = run.config.NODE_ID, parse_json(file.metadata()["about"].encode(), MAX_ABOUT)
+    name, state = run.config.NODE_ID, parse_json(file.metadata()["about"].encode(), MAX_HEADER)
     if state["model_name"] != run.config.MODEL_NAME:
         made_with = f"the checkpoint of {name} was made with {plain(state['model_name'])}"
         raise ConfigError(f"MODEL_NAME={run.config.MODEL_NAME!r}: {made_with}; set that, or another NODE_ID")
