@@ -440,9 +440,10 @@ class Swarm:
         """Read a peer's file once. What cannot be used may be on its way: again after 2 s, then every 30."""
         if key in self.rollouts or time.monotonic() < self.refused.get(key, 0.0):
             return
-        most = 2 * self.config.NUM_TRAIN_SAMPLES * len(self.nodes)  # more than is ever drawn of it
+        config = self.config
+        most = 2 * config.NUM_TRAIN_SAMPLES * len(self.nodes)  # groups; more than is ever drawn of a peer
         try:
-            groups = self.store.fetch(*key)
+            groups = self.store.fetch(*key, 2**20 + 2**11 * config.NUM_TRAIN_SAMPLES * config.MAX_NEW_TOKENS)
             if key[2] not in self.nodes and len(groups) > most:
                 groups = random.sample(groups, most)
         except (OSError, ValueError) as error:  # BadFile is a ValueError
@@ -450,8 +451,19 @@ class Swarm:
                 self.note("reject", f"{key[2]}: {error}")
             self.refused[key] = time.monotonic() + (30.0 if key in self.refused else 2.0)
             return
-        self.rollouts[key] = groups
+        self.rollouts[key] = [shortened(group, config) for group in groups]
         self.refused.pop(key, None)
+
+
+def shortened(group: dict, config) -> dict:
+    """A peer's group as it is kept: at most G completions, as one of this node's own, and none very long.
+
+    A text that is cut here is still longer than `verify` allows: a token here has at most 64 characters.
+    """
+    drawn, longest = group["completions"], 128 * config.MAX_NEW_TOKENS + 1
+    if len(drawn) > config.NUM_GENERATIONS:
+        drawn = random.Random(str(group["key"])).sample(drawn, config.NUM_GENERATIONS)
+    return group | {"completions": [each | {"response": each["response"][:longest]} for each in drawn]}
 
 
 def without_seat(sessions) -> list[str]:
@@ -669,6 +681,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     unpaid = sorted(set(rounds) - {row["round"] for row in rows})
     silent = sorted(set(rounds) - {t for t, *_ in rollout_files(store, store.rounds("rollouts"))})
     late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
+    few = [node for node, mine in by_node.items() if len({row["round"] for row in mine}) < max_rounds / 2]
     bare = [row for row in rows if not row.get("completions") or not row.get("local_groups")]
     alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0
     checks = [  # (whether it is there, what to say if not)
@@ -678,6 +691,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         (not unpaid, f"rounds without rewards: {unpaid[:9]}"),
         (not silent or config.get("ROLLOUT_CLEANUP_ENABLED"), f"rounds without rollouts: {silent[:9]}"),
         (not late, f"no reward for the last round {last}: {', '.join(late)[:200]}"),
+        (not few, f"rewards of less than half of the rounds: {', '.join(few)[:200]}"),
         (not bare, f"{len(bare)} rewards without completions or local_groups"),
         (latest_checkpoint(store), "no checkpoint"),
         ("informative_groups" in nonzero, "no node trained on an informative group"),
@@ -705,8 +719,10 @@ NO_SETTING = {  # may differ between repetitions; every other key of config.json
 
 def summarize(store, known: dict | None = None) -> dict | None:
     """One experiment as figures, None if it has no rewards. ValueError if config.json cannot be used."""
-    if (there := store.read("config.json")) is None or not (rows := reward_rows(store, known)):
+    if not (rows := reward_rows(store, known)):
         return None
+    if (there := store.read("config.json")) is None:
+        raise ValueError("its config.json is gone")
     config = dict(LOCAL_OVERSAMPLE=1, LOCAL_REPLAY=0, EXTERNAL_FILTER=True, EXTERNAL_FLOOR=0.0) | there
     if len(config) > 150 or any(isinstance(value, list | dict) for value in config.values()):
         raise ValueError("config.json holds more than a Config does")
@@ -734,6 +750,7 @@ def summarize(store, known: dict | None = None) -> dict | None:
         "final": smooth(curve)[-1],
         "held_out": average(row.get("held_out") for row in rows if row["round"] >= 0.9 * rounds),
         "completions": sum(spent),
+        "missing": 1 - len(rows) / (nodes * rounds * begun_with(store, "MAX_STAGES", 1)),
         "curve": curve,
         "spent": list(itertools.accumulate(spent)),
     }
@@ -743,6 +760,7 @@ def compare(summaries: list[dict]) -> list[dict]:
     """A row for each group of repetitions, compared with its baseline; the best of equal settings first."""
     found, rows = [run for run in summaries if run], []
     names = dict.fromkeys(["rounds", "nodes", *(n for run in found for n in run["settings"] if n not in ARM)])
+    names = list(names)[:200]  # more than a Config has: strangers' files may hold others
     differ = [n for n in names if len({json.dumps(run["settings"].get(n)) for run in found}) > 1]
     for runs in rows_by("key", found).values():
         arm, base, task, settings = (runs[0][name] for name in ("arm", "baseline", "task", "settings"))
@@ -756,6 +774,8 @@ def compare(summaries: list[dict]) -> list[dict]:
             row |= advantage(runs, lone)
             share = row["completions"] / (average(run["completions"] for run in lone) or math.inf)
             row["note"] += f", at {share:.0%} of the completions" * bool(lone)
+        missing = max(run["missing"] for run in runs)
+        row["note"] += f"; {missing:.0%} of the rewards of a run are missing" * (missing >= 0.01)
         rows.append({"short": "", **row, "settings": settings, "members": runs})
     rows.sort(key=lambda row: (row["members"][0]["task"], -row["per_node"]))
     alike = Counter(row["label"][:30] for row in rows)  # what the table and the picture have room for
@@ -792,7 +812,7 @@ def p_value(t: float, freedom: float) -> float:
 
 
 def report_text(rows: list[dict]) -> str:
-    """The comparison as a table of at most 100 columns (indented: code in Markdown), then in sentences."""
+    """The comparison as a table and in sentences, of at most 100 columns (indented: code in Markdown)."""
     from tabulate import tabulate  # reasoning-gym brings it
 
     names = {"runs": "runs", "per_node": "per node", "spread": "sd", "final": "final"}
@@ -801,8 +821,8 @@ def report_text(rows: list[dict]) -> str:
     formats = ("", "d", ".2f", ".2f", ".2f", ".2f", ".0f")
     table = tabulate(cells, ["groups", *names.values()], "simple", floatfmt=formats, missingval="-")
     compared = [row for row in rows if row["note"] != "baseline"]
-    said = [textwrap.fill(f"{r['label']} against {r['baseline']}: {r['note']}.", 100) for r in compared]
-    return "\n\n".join([textwrap.indent(table, "    "), *said]) + "\n"
+    said = [textwrap.fill(f"{r['label']} against {r['baseline']}: {r['note']}.", 96) for r in compared]
+    return textwrap.indent("\n\n".join([table, *said]), "    ") + "\n"
 
 
 def report_files(rows: list[dict]) -> dict[str, bytes]:
@@ -828,7 +848,7 @@ def draw(rows: list[dict]) -> bytes | None:
         return print("no picture: pip install matplotlib")
     figure, png = Figure((10, 4.2), dpi=150, layout="constrained"), io.BytesIO()
     left, right = figure.subplots(1, 2, sharey=True)
-    for i, row in enumerate(sorted(rows, key=lambda row: row["final"])):
+    for i, row in enumerate(sorted(rows[:40], key=lambda row: row["final"])):  # more cannot be told apart
         alone, filtered = row["settings"]["NUM_TRANSPLANT_TREES"] == 0, row["settings"]["EXTERNAL_FILTER"]
         color = "#D55E00" if alone else "#0072B2" if filtered else "#009E73"  # safe for the colour-blind
         curves = list(zip(*(smooth(run["curve"]) for run in row["members"]), strict=True))
@@ -857,10 +877,10 @@ def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> s
 
     max_rounds: None means what config.json says by now.
     """
-    max_rounds = max_rounds or begun_with(store, "MAX_ROUNDS", 2000)
     screen = shutil.get_terminal_size() if sys.stdout.isatty() else os.terminal_size((110, 1000))
     life.refresh()
     clock, by_node = store.clock()[0], rows_by("node_id", rows)
+    max_rounds = max_rounds or max(begun_with(store, "MAX_ROUNDS", 2000), clock + 1)  # it may have grown
     for node, mine in by_node.items():
         life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
     live, nodes, times = life.live_workers(), life.workers(), sorted(row["timestamp"] for row in rows)
@@ -871,7 +891,7 @@ def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> s
     if rows:
         last, took = rows[-1], times[-1] - times[0]
         mean = average(row["reward"] for row in rows if row["round"] == last["round"])
-        eta = short_time(took / max(1, clock) * (max_rounds - 1 - clock))
+        eta = short_time(took / max(1, clock) * max(0, max_rounds - 1 - clock))
         where, ago = f"round {last['round']}, stage {last['stage']}", short_time(age_of(times[-1]))
         lines.append(f"reward {mean:.2f} in {where}, {ago} ago; running for {short_time(took)}, eta {eta}")
     else:
@@ -901,7 +921,6 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
     often = ", ".join(node for node in live if starts[node] > 5)
     informative = [row.get("informative_groups", 0) for row in rows if row["round"] > clock - 10]
     unusable = ", ".join(f"{count} {plain(why)}" for why, count in store.skipped.items())
-    ahead = any(store.ahead.values())
     checks = [  # (whether it is so, what to say then)
         (clock < 0, "no round is open: start a worker or the coordinator, or check EXPERIMENT_NAME"),
         (not live and not finished, "no live worker: start one with its old NODE_ID to resume it"),
@@ -911,7 +930,6 @@ def health_warnings(store, life, rows, clock: int, shared: list[tuple]) -> list[
         (often, f"started more than five times: {often}. Do two machines share this NODE_ID?"),
         (full, "less than 1 GB free: lower CHECKPOINT_KEEP, set ROLLOUT_CLEANUP_ENABLED=True"),
         (unusable, f"unusable files: {unusable}"),
-        (ahead, "nodes with clocks an hour ahead are not counted: set their clocks, start them again"),
     ]
     return [f"! {warning}" for is_so, warning in checks if is_so]
 

@@ -138,7 +138,7 @@ class DriveStore:
         self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
-        self.ahead = {}  # file in peers/ -> whether it was ahead of its time; judged once: clocks may jump
+        self._sessions = {}  # name in peers/ -> (node, session), None if it is none; judged once
         self._figures = {"reward", "timestamp", *COUNTS}  # names of figures in reward files
 
     # -- folders and files
@@ -146,15 +146,16 @@ class DriveStore:
     def create(self) -> None:
         """Make the experiment's folder. Only here: later a missing one means an unmounted drive."""
         self.root.mkdir(parents=True, exist_ok=True)
-        with DriveStore(self.root, None, self.owner).folder("/".join(self.place), make=True):
-            pass
+        for part in ("peers", "state", "rollouts", "rewards"):
+            with DriveStore(self.root, None, self.owner).folder("/".join((*self.place, part)), make=True):
+                pass
 
     @contextlib.contextmanager
     def folder(self, path: str = "", make: bool = False, look: bool = False):
         """Descriptor of a folder, opened part by part, never through a link. make: missing parts are made.
 
-        look: list each folder before asking it for a part. An NFS client that asked for an absent name goes
-        on saying for half a minute that it is absent; a folder just opened and listed is up to date.
+        look: list each folder below those that `create` makes before asking it for a part. An NFS client that
+        asked for an absent name goes on saying for half a minute that it is absent; one just listed does not.
         """
 
         def step(part, outer=None):
@@ -170,8 +171,8 @@ class DriveStore:
             except FileNotFoundError as error:
                 gone = "the shared folder is gone (drive not mounted?)"
                 raise OSError(errno.ENOTCONN, gone, str(self.base)) from error
-            for part in PurePosixPath(path).parts:
-                if look and part not in os.listdir(fd):
+            for depth, part in enumerate(PurePosixPath(path).parts):
+                if look and depth > 0 and part not in os.listdir(fd):
                     raise FileNotFoundError(errno.ENOENT, "no such folder", path)
                 try:
                     fd = step(part, fd)
@@ -397,12 +398,15 @@ class DriveStore:
 
         One that was first seen far ahead of its time never counts: planted, it would stop a node later.
         """
-        newest, latest = {}, 1000 * (time.time() + MAX_CLOCK_SKEW)
-        for name in self.names("peers"):
-            match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
-            if match and is_name(match[1]) and not self.ahead.setdefault(name, int(match[2][:13]) >= latest):
-                newest[match[1]] = match[2]  # names come sorted
-        return newest
+        names, latest = self.names("peers"), 1000 * (time.time() + MAX_CLOCK_SKEW)
+        for name in names:
+            if name not in self._sessions:
+                match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
+                self._sessions[name] = match.groups() if match and is_name(match[1]) else None
+                if match and int(match[2][:13]) >= latest:
+                    self.skipped["session an hour ahead of its time: set that clock, start it again"] += 1
+                    self._sessions[name] = None
+        return dict(self._sessions[name] for name in names if self._sessions[name])  # of a node the last
 
     def register(self, node_id: str, role: str, about: dict) -> str:
         """Announce a new session of this node; its id sorts after every one seen, whatever the clocks."""
@@ -415,7 +419,7 @@ class DriveStore:
     def registration(self, node_id: str, session: str) -> dict | None:
         """What a node said of itself when it registered, as far as its life is concerned."""
         data = self.read_matching(f"peers/{node_id}.{session}.json", node_id=node_id)
-        return data and {name: data.get(name) for name in ("role", "host", "boot_id", "pid", "pid_start")}
+        return data and brief(data, "role", "host", "boot_id", "pid", "pid_start")
 
     def is_registered(self, node_id: str, session: str) -> bool:
         """Whether the folder holds this registration: another one in its place does not."""
@@ -430,7 +434,8 @@ class DriveStore:
     def read_heartbeat(self, node_id: str) -> dict | None:
         """The last heartbeat that got here, or None: a mount may fail (EIO) on a file just rewritten."""
         with contextlib.suppress(OSError):
-            return self.read_matching(f"heartbeats/{node_id}.json", node_id=node_id)
+            data = self.read_matching(f"heartbeats/{node_id}.json", node_id=node_id)
+            return data and brief(data, "time", "session", "state", "round")
 
     # -- rollouts, rewards, checkpoints
 
@@ -442,9 +447,10 @@ class DriveStore:
         place = f"{stage_folder('rollouts', round_, stage)}/{node_id}.json"
         return self.write_once(place, data, lambda x: check_rollouts(parse_json(x), round_, stage, node_id))
 
-    def fetch(self, round_: int, stage: int, node_id: str) -> list[dict]:
+    def fetch(self, round_: int, stage: int, node_id: str, max_bytes: int = MAX_JSON_BYTES) -> list[dict]:
         """A peer's groups, their structure checked, their truth not; BadFile says why there are none."""
-        data = self.read(f"{stage_folder('rollouts', round_, stage)}/{node_id}.json", MAX_JSON_BYTES)
+        path = f"{stage_folder('rollouts', round_, stage)}/{node_id}.json"
+        data = self.read(path, min(max_bytes, MAX_JSON_BYTES))
         if data is None:
             raise BadFile("listed, but not there yet")
         return check_rollouts(data, round_, stage, node_id)
@@ -528,6 +534,12 @@ def delete_in(folder: int, name: str, depth: int = 50) -> None:
 def is_number(value) -> bool:
     """A finite int or float. True and False are no numbers here, nor is an integer too large for a float."""
     return type(value) in (int, float) and abs(value) < 1e300  # nan is less than nothing
+
+
+def brief(data: dict, *names: str) -> dict:
+    """What a stranger's JSON has of these names, where it is short: who remembers it needs little memory."""
+    values = {name: data.get(name) for name in names}
+    return {n: x for n, x in values.items() if isinstance(x, str | int | float) and len(str(x)) <= 300}
 
 
 def sane_reward(data: dict, names: set[str], **about) -> dict | None:

@@ -13,6 +13,7 @@ if [ $# -gt 0 ]; then  # --help, -h, help: nothing is set by arguments
   sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exec "$python" "$here/sapo.py" --help
 fi
+[[ ${LOCAL_NODES:-1} == 1 ]] || NUM_WORKERS=1  # one process holds them all
 export NUM_WORKERS=${NUM_WORKERS:-4} MODEL_NAME=${MODEL_NAME:-tiny}  # large models: several seldom fit
 [[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"; exit 2; }
 

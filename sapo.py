@@ -39,7 +39,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
     from coordinator import process_identity, recent, report_files, report_text, reward_rows, rounds_to_keep
     from coordinator import short_time, summarize, validate_experiment, without_seat, write_winners
     from drive_store import MAX_GAP, BadFile, DriveStore, StoreError
-    from drive_store import bucket, check_name, is_number, parse_json
+    from drive_store import bucket, check_name, is_name, is_number, parse_json
 
 
 def import_learner() -> None:
@@ -299,10 +299,7 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
         return "a question that cannot be made"
     if raw["prompt"] != question.text:
         return "prompt differs from the question"
-    drawn = raw["completions"]
-    if len(drawn) > run.config.NUM_GENERATIONS:  # a group counts no more than one of this node's own
-        drawn = random.Random(str(raw["key"])).sample(drawn, run.config.NUM_GENERATIONS)
-    texts, finished = ([c[name] for c in drawn] for name in ("response", "finished"))
+    texts, finished = ([c[name] for c in raw["completions"]] for name in ("response", "finished"))
     longest = run.codec.max_completion
     is_short = max(map(len, texts)) <= 64 * longest  # tokens are shorter: spare the encoder
     completions = is_short and run.codec.completions(texts, finished)
@@ -749,7 +746,7 @@ def read_config(environ) -> tuple[Config, list[str]]:
     specs, rank = {f.name: f for f in fields(Config)}, rank_of(environ)
     given, mistakes, warnings = {}, [], []
     for name, spec in specs.items():
-        text = environ.get(name, "").strip()
+        text = str(environ.get(name, "")).strip()
         try:
             if text and not (name == SECRET and text == "None"):
                 given[name] = parse_value(text, spec)
@@ -761,9 +758,9 @@ def read_config(environ) -> tuple[Config, list[str]]:
             warnings.append(f"{name} is not a variable of this program: did you mean {near}?")
     if given.get("NODE_ROLE") == "auto":
         given["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
-    if rank and given.get("NODE_ID", "auto") == "auto" and given.get("LOCAL_NODES", 1) == 1:
+    if rank and given.get("NODE_ID", "auto") == "auto":
         given["NODE_ID"] = f"node_{rank}"
-    given |= {"TASKS": re.sub(r"\s*,\s*", ",", given["TASKS"])} if "TASKS" in given else {}
+    given |= {"TASKS": ",".join(re.findall(r"[^\s,]+", given["TASKS"]))} if "TASKS" in given else {}
     config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
     if config.NODE_ROLE == "worker":
         import_learner()
@@ -924,7 +921,7 @@ def resume(run: Run) -> None:
     accident. One from far above all that this experiment has done is not believed.
     """
     store, reason = run.store, None
-    there = store.checkpoints(run.config.NODE_ID, max(store.clock()[0], store.last_rewarded()) + MAX_GAP)
+    there = store.checkpoints(run.config.NODE_ID, max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1)
     for round_ in there:
         run.stop.check()
         try:
@@ -949,12 +946,13 @@ def resume(run: Run) -> None:
             f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s can be used ({plain(reason)}). "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
-    if store.sessions().keys() & (ids := {node.id for node in run.nodes}):
-        every = max(run.config.CHECKPOINT_INTERVAL, begun_with(store, "CHECKPOINT_INTERVAL", 1))
-        late = any(store.rewards(t, ids) for t in store.rounds("rewards") if t >= every)
-        if late or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
-            gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} had one that is not there any more"
-            raise StoreError(f"{gone}: restore it or LOCAL_NODES, or take another NODE_ID or EXPERIMENT_NAME")
+    was_here = store.sessions().keys() & (ids := {node.id for node in run.nodes})
+    every = max(run.config.CHECKPOINT_INTERVAL, begun_with(store, "CHECKPOINT_INTERVAL", 1))
+    paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
+    if paid > every or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
+        gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} trained here, and has no checkpoint"
+        raise StoreError(f"{gone}: restore it or LOCAL_NODES, or take another NODE_ID or EXPERIMENT_NAME")
+    if was_here:
         run.log.event("resume", "it ran before, but came to no checkpoint: it begins with new weights")
 
 
@@ -968,9 +966,9 @@ def fetch_checkpoint(run: Run, round_: int) -> Path:
     local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
     with run.store.open(checkpoint_path(run, round_)) as file, open(local, "wb") as copied:
         while piece := file.read(2**20):
-            long_header = copied.tell() == 0 and int.from_bytes(piece[:8], "little") > 2 * MAX_HEADER
-            if long_header or copied.tell() + copied.write(piece) > most:
-                raise ValueError(f"over {most} bytes, or {2 * MAX_HEADER} of a header")
+            header = int.from_bytes(piece[:8], "little") if copied.tell() == 0 else 2
+            if not 2 <= header <= 2 * MAX_HEADER or copied.tell() + copied.write(piece) > most:
+                raise ValueError(f"no header, or over {2 * MAX_HEADER} bytes of it, or over {most} in all")
     return local
 
 
@@ -986,6 +984,7 @@ def restore(run: Run, file, round_: int) -> None:
     if state["nodes"].keys() != {node.id for node in run.nodes}:
         holds = f"the checkpoint of {name} holds {plain(', '.join(state['nodes']))}"
         raise ConfigError(f"LOCAL_NODES={run.config.LOCAL_NODES}: {holds}; set that many, or another NODE_ID")
+    since = round_ - run.config.ROLLOUT_MAX_AGE  # what is older, or newer, is of no use, or forged
     for node in run.nodes:
         mine = state["nodes"][node.id]
         ours = training_state(node.model, node.optimizer)
@@ -993,21 +992,22 @@ def restore(run: Run, file, round_: int) -> None:
         written = state["next_round"], mine["crc"]
         if written != (round_ + 1, checksum(tensors.values())) or not is_number(mine["total_reward"]):
             raise ValueError("damaged, or of another round")
-        node.past = [(t, past_group(run, *group)) for t, *group in mine["past"] if 0 <= t <= round_]
-        node.trained = {(int(t), int(stage), str(peer), int(i)) for t, stage, peer, i in mine["trained"]}
+        past = [(t, past_group(run, *group)) for t, *group in mine["past"] if since <= t <= round_]
+        node.past = [(t, group) for t, group in past if group and run.config.LOCAL_REPLAY > 0]
+        used = [key for key in mine["trained"] if since <= key[0] <= round_ and is_name(key[2])]
+        node.trained = {(int(t), int(stage), peer, int(i)) for t, stage, peer, i in used}
         node.total_reward = mine["total_reward"]
         fill(ours, tensors)
 
 
-def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Group":
-    """A group from a checkpoint, for LOCAL_REPLAY; ValueError if it is none."""
+def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Group | None":
+    """A group from a checkpoint, for LOCAL_REPLAY; None if it is none, or too long by now."""
     size, codec = run.nodes[0].model.config.get_text_config().vocab_size, run.codec
     ids = [*prompt, *itertools.chain(*completions)]
     fits = len(prompt) <= codec.max_prompt and all(0 < len(c) <= codec.max_completion for c in completions)
     paid = len(rewards) == len(completions) > 1 and all(is_number(r) and 0 <= r <= 1 for r in rewards)
-    if not (prompt and fits and paid and all(type(i) is int and 0 <= i < size for i in ids)):
-        raise ValueError("a group to use again that is none")
-    return Group(prompt, completions, rewards)
+    is_good = prompt and fits and paid and all(type(i) is int and 0 <= i < size for i in ids)
+    return Group(prompt, completions, rewards) if is_good else None
 
 
 def carry(run: Run, path: str, local: Path) -> None:
@@ -1021,14 +1021,16 @@ def carry(run: Run, path: str, local: Path) -> None:
 def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
-        for file in sorted(save_locally(run, node, "models").glob("*")):
+        files = sorted(save_locally(run, node, "models").glob("*"))
+        for file in files:
             run.swarm.post(carry, run, f"models/{node.id}/{file.name}", file)
     folder = run.store.base / "models" / run.nodes[0].id
     prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
-    folder, prompt = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
-    ask = f'pipeline("text-generation", {folder})({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
+    model, prompt = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
+    ask = f'pipeline("text-generation", {model})({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
-    run.log.say(f"final model: {folder[1:-1]}\n  try it: python -c {code}")
+    if files:  # else it was said why not
+        run.log.say(f"final model: {folder}\n  try it: python -c {code}")
 
 
 def save_locally(run: Run, node: Node, folder: str) -> Path:
@@ -1114,11 +1116,12 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
-    if not store.names(""):
+    if not store.sessions():
         others = ", ".join(list_experiments(config.GDRIVE_PATH))
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
     nodes, last = without_seat(store.sessions()), begun_with(store, "MAX_ROUNDS", math.inf)
+    last = last if config.MAX_ROUNDS == Config.MAX_ROUNDS else max(last, config.MAX_ROUNDS)
     if nodes and re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
         raise ConfigError(f"experiment {config.EXPERIMENT_NAME} has finished its {last} rounds: {todo}")
@@ -1263,9 +1266,11 @@ def prepare(run: Run) -> None:
     run.log.say(f"the folder: {store.probe()}")  # it also sweeps what a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()
-    lost = range(run.done + 1, 0 if swarm.alone else swarm.clock)  # finished before a kill, and not replayed
-    for t, node in itertools.product(lost, run.nodes):
-        node.total_reward += sum(row["reward"] for row in store.rewards(t, [node.id]))
+    nodes, end = {node.id: node for node in run.nodes}, min(swarm.clock, config.MAX_ROUNDS)
+    for t in [t for t in store.rounds("rewards") if run.done < t < end and not swarm.alone]:
+        run.stop.check()  # these rounds were finished before a kill, and are not replayed
+        for row in store.rewards(t, nodes):
+            nodes[row["node_id"]].total_reward += row["reward"]
     size = checkpoint_bytes(run)
     for place, copies in ((store.base, config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
         if (free := shutil.disk_usage(place).free) < copies * size:
@@ -1297,17 +1302,19 @@ def close(run: Run) -> bool:
             thread.join(max(0.0, deadline - time.monotonic()))
     if uploads():
         run.log.event("hub", f"an upload did not reach the Hub; the model lies in {run.scratch / 'hub'}")
-    pending = run.swarm.close(patience=10.0)
-    if pending:
-        run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
-        pending = run.swarm.close(patience=300.0)
+    pending = True  # as long as it is not known
+    with contextlib.suppress(KeyboardInterrupt):
+        if pending := run.swarm.close(patience=10.0):
+            run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
+            pending = run.swarm.close(patience=300.0)
     if run.swarm.set_aside:
         run.log.say(f"set aside, because they cannot be written: {len(run.swarm.set_aside)} files")
     waiting = [*run.scratch.glob("*.safetensors"), *run.scratch.glob("models/*/*")]
     lost = pending or len(waiting) or run.saved not in (-1, *run.checkpoints)  # not even saved here
     if lost:
-        run.log.say(f"{lost:d} writes did not reach the shared folder; a checkpoint may lie in {run.scratch}")
-    elif not uploads():
+        here = f"; a checkpoint or model lies in {run.scratch}" * bool(waiting)
+        run.log.say(f"{lost:d} writes did not reach the shared folder{here}")
+    if not waiting and not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
     return not lost
 
@@ -1335,13 +1342,15 @@ def run_reader(config: Config, stop: StopButton) -> str:
     names, shared = list_experiments(config.GDRIVE_PATH), DriveStore(config.GDRIVE_PATH, None)
     if config.NODE_ROLE == "report" and names:
         rows = compare_experiments(config.GDRIVE_PATH)
-        print(report_text(rows) if rows else f"report: no rewards below {config.GDRIVE_PATH}")
+        lines = [report_text(rows) if rows else f"report: no rewards below {config.GDRIVE_PATH}"]
         for name, data in (report_files(rows) if rows else {}).items():
+            path = f"reports/{name}"
             try:
-                shared.write(f"reports/{name}", data)
-                print(shared.base / "reports" / name)
+                shared.write(path, data)
+                lines.append(str(shared.base / path))
             except OSError as error:
-                print(f"{shared.base / 'reports' / name} cannot be written: {error}")
+                lines.append(f"{shared.base / path} cannot be written: {error}")
+        print(*lines, sep="\n")  # last: whoever reads it may leave (head)
         return "finished" if rows else "invalid"
     live = config.NODE_ROLE == "monitor" and (sys.stdout.isatty() or in_notebook())
     if live and config.EXPERIMENT_NAME not in names:
@@ -1362,7 +1371,8 @@ def run_reader(config: Config, stop: StopButton) -> str:
     set_here = max(config.LOCAL_NODES, config.NUM_WORKERS)
     begun = max(begun_with(store, "LOCAL_NODES", 1), begun_with(store, "NUM_WORKERS", 1))
     nodes = next((n for n in (set_here, begun) if n > 1), len(without_seat(store.sessions())))
-    problems = validate_experiment(store, rounds or begun_with(store, "MAX_ROUNDS", Config.MAX_ROUNDS), nodes)
+    rounds = rounds or max(begun_with(store, "MAX_ROUNDS", Config.MAX_ROUNDS), store.clock()[0] + 1)
+    problems = validate_experiment(store, rounds, nodes)
     for line in (*problems, f"{store.base}: " + ("FAILED" if problems else "passed")):
         print(f"validate: {line}")
     return "invalid" if problems else "valid"
@@ -1409,6 +1419,8 @@ def main(environ=None) -> int:
     """Run the role that the environment asks for (read only here), say what goes wrong; the exit status."""
     environ, say, to_go_on = os.environ if environ is None else environ, print, ""
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # closed by >&-
+    with contextlib.suppress(AttributeError):  # a notebook's has no encoding to care for
+        sys.stdout.reconfigure(errors="replace")  # a terminal may know no "…"
     stop = StopButton()
     stop.install()
     try:

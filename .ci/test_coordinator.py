@@ -17,6 +17,7 @@ import time
 import coordinator
 import pytest
 from coordinator import COORDINATOR, Life, boot_id, dashboard, experiment_status, is_known_dead
+from coordinator import compare, summarize
 from coordinator import is_round_over, list_experiments, p_value, pid_start, process_identity, report_text
 from coordinator import report_files, reward_rows, validate_experiment, write_winners
 from drive_store import DriveStore, bucket
@@ -559,3 +560,29 @@ def test_the_monitor_of_a_notebook_waits_for_the_first_reward(tmp_path, monkeypa
 def test_two_jobs_are_never_equal():
     """A queue that compares their fields while another thread appends to it raises IndexError: a false outage."""
     assert coordinator.Job(print, ("a",)) != coordinator.Job(print, ("a",))
+
+
+def test_an_arm_with_missing_rewards_says_so_and_a_run_with_few_is_not_valid(tmp_path):
+    for seed in (1, 2):
+        finished_run(tmp_path / str(seed), rewards=[0.5] * 20)
+    store = DriveStore(tmp_path / "1", "x")
+    for round_ in range(19):
+        (store.base / f"rewards/{bucket(round_)}/stage_0/n2.json").unlink()
+    rows = compare([summarize(DriveStore(tmp_path / name, "x")) for name in ("1", "2")])
+    assert any("48% of the rewards of a run are missing" in row["note"] for row in rows)
+    assert any("less than half of the rounds: n2" in text for text in validate_experiment(store, 20, 2))
+    assert not any("half" in text for text in validate_experiment(DriveStore(tmp_path / "2", "x"), 20, 2))
+
+
+def test_experiments_with_settings_of_their_own_hold_up_no_report(tmp_path):
+    finished_run(tmp_path)
+    mine, began = summarize(DriveStore(tmp_path, "x")), time.monotonic()
+    planted = []
+    for i in range(300):
+        more = {f"k{i}_{j}": j for j in range(140)}
+        settings = mine["settings"] | more
+        planted.append(
+            mine | {"settings": settings, "key": json.dumps(settings), "task": json.dumps(settings)}
+        )
+    assert len(compare([mine, *planted])) == 301 and time.monotonic() < began + 20
+    assert len(report_files(compare([mine, *planted]))["report.md"]) < 10**6 and time.monotonic() < began + 60

@@ -266,7 +266,7 @@ def test_a_node_whose_checkpoints_are_gone_does_not_begin_again(drive, unbroken,
             path.symlink_to(tmp_path / path.name) if how == "link" else path.touch()
     before = [contents(folder / name) for name in ("models", "rewards", "rollouts")]
     assert swarm(drive, "none_left", MAX_ROUNDS=15) == 2
-    assert "had one that is not there any more" in capsys.readouterr().out
+    assert "trained here, and has no checkpoint" in capsys.readouterr().out
     assert [contents(folder / name) for name in ("models", "rewards", "rollouts")] == before
     shutil.rmtree(folder / "models")  # now only the rewards tell that it had come so far
     assert swarm(drive, "none_left", MAX_ROUNDS=15) == 2
@@ -280,7 +280,7 @@ def test_a_checkpoint_from_far_above_a_wiped_clock_is_no_reason_to_begin_again(d
     (folder / "checkpoints/round_000013").rename(folder / "checkpoints/round_000213")
     shutil.rmtree(folder / "checkpoints/round_000011")
     assert swarm(drive, "wiped", MAX_ROUNDS=15) == 2
-    assert "had one that is not there any more" in capsys.readouterr().out
+    assert "trained here, and has no checkpoint" in capsys.readouterr().out
 
 
 def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive, unbroken, monkeypatch):
@@ -1013,7 +1013,7 @@ def test_a_checkpoint_far_larger_than_the_model_is_not_read_and_hidden_ones_are_
     (folder / "checkpoints").rename(folder / "hidden")
     (folder / "checkpoints").symlink_to("hidden")
     assert swarm(drive, "large", MAX_ROUNDS=16) == 2
-    assert "had one that is not there any more" in capsys.readouterr().out
+    assert "trained here, and has no checkpoint" in capsys.readouterr().out
 
 
 def test_many_empty_folders_hold_up_no_start(tmp_path):
@@ -1158,8 +1158,8 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     swarm = SimpleNamespace(state="stopped", close=lambda patience: 3, set_aside={"a reward"})
     run = SimpleNamespace(log=SimpleNamespace(bar=None, say=print), swarm=swarm, scratch=kept, saved=-1)
     run.stop, run.checkpoints = SimpleNamespace(pressed=0), []
-    sapo.close(run)
     (kept / "4.safetensors").write_bytes(b"weights")
+    sapo.close(run)
     for folder in (kept, left):
         if (folder / "process.json").exists():
             (folder / "process.json").write_text(json.dumps(gone))
@@ -1170,7 +1170,7 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     sapo.make_scratch()
     assert (kept / "4.safetensors").exists() and not left.exists() and not older.exists()
     text = capsys.readouterr().out
-    assert f"3 writes did not reach the shared folder; a checkpoint may lie in {kept}" in text
+    assert f"3 writes did not reach the shared folder; a checkpoint or model lies in {kept}" in text
     assert "they cannot be written: 1 files" in text
 
 
@@ -1266,3 +1266,148 @@ def test_a_floor_leaves_nearly_all_that_equals_say(drive):
     assert swarm(drive, "equals", EXTERNAL_FLOOR=0.05, LOCAL_NODES=4, MAX_ROUNDS=8) == 0
     kept = [row["external_kept"] for row in rows_of(drive, "equals") if "external_kept" in row]
     assert len(kept) > 8 and sum(kept) / len(kept) > 0.8
+
+
+# -------- A stranger's deletions and plants, bad days -----------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["registration", "clock"])
+def test_a_model_is_not_replaced_though_all_else_that_knew_the_node_was_deleted(drive, unbroken, lost):
+    shutil.copytree(unbroken, folder := drive / f"experiments/forgotten_{lost}")
+    gone = ["peers/*", "checkpoints/*"] if lost == "registration" else ["peers/*", "state/*", "rewards/*"]
+    for path in itertools.chain.from_iterable(map(folder.glob, gone)):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if lost == "clock":  # its checkpoints are beyond all that is believed
+        for round_ in (11, 13):
+            (folder / f"checkpoints/{bucket(round_)}").rename(folder / f"checkpoints/{bucket(round_ + 200)}")
+        shutil.rmtree(folder / "models")
+    before = contents(folder / "models") if lost == "registration" else None
+    assert swarm(drive, folder.name, MAX_ROUNDS=16) == 2
+    assert lost == "clock" or contents(folder / "models") == before
+
+
+def test_who_joined_late_and_was_killed_at_once_begins_again_and_is_not_refused(drive, unbroken):
+    shutil.copytree(unbroken, folder := drive / "experiments/late")
+    store, reward = DriveStore(drive, "late"), {"reward": 0.5}
+    store.register("zed", "worker", {})
+    assert store.submit_reward(13, 0, "zed", reward)
+    settings = dict(NODE_ID="zed", LOCAL_NODES=1, MAX_ROUNDS=16, COORDINATOR_ROUND_INTERVAL=0.2)
+    assert swarm(drive, "late", FETCH_TIMEOUT_SECONDS=0, **settings) == 0
+    assert "came to no checkpoint" in events_of(drive, "late", "resume", "zed")[0]["text"] and folder.exists()
+
+
+def test_what_a_checkpoint_says_of_other_rounds_is_forgotten(drive, unbroken):
+    """Else a stranger could cut off a peer for ever, or make the next checkpoint too large to be written."""
+    shutil.copytree(unbroken, drive / "experiments/foretold")
+    path = drive / "experiments/foretold/checkpoints/round_000013/node.safetensors"
+    about, tensors = read_state(path)
+    for node in about["nodes"].values():
+        node["trained"] += [[t, 0, "peer", i] for t in (2, 10**9) for i in range(10**5)] + [
+            [13, 0, "\x1b", 0]
+        ]
+        node["past"] = [[t, [1, 2], [[3], [4]], [0.0, 1.0]] for t in (0, 12, 13, 10**9)]
+    save_file(tensors, path, {"about": json.dumps(about)})
+    assert swarm(drive, "foretold", MAX_ROUNDS=15) == 0
+    about, _ = read_state(path.parents[1] / "round_000014/node.safetensors")
+    for node in about["nodes"].values():
+        assert node["past"] == [] and all(10 <= key[0] <= 14 and key[2] != "\x1b" for key in node["trained"])
+
+
+def test_groups_to_use_again_that_no_longer_fit_cost_no_checkpoint(drive):
+    settings = dict(LOCAL_REPLAY=8, CHECKPOINT_INTERVAL=3)
+    assert swarm(drive, "shorter", MAX_ROUNDS=6, **settings) == 0
+    assert swarm(drive, "shorter", MAX_ROUNDS=8, MAX_NEW_TOKENS=1, **settings) == 0
+    assert "after round 5" in events_of(drive, "shorter", "resume")[0]["text"]
+
+
+def test_rounds_that_somebody_opened_far_ahead_hold_up_no_start(drive, unbroken, monkeypatch):
+    shutil.copytree(unbroken, folder := drive / "experiments/far")
+    put(DriveStore(drive, "far"), "peers/x.0000000000001-00000000.json")
+    for round_ in range(100, 10**6, 100):
+        (folder / f"state/rounds/{bucket(round_)}.x.json").touch()
+    asked, rewards = [], DriveStore.rewards
+    monkeypatch.setattr(
+        DriveStore, "rewards", lambda self, t, *rest: asked.append(t) or rewards(self, t, *rest)
+    )
+    assert swarm(drive, "far", MAX_ROUNDS=2000) == 0  # the last round has been opened: nothing is left to do
+    assert len(asked) < 40
+
+
+def test_a_checkpoint_without_a_header_is_not_copied(drive, unbroken, monkeypatch):
+    shutil.copytree(unbroken, folder := drive / "experiments/sparse")
+    for round_ in range(14, 60):
+        put(DriveStore(drive, "sparse"), f"checkpoints/{bucket(round_)}/node.safetensors", b"")
+        os.truncate(folder / f"checkpoints/{bucket(round_)}/node.safetensors", 60 << 20)
+    fetch, sizes = sapo.fetch_checkpoint, []
+
+    def measured(run, round_):
+        try:
+            return fetch(run, round_)
+        finally:
+            sizes.append((run.scratch / "resume").stat().st_size)
+
+    monkeypatch.setattr(sapo, "fetch_checkpoint", measured)
+    assert swarm(drive, "sparse", MAX_ROUNDS=15) == 0 and len(sizes) == 47 and max(sizes[:-1]) <= 1 << 20
+
+
+def test_a_second_stop_at_the_end_says_where_the_checkpoint_lies(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def interrupted(patience):
+        raise KeyboardInterrupt
+
+    for waits in (True, False):
+        swarm = SimpleNamespace(state="stopped", close=interrupted, set_aside=set())
+        run = SimpleNamespace(
+            log=SimpleNamespace(bar=None, say=print), swarm=swarm, scratch=sapo.make_scratch()
+        )
+        run.stop, run.checkpoints, run.saved = SimpleNamespace(pressed=1), [], -1
+        if waits:
+            (run.scratch / "4.safetensors").write_bytes(b"weights")
+        assert not sapo.close(run) and run.scratch.exists() == waits
+        assert (f"lies in {run.scratch}" in capsys.readouterr().out) == waits
+
+
+def test_a_report_is_written_though_nobody_reads_what_is_printed(drive, unbroken):
+    shutil.rmtree(drive / "reports", ignore_errors=True)
+    command = f"{sys.executable} {PROJECT / 'sapo.py'} > /dev/full"
+    environ = {**os.environ, "GDRIVE_PATH": str(drive), "NODE_ROLE": "report"}
+    subprocess.run(["bash", "-c", command], env=environ, capture_output=True, timeout=120)
+    assert {"report.md", "report.csv", "curves.csv"} <= {path.name for path in (drive / "reports").iterdir()}
+
+
+def test_an_experiment_that_was_made_longer_is_joined_shown_and_validated(drive, unbroken, capsys):
+    assert (
+        swarm(drive, "longer", MAX_ROUNDS=2, **UNTRAINED)
+        == swarm(drive, "longer", MAX_ROUNDS=4, **UNTRAINED)
+        == 0
+    )
+    config = config_of(GDRIVE_PATH=str(drive), EXPERIMENT_NAME="longer", MODEL_NAME="tiny", MAX_ROUNDS="9")
+    sapo.announce(config, DriveStore(drive, "longer"), print)  # no ConfigError
+    environ = {"GDRIVE_PATH": str(drive), "EXPERIMENT_NAME": "longer", "MODEL_NAME": "tiny"}
+    assert sapo.main(environ) == 2 and "has finished its 2 rounds" in capsys.readouterr().out
+    assert sapo.main(environ | {"NODE_ROLE": "monitor"}) == 0
+    assert "round 3 of 4, finished" in capsys.readouterr().out
+    sapo.main(environ | {"NODE_ROLE": "validate"})
+    assert "no reward for the last round" not in capsys.readouterr().out
+
+
+def test_values_may_be_numbers_names_may_have_spaces_and_a_terminal_may_know_no_unicode(tmp_path):
+    assert read_config({"MAX_ROUNDS": 3, "TEST_MODE": True})[0].MAX_ROUNDS == 3
+    assert config_of(TASKS=" small_gcd , small_lcm,, ").TASKS == "small_gcd,small_lcm"
+    assert read_config({"LOCAL_NODES": "2", "SLURM_PROCID": "1"})[0].NODE_ID == "node_1", "of its own"
+    DriveStore(tmp_path, "x").create()
+    DriveStore(tmp_path, "x").open_round(0, "a")
+    environ = {
+        **os.environ,
+        "GDRIVE_PATH": str(tmp_path),
+        "EXPERIMENT_NAME": "x",
+        "PYTHONIOENCODING": "ascii",
+    }
+    store = DriveStore(tmp_path, "x")
+    store.register("a", "worker", {})
+    store.submit_reward(0, 0, "a", {"reward": 0.9})
+    command = [sys.executable, PROJECT / "sapo.py"]
+    environ |= {"NODE_ROLE": "monitor"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "1 rewards" in done.stdout and not done.stderr
