@@ -523,9 +523,9 @@ class Coordinator:
             swarm.round = max(0, self.store.last_rewarded())
             self.store.open_round(swarm.round, COORDINATOR)
         self.opened, self.holding = time.monotonic(), swarm.round == 0
-        how = f"{config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s"
-        waiting = ", waiting for a first worker" * self.holding
-        self.say(f"coordinator: round {swarm.round} is open ({how}){waiting}")
+        how = f"({config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s)"
+        how += ", waiting for a first worker" * self.holding
+        self.say(f"coordinator: round {swarm.round} is open {how}")
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
@@ -721,9 +721,8 @@ def summarize(store, known: dict | None = None) -> dict | None:
     """One experiment as figures, None if it has no rewards. ValueError if config.json cannot be used."""
     if not (rows := reward_rows(store, known)):
         return None
-    if (there := store.read("config.json")) is None:
-        raise ValueError("its config.json is gone")
-    config = dict(LOCAL_OVERSAMPLE=1, LOCAL_REPLAY=0, EXTERNAL_FILTER=True, EXTERNAL_FLOOR=0.0) | there
+    config = dict(LOCAL_OVERSAMPLE=1, LOCAL_REPLAY=0, EXTERNAL_FILTER=True, EXTERNAL_FLOOR=0.0)
+    config |= store.read("config.json") or {}
     if len(config) > 150 or any(isinstance(value, list | dict) for value in config.values()):
         raise ValueError("config.json holds more than a Config does")
     for name in ARM:
