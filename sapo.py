@@ -746,7 +746,7 @@ def read_config(environ) -> tuple[Config, list[str]]:
     specs, rank = {f.name: f for f in fields(Config)}, rank_of(environ)
     given, mistakes, warnings = {}, [], []
     for name, spec in specs.items():
-        text = str(environ.get(name, "")).strip()
+        text = environ.get(name, "").strip()
         try:
             if text and not (name == SECRET and text == "None"):
                 given[name] = parse_value(text, spec)
@@ -1417,7 +1417,8 @@ def unseen_globals(environ) -> list[str]:
 
 def main(environ=None) -> int:
     """Run the role that the environment asks for (read only here), say what goes wrong; the exit status."""
-    environ, say, to_go_on = os.environ if environ is None else environ, print, ""
+    environ = {name: str(value) for name, value in (os.environ if environ is None else environ).items()}
+    say, to_go_on = print, ""
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # closed by >&-
     with contextlib.suppress(AttributeError):  # a notebook's has no encoding to care for
         sys.stdout.reconfigure(errors="replace")  # a terminal may know no "…"
