@@ -413,13 +413,14 @@ class Swarm:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
         oldest = max(0, round_ - self.config.ROLLOUT_MAX_AGE)
         rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
-        keys = [*itertools.product(rounds, range(self.config.MAX_STAGES))]
+        by_round, last = self.config.ROLLOUT_PUBLISH_FREQUENCY == "round", self.config.MAX_STAGES - 1
+        keys = [*itertools.product(rounds, range(last if by_round else 0, last + 1))]
         found = {key: set(self.store.nodes("rollouts", *key)) - self.nodes.keys() for key in keys}
         self._published = published = recent(self._published, oldest) | found
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
-        if late := self._awaited(round_) - published[round_, self.config.MAX_STAGES - 1]:
+        if late := self._awaited(round_) - published[round_, last]:
             self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # there may be thousands
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}
@@ -442,8 +443,10 @@ class Swarm:
             return
         config = self.config
         most = 2 * config.NUM_TRAIN_SAMPLES * len(self.nodes)  # groups; more than is ever drawn of a peer
+        tokens = config.NUM_TRAIN_SAMPLES * config.LOCAL_OVERSAMPLE * config.NUM_GENERATIONS
+        tokens *= config.MAX_NEW_TOKENS * config.MAX_STAGES  # of a file of one's own
         try:
-            groups = self.store.fetch(*key, 2**20 + 2**11 * config.NUM_TRAIN_SAMPLES * config.MAX_NEW_TOKENS)
+            groups = self.store.fetch(*key, 2**20 + 2**8 * tokens)
             if key[2] not in self.nodes and len(groups) > most:
                 groups = random.sample(groups, most)
         except (OSError, ValueError) as error:  # BadFile is a ValueError
@@ -456,14 +459,15 @@ class Swarm:
 
 
 def shortened(group: dict, config) -> dict:
-    """A peer's group as it is kept: at most G completions, as one of this node's own, and none very long.
+    """A peer's group as it is kept: at most G completions, as one of this node's own.
 
-    A text that is cut here is still longer than `verify` allows: a token here has at most 64 characters.
+    A text of more than 64 characters a token is more than `verify` allows: it becomes one that it refuses.
     """
-    drawn, longest = group["completions"], 128 * config.MAX_NEW_TOKENS + 1
+    drawn, longest = group["completions"], 128 * config.MAX_NEW_TOKENS
     if len(drawn) > config.NUM_GENERATIONS:
         drawn = random.Random(str(group["key"])).sample(drawn, config.NUM_GENERATIONS)
-    return group | {"completions": [each | {"response": each["response"][:longest]} for each in drawn]}
+    refused = {"response": "", "finished": False, "claimed": None}
+    return group | {"completions": [c if len(c["response"]) <= longest else refused for c in drawn]}
 
 
 def without_seat(sessions) -> list[str]:
@@ -758,8 +762,8 @@ def summarize(store, known: dict | None = None) -> dict | None:
 def compare(summaries: list[dict]) -> list[dict]:
     """A row for each group of repetitions, compared with its baseline; the best of equal settings first."""
     found, rows = [run for run in summaries if run], []
-    names = dict.fromkeys(["rounds", "nodes", *(n for run in found for n in run["settings"] if n not in ARM)])
-    names = list(names)[:200]  # more than a Config has: strangers' files may hold others
+    common = Counter(n for run in found for n in run["settings"] if n not in ARM).most_common(200)
+    names = dict.fromkeys(["rounds", "nodes", *(n for n, _ in common)])  # strangers' files may hold others
     differ = [n for n in names if len({json.dumps(run["settings"].get(n)) for run in found}) > 1]
     for runs in rows_by("key", found).values():
         arm, base, task, settings = (runs[0][name] for name in ("arm", "baseline", "task", "settings"))

@@ -139,15 +139,17 @@ class DriveStore:
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
         self._sessions = {}  # name in peers/ -> (node, session), None if it is none; judged once
-        self._figures = {"reward", "timestamp", *COUNTS}  # names of figures in reward files
+        self._figures = dict.fromkeys(("reward", "timestamp", *COUNTS))  # names of figures in reward files
 
     # -- folders and files
 
     def create(self) -> None:
         """Make the experiment's folder. Only here: later a missing one means an unmounted drive."""
         self.root.mkdir(parents=True, exist_ok=True)
+        with DriveStore(self.root, None, self.owner).folder("/".join(self.place), make=True):
+            pass
         for part in ("peers", "state", "rollouts", "rewards"):
-            with DriveStore(self.root, None, self.owner).folder("/".join((*self.place, part)), make=True):
+            with self.folder(part, make=True):
                 pass
 
     @contextlib.contextmanager
@@ -406,7 +408,8 @@ class DriveStore:
                 if match and int(match[2][:13]) >= latest:
                     self.skipped["session an hour ahead of its time: set that clock, start it again"] += 1
                     self._sessions[name] = None
-        return dict(self._sessions[name] for name in names if self._sessions[name])  # of a node the last
+        self._sessions = {name: self._sessions[name] for name in names}
+        return dict(filter(None, self._sessions.values()))  # names are sorted: of a node the last
 
     def register(self, node_id: str, role: str, about: dict) -> str:
         """Announce a new session of this node; its id sorts after every one seen, whatever the clocks."""
@@ -476,7 +479,7 @@ class DriveStore:
         about = {"node_id": node_id, "round": round_, "stage": stage}
         place = f"{stage_folder('rewards', round_, stage)}/{node_id}.json"
         data = {**about, "timestamp": time.time(), **data}
-        return self.write_once(place, data, lambda old: sane_reward(parse_json(old), set(), **about))
+        return self.write_once(place, data, lambda old: sane_reward(parse_json(old), {}, **about))
 
     def rewards(self, round_: int, nodes, limit: int | None = None) -> list[dict]:
         """The reward files of `nodes` in a round that make sense, stage by stage; each is read once.
@@ -542,14 +545,15 @@ def brief(data: dict, *names: str) -> dict:
     return {n: x for n, x in values.items() if isinstance(x, str | int | float) and len(str(x)) <= 300}
 
 
-def sane_reward(data: dict, names: set[str], **about) -> dict | None:
+def sane_reward(data: dict, names: dict[str, None], **about) -> dict | None:
     """`about` and the figures of a reward file, or None if they make no sense. names: theirs, at most 64."""
     figures = [data.get("reward"), data.get("timestamp"), *(data.get(name, 0) for name in COUNTS)]
     sane = all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) and data["reward"] <= 1
     if not sane or not about.items() <= data.items():
         return None
-    names.update([name for name in data if is_number(data[name])][: max(0, 64 - len(names))])
-    return {name: x for name, x in data.items() if name in names and is_number(x)} | about
+    fit = [n for n in data if is_number(data[n]) and re.fullmatch(r"\w{1,40}", n, re.ASCII)]
+    names.update(dict.fromkeys(fit[: max(0, 64 - len(names))]))
+    return {name: data[name] for name in names if is_number(data.get(name))} | about  # rows share the names
 
 
 def check_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:

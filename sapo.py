@@ -947,8 +947,9 @@ def resume(run: Run) -> None:
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
     was_here = store.sessions().keys() & (ids := {node.id for node in run.nodes})
-    every = max(run.config.CHECKPOINT_INTERVAL, begun_with(store, "CHECKPOINT_INTERVAL", 1))
+    was_here = was_here or any(store.names(f"logs/{node_id}") for node_id in ids)
     paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
+    every = run.config.CHECKPOINT_INTERVAL
     if paid > every or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
         gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} trained here, and has no checkpoint"
         raise StoreError(f"{gone}: restore it or LOCAL_NODES, or take another NODE_ID or EXPERIMENT_NAME")
@@ -1013,8 +1014,9 @@ def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Gro
 def carry(run: Run, path: str, local: Path) -> None:
     """In the Swarm's thread: a local file into the folder; `close` counts what did not get there."""
     run.swarm.sessions = run.store.sessions()  # this process may have slept while a newer one finished
-    if not run.swarm.superseded:
-        run.store.write(path, local)
+    if run.swarm.superseded:  # perhaps by a stranger: what was to be written is kept
+        raise BadFile(f"a newer session of this node runs; it lies in {local}")
+    run.store.write(path, local)
     local.unlink(missing_ok=True)
 
 
@@ -1116,7 +1118,7 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
-    if not store.sessions():
+    if not (store.sessions() or store.rounds("rewards")):
         others = ", ".join(list_experiments(config.GDRIVE_PATH))
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return

@@ -1286,6 +1286,32 @@ def test_a_model_is_not_replaced_though_all_else_that_knew_the_node_was_deleted(
     assert lost == "clock" or contents(folder / "models") == before
 
 
+def test_what_a_superseded_process_did_not_write_is_kept_and_so_is_the_checkpoint_before(
+    drive, monkeypatch, tmp_path
+):
+    """A session forged in the last round: the node stops, but neither its model nor a checkpoint is lost."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def forge_session():
+        put(DriveStore(drive, "robbed"), f"peers/node.{int(time.time() * 1000):013d}-ffffffff.json")
+
+    at_call(monkeypatch, "save_checkpoint", 3, forge_session)
+    settings = dict(LOCAL_NODES=1, NODE_ID="node", MAX_ROUNDS=6, CHECKPOINT_INTERVAL=2, CHECKPOINT_KEEP=1)
+    assert swarm(drive, "robbed", **settings, **UNTRAINED) == 3
+    assert DriveStore(drive, "robbed").checkpoints("node") == [3]
+    assert [*tmp_path.glob("sapo-*/5.safetensors")] and [
+        *tmp_path.glob("sapo-*/models/node/model.safetensors")
+    ]
+
+
+def test_a_node_whose_registration_and_checkpoints_are_gone_is_known_by_its_log(drive, unbroken, capsys):
+    shutil.copytree(unbroken, folder := drive / "experiments/known")
+    for name in ("peers", "checkpoints", "models"):
+        shutil.rmtree(folder / name)
+    assert swarm(drive, "known", MAX_ROUNDS=16) == 2
+    assert "new experiment" not in capsys.readouterr().out
+
+
 def test_who_joined_late_and_was_killed_at_once_begins_again_and_is_not_refused(drive, unbroken):
     shutil.copytree(unbroken, folder := drive / "experiments/late")
     store, reward = DriveStore(drive, "late"), {"reward": 0.5}
