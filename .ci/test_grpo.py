@@ -343,7 +343,7 @@ REFUSED = [
     *((task, "eval") for task in EVAL_ON_ANSWER),
     *((task, "differ between processes") for task in UNSTABLE if task not in EVAL_ON_ANSWER),
     ("composite", "not checked"), ("number_sorting", "not checked"), ("small_gdc", "did you mean small_gcd?"),
-    ("", "allowed: base_"),
+    ("nosuch", "allowed: base_"),
 ]  # fmt: skip
 
 

@@ -1347,15 +1347,17 @@ def test_groups_to_use_again_that_no_longer_fit_cost_no_checkpoint(drive):
 
 
 def test_rounds_that_somebody_opened_far_ahead_hold_up_no_start(drive, unbroken, monkeypatch):
-    shutil.copytree(unbroken, folder := drive / "experiments/far")
-    put(DriveStore(drive, "far"), "peers/x.0000000000001-00000000.json")
+    shutil.copytree(unbroken, folder := drive / "experiments/far_ahead")
+    put(DriveStore(drive, "far_ahead"), "peers/x.0000000000001-00000000.json")
     for round_ in range(100, 10**6, 100):
         (folder / f"state/rounds/{bucket(round_)}.x.json").touch()
     asked, rewards = [], DriveStore.rewards
     monkeypatch.setattr(
         DriveStore, "rewards", lambda self, t, *rest: asked.append(t) or rewards(self, t, *rest)
     )
-    assert swarm(drive, "far", MAX_ROUNDS=2000) == 0  # the last round has been opened: nothing is left to do
+    assert (
+        swarm(drive, "far_ahead", MAX_ROUNDS=2000) == 0
+    )  # the last round has been opened: nothing is left to do
     assert len(asked) < 40
 
 
