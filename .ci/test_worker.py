@@ -1293,6 +1293,7 @@ def test_what_a_superseded_process_did_not_write_is_kept_and_so_is_the_checkpoin
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def forge_session():
+        until(lambda: DriveStore(drive, "robbed").checkpoints("node") == [3])
         put(DriveStore(drive, "robbed"), f"peers/node.{int(time.time() * 1000):013d}-ffffffff.json")
 
     at_call(monkeypatch, "save_checkpoint", 3, forge_session)
