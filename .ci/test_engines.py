@@ -243,7 +243,10 @@ def test_a_job_at_its_time_limit_is_requeued_and_resumes_under_the_same_names(cl
     stopped = [int(n) for n in re.findall(r"stopped before round (\d+)", job.text)]
     resumed = [int(n) for n in re.findall(r"resume: from the checkpoint after round (\d+)", job.text)]
     assert sorted(n + 1 for n in resumed) == sorted(stopped), job.text[-3000:]
-    assert job.registered() == {"coordinator": 2, "node_1": 2, "node_2": 2}
+    expected, deadline = {"coordinator": 2, "node_1": 2, "node_2": 2}, time.monotonic() + 60
+    while job.registered() != expected and time.monotonic() < deadline:  # each resumes before it registers
+        time.sleep(0.2)
+    assert job.registered() == expected
 
 
 def test_a_cancelled_job_stops_cleanly_with_a_checkpoint_of_each_worker_and_is_not_requeued(
