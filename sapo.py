@@ -1118,11 +1118,11 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
-    if not (store.sessions() or store.rounds("rewards")):
+    if not ((sessions := store.sessions()) or store.rounds("rewards")):
         others = ", ".join(list_experiments(config.GDRIVE_PATH))
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
-    nodes, last = without_seat(store.sessions()), begun_with(store, "MAX_ROUNDS", math.inf)
+    nodes, last = without_seat(sessions), begun_with(store, "MAX_ROUNDS", math.inf)
     last = last if config.MAX_ROUNDS == Config.MAX_ROUNDS else max(last, config.MAX_ROUNDS)
     if nodes and re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
