@@ -171,6 +171,8 @@ class Swarm:
         self.store, self.nodes, self.config, self.note, self.lines = store, dict(nodes), config, note, lines
         draws = COORDINATOR not in nodes and config.NUM_TRANSPLANT_TREES > 0
         self.max_peers = config.FETCH_MAX_PEERS if draws else 0  # 0: no rollouts are read
+        last = config.MAX_STAGES - 1  # of a round
+        self.stages = range(last if config.ROLLOUT_PUBLISH_FREQUENCY == "round" else 0, last + 1)  # published
         self.life = Life(store, config.STALE_AFTER_SECONDS)
         self.clock = -1  # highest round known to be open; never goes back
         self.sessions = {}  # node -> newest session, of everybody who ever registered
@@ -230,10 +232,9 @@ class Swarm:
         self._good_look = time.monotonic()  # loading a checkpoint may have taken minutes
         self._look()
         rounds = range(max(0, self.round - self.config.ROLLOUT_MAX_AGE), self.round)
-        for r, stage in itertools.product(rounds, range(self.config.MAX_STAGES)):
-            if self.max_peers and len(self.nodes) > 1:
-                for node in self.nodes.keys() & set(self.store.nodes("rollouts", r, stage)):
-                    self._fetch_one((r, stage, node))
+        for key in rollout_files(self.store, rounds if self.max_peers and len(self.nodes) > 1 else ()):
+            if key[2] in self.nodes:
+                self._fetch_one(key)
         self._lead = lead
         self._thread.start()
 
@@ -413,14 +414,13 @@ class Swarm:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
         oldest = max(0, round_ - self.config.ROLLOUT_MAX_AGE)
         rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
-        by_round, last = self.config.ROLLOUT_PUBLISH_FREQUENCY == "round", self.config.MAX_STAGES - 1
-        keys = [*itertools.product(rounds, range(last if by_round else 0, last + 1))]
+        keys = [*itertools.product(rounds, self.stages)]
         found = {key: set(self.store.nodes("rollouts", *key)) - self.nodes.keys() for key in keys}
         self._published = published = recent(self._published, oldest) | found
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
-        if late := self._awaited(round_) - published[round_, last]:
+        if late := self._awaited(round_) - published[round_, self.stages[-1]]:
             self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # there may be thousands
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}

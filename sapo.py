@@ -113,7 +113,7 @@ class Node:
     trained: set = field(default_factory=set)  # keys of external groups already used: never twice
     past: list = field(default_factory=list)  # for LOCAL_REPLAY: (round, own informative Group)
     rollouts: list = field(default_factory=list)  # its own, of the current stage
-    unpublished: list = field(default_factory=list)  # of the round so far, for publish frequency `round`
+    unpublished: list = field(default_factory=list)  # of the round so far, as it will be published
     figures: dict = field(default_factory=dict)  # of the current stage, for the log and the reward file
 
 
@@ -187,13 +187,11 @@ def mean_reward(rollouts: list[Rollout]) -> float:
 
 def communicate(run: "Run", node: Node, t: int, stage: int) -> None:
     """Step 3: publish this stage's groups as text, before training on them."""
-    by_round = run.config.ROLLOUT_PUBLISH_FREQUENCY == "round"
-    before = node.unpublished if by_round and stage > 0 else []
-    node.unpublished = before + [as_published(rollout) for rollout in node.rollouts]
-    if by_round and stage < run.config.MAX_STAGES - 1:
-        return
-    about = {"model": run.config.MODEL_NAME, "reasoning_gym": REASONING_GYM_VERSION, "tasks": task_hash()}
-    run.swarm.publish(t, stage, node.id, about, {str(i): x for i, x in enumerate(node.unpublished)})
+    node.unpublished += [as_published(rollout) for rollout in node.rollouts]
+    if stage in run.swarm.stages:
+        groups, node.unpublished = {str(i): group for i, group in enumerate(node.unpublished)}, []
+        about = {"model": run.config.MODEL_NAME, "reasoning_gym": REASONING_GYM_VERSION, "tasks": task_hash()}
+        run.swarm.publish(t, stage, node.id, about, groups)
 
 
 def as_published(rollout: Rollout) -> dict:
@@ -231,9 +229,9 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
 
 def wait_for_peers(run: "Run", t: int, stage: int) -> None:
     """Wait FETCH_TIMEOUT_SECONDS at most for who published the round before; at first for all registered."""
-    swarm, config, timeout = run.swarm, run.config, run.config.FETCH_TIMEOUT_SECONDS
-    if config.ROLLOUT_PUBLISH_FREQUENCY == "round" and stage < config.MAX_STAGES - 1:
-        return  # nobody publishes before the last stage
+    swarm, timeout = run.swarm, run.config.FETCH_TIMEOUT_SECONDS
+    if stage not in swarm.stages:
+        return  # nobody publishes yet
     deadline = time.monotonic() + timeout
     while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
         late = swarm.missing(t, stage)
@@ -994,7 +992,7 @@ def restore(run: Run, file, round_: int) -> None:
         if written != (round_ + 1, checksum(tensors.values())) or not is_number(mine["total_reward"]):
             raise ValueError("damaged, or of another round")
         past = [(t, past_group(run, *group)) for t, *group in mine["past"] if since <= t <= round_]
-        node.past = [(t, group) for t, group in past if group and run.config.LOCAL_REPLAY > 0]
+        node.past = [(t, group) for t, group in past if group]
         used = [key for key in mine["trained"] if since <= key[0] <= round_ and is_name(key[2])]
         node.trained = {(int(t), int(stage), peer, int(i)) for t, stage, peer, i in used}
         node.total_reward = mine["total_reward"]

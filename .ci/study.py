@@ -73,16 +73,17 @@ def run(setting: str, folder: Path, model: str | None) -> None:
 
 
 def tables(setting: str, folder: Path) -> None:
-    """What each run gave, answers right in whatever form included; from the files alone."""
+    """What each run gave, answers right in whatever form included; from the files alone.
+
+    *to 0.2*: first round in which the smoothed mean reward reaches it, and completions per node until then.
+    """
     sys.path.insert(0, str(ROOT))
-    from coordinator import reward_rows
+    from coordinator import reward_rows, smooth, summarize
     from drive_store import DriveStore
     from grpo import make_question
 
-    print(
-        "| arm | seed | cumulative reward | completions | informative per update | held-out | answer only |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    columns = "cumulative reward | completions | informative per update | held-out | answer only | to 0.2"
+    print(f"| arm | seed | {columns} |\n{'|---' * 8}|")
     for arm, seed, name in dict.fromkeys(runs(setting)):
         store = DriveStore(folder, name)
         if not store.base.exists() or not (rows := reward_rows(store)):
@@ -98,12 +99,15 @@ def tables(setting: str, folder: Path) -> None:
                     words = "".join(c if c.isdigit() or c == "-" else " " for c in completion["response"])
                     right += bool(words.split()) and words.split()[-1] == answer
                     total += 1
+        run = summarize(store)
+        reached = next((t for t, reward in enumerate(smooth(run["curve"])) if reward >= 0.2), None)
+        to_level = "-" if reached is None else f"{reached}, {run['spent'][reached]:.0f}"
         print(
             f"| {arm} | {seed}{'' if last + 1 == SETTINGS[setting]['MAX_ROUNDS'] else f' (round {last})'} "
             f"| {sum(row['reward'] for row in rows) / nodes:.2f} "
             f"| {sum(row['completions'] for row in rows) / nodes:.0f} "
             f"| {sum(row['informative_groups'] for row in rows) / len(rows):.2f} "
-            f"| {sum(held_out) / max(1, len(held_out)):.2f} | {right / max(1, total):.2f} |"
+            f"| {sum(held_out) / max(1, len(held_out)):.2f} | {right / max(1, total):.2f} | {to_level} |"
         )
 
 

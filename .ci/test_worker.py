@@ -70,6 +70,7 @@ def test_a_variable_more_as_in_an_exercise_breaks_no_test_of_settings_or_layout(
     (tmp_path / "sapo.py").write_text(text.replace(before, more + before))
     chosen = "value or unset or near_misses or leaves_import or top_level or main_guard"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_sapo.py", "-k", chosen]
+    command += ["--basetemp", tmp_path / "inner"]  # else it also deletes what many runs before left: minutes
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 40, done.stdout
 
