@@ -992,7 +992,7 @@ def restore(run: Run, file, round_: int) -> None:
         if written != (round_ + 1, checksum(tensors.values())) or not is_number(mine["total_reward"]):
             raise ValueError("damaged, or of another round")
         past = [(t, past_group(run, *group)) for t, *group in mine["past"] if since <= t <= round_]
-        node.past = [(t, group) for t, group in past if group]
+        node.past = [(t, group) for t, group in past if group and run.config.LOCAL_REPLAY > 0]
         used = [key for key in mine["trained"] if since <= key[0] <= round_ and is_name(key[2])]
         node.trained = {(int(t), int(stage), peer, int(i)) for t, stage, peer, i in used}
         node.total_reward = mine["total_reward"]
