@@ -193,7 +193,7 @@ class Swarm:
         self._closing = threading.Event()  # nothing more will be posted
         self.is_abandoned = False  # set by who leaves: the thread ends too, whatever is queued
         self._failing = None  # monotonic time at which an outage began
-        self._next_beat = self._could_write = 0.0
+        self._next_beat = self._could_write = self._reading = 0.0
         self._thread = threading.Thread(target=self._run, name="swarm", daemon=True)
 
     # -- for the trainer
@@ -328,9 +328,10 @@ class Swarm:
             try:
                 began = time.monotonic()
                 if self._failing is not None or began >= look_at - 0.5 * self._wanted:
-                    self._wanted = False
+                    self._wanted, self._reading = False, 0.0
                     self._look()
-                    look_at = time.monotonic() + min(5.0, max(0.02, 10 * (time.monotonic() - began))) + 0.5
+                    listing = time.monotonic() - began - self._reading  # each file is read only once
+                    look_at = time.monotonic() + min(5.0, max(0.02, 10 * listing)) + 0.5
                 self._write()
                 if self._failing is not None:
                     self.note("outage over", f"the shared folder is back after {began - self._failing:.0f} s")
@@ -369,12 +370,15 @@ class Swarm:
         except Exception as error:  # one job stops neither the queue nor training
             if isinstance(error, OSError):
                 now, closing = time.monotonic(), self._closing.is_set()
-                known = now < self._could_write + 5.0 and not closing  # one small file answers for many
-                if error.errno in (errno.ENOSPC, errno.EDQUOT) or not (known or self.store.can_write()):
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # there may be room for smaller files
+                known = now < self._could_write + 5.0 and not closing and not full  # one answers for many
+                if not (known or self.store.can_write()):
                     raise
                 self._could_write = self._could_write if known else now
                 job.tries, job.again = job.tries + 1, now + 10.0
-                if job.tries < 7 and not closing:
+                if full and job.tries == 1:
+                    self.note("disk", f"{job} waits for room: {error}")
+                if full or (job.tries < 7 and not closing):
                     return False
             if str(job) not in self.set_aside:  # once: it is said in a log, perhaps the very one that fails
                 self.set_aside.add(str(job))
@@ -417,9 +421,11 @@ class Swarm:
         keys = [*itertools.product(rounds, self.stages)]
         found = {key: set(self.store.nodes("rollouts", *key)) - self.nodes.keys() for key in keys}
         self._published = published = recent(self._published, oldest) | found
+        began = time.monotonic()
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
+        self._reading = time.monotonic() - began
         if late := self._awaited(round_) - published[round_, self.stages[-1]]:
             self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # there may be thousands
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
@@ -703,7 +709,9 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         (alone or "external_groups" in nonzero, "no external group was drawn"),
     ]
     for node in by_node:
-        files = [*store.names(f"logs/{node}"), *store.names(f"models/{node}")]
+        folders = f"logs/{node}", f"models/{node}"
+        paths = [store.base / folder / name for folder in folders for name in store.names(folder)]
+        files = {path.name for path in paths if path.lstat().st_size > 0}
         files = {"weights" if name.endswith(".safetensors") else name for name in files}
         lacking = ", ".join(sorted({"metrics.jsonl", "config.json", "tokenizer.json", "weights"} - files))
         checks.append((not lacking, f"logs/{node} and models/{node} lack {lacking}"))

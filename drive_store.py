@@ -286,15 +286,18 @@ class DriveStore:
         self.write(path, to_json(data, indent=1))
 
     def append(self, path: str, text: str) -> None:
-        """Append to a log; a line torn by a crash is closed first. What is not ours is replaced."""
+        """Append to a log; a line torn by a crash is closed first. What is not ours alone is set aside."""
         data = text.encode("utf-8", "replace")
         try:
             file = self.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, "r+b", make=True)
         except BadFile:  # rclone without a cache writes files whole or not at all; or this is not ours
-            known = b""
-            with contextlib.suppress(BadFile), self.open(path) as file:
-                if os.fstat(file.fileno()).st_nlink == 1:  # else its other name may be anybody's file
-                    known = file.read(4 * MAX_JSON_BYTES)
+            known, (parent, _, name) = b"", path.rpartition("/")
+            with contextlib.suppress(BadFile), self.open(path) as file, self.folder(parent) as folder:
+                if (about := os.fstat(file.fileno())).st_nlink == 1 and about.st_size <= 4 * MAX_JSON_BYTES:
+                    known = file.read()
+                else:  # its other name may be anybody's file: it is kept, and not copied
+                    aside = f"{name}.{secrets.token_hex(4)}"
+                    os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
             self.write(path, known + b"\n" * (known[-1:] not in (b"", b"\n")) + data)
         else:
             with file:

@@ -588,6 +588,7 @@ class Codec:
     num_shots: int
     max_prompt: int
     max_completion: int
+    vocabulary: int  # ids that the model has; a tokenizer may know more
 
     def prompt(self, question: Question) -> list[int]:
         """Chat template where the model has one; else plain text with `num_shots` solved examples."""
@@ -678,7 +679,8 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         raise ValueError(f"MAX_NEW_TOKENS={new}: expected at most half of {name}'s {positions} positions")
     longest = min(2 * new, positions // 2)  # of a peer's completion: its tokenizer may be another one
     eos_id = end_of_turn(tokenizer, eos_ids)
-    codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest)
+    size = model.config.get_text_config().vocab_size
+    codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest, size)
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
     return model, codec
 

@@ -40,7 +40,7 @@ prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE wha
   once+='  [0-9]+ others|[ *] [A-Z_]+ {2})'
   [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* ]] && quiet=1
   while IFS= read -r line; do
-    printf '%s\n' "[$1] $line" >> "$2"
+    printf '%s\n' "[$1] $line" >> "$2" || true  # LOG_DIR may be full
     [[ $quiet && $line == *" round "*" | reward "* ]] && continue
     [[ $quiet && $1 != worker_0 && $line =~ $once ]] && continue
     [ -z "$line" ] || printf '%s\n' "[$1] $line"
@@ -49,7 +49,7 @@ prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE wha
 
 start() {  # NAME VAR=VALUE…: one process in the background, in a process group of its own
   local name=$1 log=/dev/null; shift
-  if [ -n "${LOG_DIR:-}" ]; then mkdir -p "$LOG_DIR"; log=$LOG_DIR/$name.log; fi
+  [ -z "${LOG_DIR:-}" ] || log=$LOG_DIR/$name.log
   # Job control only here: the terminal's Ctrl-C must reach this script, which passes it on exactly once.
   # With job control on for good it would go to whatever command the script is just waiting for.
   set -m
@@ -97,6 +97,7 @@ run_experiment() {  # coordinator and workers, until all have ended; returns 1 a
 }
 
 main() {
+  [ -z "${LOG_DIR:-}" ] || mkdir -p "$LOG_DIR" || exit 2
   case ${TEST_MODE:-0} in
     0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-200} ;;  # TEST_MODE has its own
   esac
@@ -109,7 +110,7 @@ main() {
   local pattern='^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$' name filter
   export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
   local number=0 pairs=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}})
-  for config in "${pairs[@]}"; do  # before hours of training
+  for config in "${pairs[@]:-}"; do  # before hours of training
     [[ $config =~ $pattern ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"; exit 2; }
   done
   [[ ${seeds[*]} =~ ^[0-9\ ]+$ ]] || { echo "SEEDS=${seeds[*]}: expected numbers such as 1 2 3"; exit 2; }

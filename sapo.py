@@ -303,6 +303,8 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
     completions = is_short and run.codec.completions(texts, finished)
     if not completions or not all(1 <= len(ids) <= longest for ids in completions):
         return f"completion empty or over {longest} tokens here"
+    if max(map(max, completions)) >= run.codec.vocabulary:
+        return "a token that this model does not have"
     rewards = score_all(question, texts, run.config.REWARD)
     group = Group(run.codec.prompt(question), completions, rewards)
     return Rollout(question, group, texts, finished, raw["key"])
@@ -483,7 +485,8 @@ def finish_round(run: Run, t: int) -> None:
         save_checkpoint(run)
         push_to_hub(run, last)
     if config.ROLLOUT_CLEANUP_ENABLED:
-        run.swarm.post(run.store.retire_rollouts, t + 1 - rounds_to_keep(config), config.ROLLOUT_ARCHIVE_OLD)
+        before = min(t, run.swarm.clock) + 1 - rounds_to_keep(config)  # an outage may have led t far ahead
+        run.swarm.post(run.store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
     run.verified = recent(run.verified, t - config.ROLLOUT_MAX_AGE)
     if run.log.bar is not None:
         run.log.bar.update(t + 1 - run.log.bar.n)
@@ -882,56 +885,63 @@ def save_checkpoint(run: Run) -> None:
         nodes[node.id] = {"total_reward": node.total_reward, "trained": sorted(node.trained)}
         nodes[node.id] |= {"crc": checksum(mine.values()), "past": past}
     about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
-    for older in run.scratch.glob("*.safetensors"):
-        older.unlink(missing_ok=True)
     local = run.scratch / f"{run.done}.safetensors"
-    run.scratch.mkdir(exist_ok=True)  # somebody may have tidied up the local disk
     try:
+        run.scratch.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up the local disk
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
         if len(written := json.dumps(about)) > MAX_HEADER:
             raise RuntimeError("too much to use again: lower LOCAL_REPLAY or ROLLOUT_MAX_AGE")
         save_file(tensors, run.scratch / "saving", {"about": written})
         (run.scratch / "saving").rename(local)  # whole, for the other thread
+        for older in {*run.scratch.glob("*.safetensors")} - {local}:
+            older.unlink(missing_ok=True)
         run.swarm.post(carry_checkpoint, run)
         run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
     except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
 
 
-def checkpoint_path(run: Run, round_: int) -> str:
-    return f"checkpoints/{bucket(round_)}/{run.config.NODE_ID}.safetensors"
+def checkpoint_path(process: str, round_: int) -> str:
+    return f"checkpoints/{bucket(round_)}/{process}.safetensors"
+
+
+def last_credible(store: DriveStore) -> int:
+    """A checkpoint after a later round, far above all that this experiment has done, is not believed."""
+    return max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1
 
 
 def carry_checkpoint(run: Run) -> None:
     """In the Swarm's thread: copy the one that waits to the folder, delete older ones there."""
     for local in run.scratch.glob("*.safetensors"):  # the newest, however long this has been in the queue
-        carry(run, checkpoint_path(run, int(local.stem)), local)
+        carry(run, checkpoint_path(run.config.NODE_ID, int(local.stem)), local)
         run.checkpoints.append(int(local.stem))
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
-            run.swarm.post(run.store.delete, checkpoint_path(run, run.checkpoints.pop(0)), True)
+            older = checkpoint_path(run.config.NODE_ID, run.checkpoints.pop(0))
+            run.swarm.post(run.store.delete, older, True)
 
 
 def resume(run: Run) -> None:
     """Load the newest checkpoint of this process that is readable; none at all means round 0.
 
     ConfigError or StoreError if there are checkpoints and none can be used: a swarm never starts over by
-    accident. One from far above all that this experiment has done is not believed.
+    accident.
     """
     store, reason = run.store, None
-    there = store.checkpoints(run.config.NODE_ID, max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1)
+    there = store.checkpoints(run.config.NODE_ID, last_credible(store))
     for round_ in there:
         run.stop.check()
+        path = checkpoint_path(run.config.NODE_ID, round_)
         try:
             local = fetch_checkpoint(run, round_)
             with safe_open(local, framework="pt") as file:
                 restore(run, file, round_)
             local.unlink()
         except OSError as error:  # a bad moment is no reason to go back
-            raise StoreError(f"{checkpoint_path(run, round_)} cannot be read: {error}; try again") from error
+            raise StoreError(f"{path} cannot be copied to {run.scratch}: {error}; try again") from error
         except Exception as error:  # many kinds; an unusable file is what they have in common
-            reason, path = error, store.base / checkpoint_path(run, round_)
-            run.log.event("resume", f"{path} cannot be used ({type(error).__name__}); trying the one before")
+            reason, text = error, f"{store.base / path} cannot be used ({type(error).__name__})"
+            run.log.event("resume", f"{text}; trying the one before")
             continue
         run.done = run.saved = round_
         run.checkpoints = sorted(r for r in there if r <= round_)
@@ -963,7 +973,7 @@ def checkpoint_bytes(run: Run) -> int:
 def fetch_checkpoint(run: Run, round_: int) -> Path:
     """A checkpoint, copied to the local disk; ValueError if it is far larger than this model's."""
     local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
-    with run.store.open(checkpoint_path(run, round_)) as file, open(local, "wb") as copied:
+    with run.store.open(checkpoint_path(run.config.NODE_ID, round_)) as file, open(local, "wb") as copied:
         while piece := file.read(2**20):
             header = int.from_bytes(piece[:8], "little") if copied.tell() == 0 else 2
             if not 2 <= header <= 2 * MAX_HEADER or copied.tell() + copied.write(piece) > most:
@@ -1001,11 +1011,10 @@ def restore(run: Run, file, round_: int) -> None:
 
 def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Group | None":
     """A group from a checkpoint, for LOCAL_REPLAY; None if it is none, or too long by now."""
-    size, codec = run.nodes[0].model.config.get_text_config().vocab_size, run.codec
-    ids = [*prompt, *itertools.chain(*completions)]
+    codec, ids = run.codec, [*prompt, *itertools.chain(*completions)]
     fits = len(prompt) <= codec.max_prompt and all(0 < len(c) <= codec.max_completion for c in completions)
     paid = len(rewards) == len(completions) > 1 and all(is_number(r) and 0 <= r <= 1 for r in rewards)
-    is_good = prompt and fits and paid and all(type(i) is int and 0 <= i < size for i in ids)
+    is_good = prompt and fits and paid and all(type(i) is int and 0 <= i < codec.vocabulary for i in ids)
     return Group(prompt, completions, rewards) if is_good else None
 
 
@@ -1193,7 +1202,9 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
-    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, make_scratch(), max_rows=max_rows)
+    run = Run(
+        config, store, swarm, codec, nodes, log, stop, tasks, make_scratch(store, log), max_rows=max_rows
+    )
     try:
         prepare(run)
         train(run)
@@ -1240,17 +1251,40 @@ def new_node(node_id: str, model, config: Config) -> Node:
     return Node(node_id, own, new_optimizer(own, config))
 
 
-def make_scratch() -> Path:
-    """A local folder for files on their way; those that killed processes of this user left are removed."""
-    for path in Path(tempfile.gettempdir()).glob("sapo-*/process.json"):
-        with contextlib.suppress(Exception):  # whatever another user put there
-            about, here = json.loads(path.read_text()), process_identity()
-            older_boot = about["boot_id"].split()[0] != here["boot_id"].split()[0]  # this disk is this host's
-            if path.parent.lstat().st_uid == os.getuid() and (older_boot or is_known_dead(about)):
-                shutil.rmtree(path.parent)
+def make_scratch(store: DriveStore, log: Log) -> Path:
+    """A local folder for files on their way. Those of killed processes of this user are gone through.
+
+    A checkpoint that did not arrive is taken along if it is this process's; else it waits for its own start.
+    """
+    here = process_identity() | {"of": f"{os.path.abspath(store.base)} {store.owner}"}
+    for folder in Path(tempfile.gettempdir()).glob("sapo-*"):
+        with contextlib.suppress(Exception):  # it is none, or the shared folder is away
+            if folder.lstat().st_uid != os.getuid():  # to open what another user put there may take for ever
+                continue
+            about = json.loads((folder / "process.json").read_text())
+            older_boot = about["boot_id"].split()[0] != here["boot_id"].split()[0]
+            if about["host"] != here["host"] or not (older_boot or is_known_dead(about)):
+                continue
+            for local in folder.glob("*.safetensors") if about.get("of") == here["of"] else ():
+                take_along(store, local, log)
+            if left := [*folder.rglob("*.safetensors")]:
+                log.say(f"left by a killed process, not in the shared folder: {left[0]}")
+            else:
+                shutil.rmtree(folder)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
-    (scratch / "process.json").write_text(json.dumps(process_identity()))
+    (scratch / "process.json").write_text(json.dumps(here))
     return scratch
+
+
+def take_along(store: DriveStore, local: Path, log: Log) -> None:
+    """Bring a checkpoint that a killed process of this name left on the local disk into the folder."""
+    round_ = int(local.stem)
+    if round_ > last_credible(store):
+        return
+    if round_ not in store.checkpoints(store.owner):
+        store.write(checkpoint_path(store.owner, round_), local)
+        log.event("resume", f"{local}, left by a killed process, is in the folder now", round=round_)
+    local.unlink()
 
 
 def prepare(run: Run) -> None:
@@ -1290,7 +1324,6 @@ def prepare(run: Run) -> None:
 def close(run: Run) -> bool:
     """Write what is still queued and say goodbye; whether all of it arrived. Nothing is given up silently."""
     run.stop.pressed = max(1, run.stop.pressed)  # one more gives up
-    (run.scratch / "process.json").unlink(missing_ok=True)  # no later start may delete what did not arrive
     if run.log.bar is not None:
         run.log.bar.close()
         run.log.bar = None
@@ -1313,7 +1346,7 @@ def close(run: Run) -> bool:
     lost = pending or len(waiting) or run.saved not in (-1, *run.checkpoints)  # not even saved here
     if lost:
         here = f"; a checkpoint or model lies in {run.scratch}" * bool(waiting)
-        run.log.say(f"{lost:d} writes did not reach the shared folder{here}")
+        run.log.say(f"{'some' if lost is True else lost} writes did not reach the shared folder{here}")
     if not waiting and not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
     return not lost

@@ -263,7 +263,7 @@ def tiny_codec(num_shots=0, chat_template=None, controls=()) -> Codec:
     tokenizer = build_tiny(SMALL_TASKS)[1]
     tokenizer.add_tokens([AddedToken(token, special=True) for token in controls])
     tokenizer.chat_template = chat_template
-    return Codec(tokenizer, {0}, 0, num_shots, 4096, 256)
+    return Codec(tokenizer, {0}, 0, num_shots, 4096, 256, len(tokenizer))
 
 
 def test_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeats_itself():

@@ -317,6 +317,26 @@ def test_writes_that_fail_for_reasons_of_their_own_hold_up_nobody(tmp_path, monk
     assert [kind for kind, _ in events] == ["error"], "told once"
 
 
+def test_what_there_is_no_room_for_holds_up_no_smaller_write(tmp_path):
+    store, room, done = new_store(tmp_path), [], []
+    swarm, events = new_swarm(store)
+
+    def large():
+        if not room:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        done.append("large")
+
+    swarm.start()
+    swarm.post(large)
+    for i in range(20):
+        swarm.post(done.append, i)
+    until(lambda: len(done) == 20, 5.0)
+    assert not swarm.down and [kind for kind, _ in events] == ["disk"]
+    assert swarm.close(patience=1.0) == 1, "it is not given up"
+    room.append("a lot")
+    assert swarm.close(patience=20.0) == 0 and done[-1] == "large" and not swarm.set_aside
+
+
 def test_a_peer_with_an_unusable_file_is_not_chosen_for_a_while_and_its_file_is_seldom_read(tmp_path):
     """Files of 5 MB that are refused after half a second of parsing, linked to ten names, stopped sharing."""
     store = new_store(tmp_path)

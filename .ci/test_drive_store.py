@@ -61,6 +61,8 @@ def test_a_log_whose_place_was_taken_is_written_all_the_same(tmp_path, planted):
         store.append("logs/n1/stdout.log", f"{line}\n")
     assert log.read_text().split() == ["old"] * (planted == "own") + ["a", "b"]
     assert secret.read_text() == "mine\n"
+    aside = [path.read_text() for path in log.parent.glob("stdout.log.*")]
+    assert aside == ["mine\n"] * (planted == "hard link"), "it may be a snapshot of ours: nothing is lost"
 
 
 @pytest.fixture(params=["links", "no links"])

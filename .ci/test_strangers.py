@@ -764,6 +764,17 @@ def test_control_tokens_of_any_template_are_plain_text_in_a_strangers_completion
     assert rollout.group.prompt == before == CHAT.prompt(question)
 
 
+def test_a_token_that_the_tokenizer_knows_and_the_model_does_not_is_refused(root):
+    codec = tiny_codec()
+    codec.tokenizer.add_tokens(["zebra"])  # no special token, so it is found in a text
+    run, question = replace(reading_run(root), codec=codec), make_question(TASKS[0], 1)
+    raw = {"task": TASKS[0], "seed": 1, "prompt": question.text, "key": (0, 0, "p", 0)}
+    answer = {"response": f"<answer>{question.answer}</answer>", "finished": True}
+    assert not isinstance(verify(run, raw | {"completions": [answer] * 2}), str)
+    odd = answer | {"response": "zebra" + answer["response"]}
+    assert verify(run, raw | {"completions": [answer, odd]}) == "a token that this model does not have"
+
+
 @pytest.mark.parametrize("length", [MAX_RESPONSE_CHARS, MAX_RESPONSE_CHARS + 1, 10**6])
 @pytest.mark.parametrize("piece", ["x", "<answer>", " ", "9", "\U0001f600", "(", "</answer>", "<eos>"])
 def test_a_million_characters_cost_bounded_time_and_memory(tmp_path, piece, length):
@@ -917,6 +928,24 @@ def test_who_is_always_late_costs_a_few_time_outs_and_not_one_in_every_round(tmp
     done.set(), thread.join()
     waits = [event["round"] for event in events_of(tmp_path, "x", "wait", "n") if "ghost" in event["text"]]
     assert 1 <= len(waits) <= 40 / 4 + 4, waits
+
+
+def test_files_that_take_long_to_read_make_nobody_wait_for_the_next_listing(tmp_path, monkeypatch):
+    """The pause between two looks goes by what a listing costs: a file is read once."""
+    store = DriveStore(tmp_path, "x", "p")
+    store.create()
+    for t in range(10):
+        write_anything(store, t, "p", [group_by_hand(0)])
+    fetch = DriveStore.fetch
+    monkeypatch.setattr(DriveStore, "fetch", lambda *args: (time.sleep(0.3), fetch(*args))[1])
+    swarm, began = reading_run(tmp_path).swarm, time.monotonic()
+    swarm.start()
+    for t in range(2, 10):
+        swarm.round = t
+        while swarm.looked_at < t:
+            swarm.wait()
+    assert len({key[0] for key in swarm.rollouts}) >= 4 and time.monotonic() - began < 12, "not 3 s for each"
+    swarm.is_abandoned = True
 
 
 def test_thousands_of_names_make_no_long_line_and_thousands_of_settings_no_report(tmp_path):

@@ -319,7 +319,9 @@ def test_a_second_stop_in_a_notebook_leaves_no_thread_behind(drive, monkeypatch)
 
 def test_a_local_disk_that_was_tidied_up_costs_no_checkpoint(drive, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    at_call(monkeypatch, "finish_round", 2, lambda: shutil.rmtree(*tmp_path.glob("sapo-*")))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "job"))
+    (tmp_path / "job").mkdir()
+    at_call(monkeypatch, "finish_round", 2, lambda: shutil.rmtree(tmp_path / "job"))
     assert swarm(drive, "tidied", MAX_ROUNDS=4, CHECKPOINT_INTERVAL=2, **UNTRAINED) == 0
     assert DriveStore(drive, "tidied").checkpoints("node") == [3, 1]
 
@@ -511,8 +513,27 @@ def test_validate_passes_a_test_mode_run_and_what_is_missing_fails_it(drive):
     assert swarm(drive, "tested", **own) == 0 and len(rows_of(drive, "tested")) == 3
     assert swarm(drive, "tested", NODE_ROLE="validate", **own) == 0
     assert swarm(drive, "tested", NODE_ROLE="validate", **{**own, "NUM_WORKERS": 2}) == 1
+    weights = drive / "experiments/tested/models/solo/model.safetensors"
+    weights.write_bytes(b"")
+    assert swarm(drive, "tested", NODE_ROLE="validate", **own) == 1
     shutil.rmtree(drive / "experiments/tested/models")
     assert swarm(drive, "tested", NODE_ROLE="validate", **own) == 1
+
+
+def test_a_node_far_ahead_of_the_clock_retires_by_the_clock(drive, monkeypatch):
+    """Back from an outage it deleted everybody's newest rollouts."""
+    retired, finish = [], sapo.finish_round
+
+    def behind(run, t):
+        there, run.swarm.clock = run.swarm.clock, min(2, t)
+        finish(run, t)
+        run.swarm.clock = there
+
+    monkeypatch.setattr(sapo, "finish_round", behind)
+    monkeypatch.setattr(DriveStore, "retire_rollouts", lambda _, before, archive: retired.append(before))
+    settings = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1, CHECKPOINT_INTERVAL=1)
+    assert swarm(drive, "ahead", ROLLOUT_MAX_AGE=0, MAX_ROUNDS=6, **settings, **UNTRAINED) == 0
+    assert retired == [0, 1, 2, 2, 2, 2]
 
 
 # -------- What may go wrong -------------------------------------------------------------------------------
@@ -546,9 +567,16 @@ def test_in_an_outage_only_the_newest_checkpoint_waits(drive, monkeypatch):
         save(run)
         waiting.append([path.stem for path in run.scratch.glob("*.safetensors")])
 
+    def full(tensors, path, about):
+        if json.loads(about["about"])["next_round"] == 7:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save_file(tensors, path, about)
+
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     monkeypatch.setattr(sapo, "save_checkpoint", watched)
     assert swarm(drive, "newest", MAX_ROUNDS=11, CHECKPOINT_INTERVAL=1, **UNTRAINED) == 0
-    assert waiting[2:9] == [[str(t)] for t in range(2, 9)]
+    expected = [[str(t)] for t in (2, 3, 4, 5, 5, 7, 8)]
+    assert waiting[2:9] == expected, "what waits is deleted only when a newer one is there"
 
 
 def test_a_checkpoint_that_the_local_disk_does_not_take_is_said_and_training_goes_on(drive, monkeypatch):
@@ -935,6 +963,15 @@ def test_run_swarm_spreads_its_workers_over_the_gpus_and_names_missing_packages(
     assert done.returncode == 1 and "pip install torch transformers reasoning-gym" in done.stderr
 
 
+@pytest.mark.parametrize("variable, value", [("LOG_DIR", __file__), ("CONFIGS", " ")])
+def test_run_swarm_refuses_what_it_cannot_use_before_anything_is_started(variable, value, tmp_path):
+    environ = {**os.environ, "PYTHON": sys.executable, "GDRIVE_PATH": str(tmp_path), variable: value}
+    command = ["bash", str(PROJECT / "run_swarm.sh")]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and not [*tmp_path.iterdir()]
+    assert value in done.stdout + done.stderr
+
+
 def test_the_folder_is_tried_at_the_start_and_described_in_a_line(tmp_path):
     store = DriveStore(tmp_path, "x", "n")
     store.create()
@@ -1152,12 +1189,12 @@ def test_only_a_worker_needs_torch(drive, unbroken, tmp_path, role):
 
 
 def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gone = {**process_identity(), "pid_start": "another process"}
-    kept, left, older = (sapo.make_scratch() for _ in range(3))
+    store, log = DriveStore(tmp_path / "drive", "x", "n"), SimpleNamespace(bar=None, say=print)
+    gone = {**process_identity(), "pid_start": "another process", "of": "another node"}
+    kept, left, older = (sapo.make_scratch(store, log) for _ in range(3))
     (older / "process.json").write_text(json.dumps({**process_identity(), "boot_id": "another pid:[1]"}))
     swarm = SimpleNamespace(state="stopped", close=lambda patience: 3, set_aside={"a reward"})
-    run = SimpleNamespace(log=SimpleNamespace(bar=None, say=print), swarm=swarm, scratch=kept, saved=-1)
+    run = SimpleNamespace(log=log, swarm=swarm, scratch=kept, saved=-1)
     run.stop, run.checkpoints = SimpleNamespace(pressed=0), []
     (kept / "4.safetensors").write_bytes(b"weights")
     sapo.close(run)
@@ -1168,11 +1205,35 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     for i, text in enumerate(hostile):
         (tmp_path / f"sapo-{i}").mkdir()
         (tmp_path / f"sapo-{i}/process.json").write_text(text)
-    sapo.make_scratch()
+    if os.getuid() == 0:  # to open what another user left may take for ever
+        (tmp_path / "sapo-x").mkdir()
+        os.mkfifo(tmp_path / "sapo-x/process.json")
+        os.chown(tmp_path / "sapo-x", 65534, 65534)
+    sapo.make_scratch(store, log)
     assert (kept / "4.safetensors").exists() and not left.exists() and not older.exists()
     text = capsys.readouterr().out
     assert f"3 writes did not reach the shared folder; a checkpoint or model lies in {kept}" in text
     assert "they cannot be written: 1 files" in text
+    assert f"left by a killed process, not in the shared folder: {kept}" in text
+
+
+def test_a_checkpoint_that_a_killed_process_left_on_the_local_disk_is_taken_along(drive, unbroken, tmp_path):
+    """While the folder was away it waited there; the next start of any node deleted it."""
+    shutil.copytree(unbroken, folder := drive / "experiments/left")
+    for name, of in (("sapo-mine", f"{folder} node"), ("sapo-other", f"{folder} other")):
+        (tmp_path / name / "models/node_0").mkdir(parents=True)
+        gone = {**process_identity(), "pid_start": "another process", "of": of}
+        (tmp_path / name / "process.json").write_text(json.dumps(gone))
+    newest = folder / sapo.checkpoint_path("node", 13)
+    shutil.copy(newest, tmp_path / "sapo-other/99.safetensors")
+    shutil.copy(newest, tmp_path / "sapo-mine/300.safetensors")
+    newest.rename(tmp_path / "sapo-mine/13.safetensors")
+    assert swarm(drive, "left", MAX_ROUNDS=15) == 0
+    assert [event["round"] for event in events_of(drive, "left", "resume")[-2:]] == [13, 13]
+    assert sorted(path.name for path in tmp_path.glob("sapo-*/*.safetensors")) == [
+        "300.safetensors",  # too far ahead to be believed
+        "99.safetensors",
+    ]
 
 
 def watched_rounds(monkeypatch) -> list[int]:
@@ -1389,8 +1450,9 @@ def test_a_second_stop_at_the_end_says_where_the_checkpoint_lies(monkeypatch, tm
     for waits in (True, False):
         swarm = SimpleNamespace(state="stopped", close=interrupted, set_aside=set())
         run = SimpleNamespace(
-            log=SimpleNamespace(bar=None, say=print), swarm=swarm, scratch=sapo.make_scratch()
+            log=SimpleNamespace(bar=None, say=print), swarm=swarm, scratch=tmp_path / f"sapo-{waits}"
         )
+        run.scratch.mkdir()
         run.stop, run.checkpoints, run.saved = SimpleNamespace(pressed=1), [], -1
         if waits:
             (run.scratch / "4.safetensors").write_bytes(b"weights")
