@@ -1256,7 +1256,8 @@ def make_scratch(store: DriveStore, log: Log) -> Path:
 
     A checkpoint that did not arrive is taken along if it is this process's; else it waits for its own start.
     """
-    here = process_identity() | {"of": f"{os.path.abspath(store.base)} {store.owner}"}
+    began = (store.read_matching("config.json") or {}).get("created_at")  # one begun afresh is another one
+    here = process_identity() | {"of": [os.path.abspath(store.base), began, store.owner]}
     for folder in Path(tempfile.gettempdir()).glob("sapo-*"):
         with contextlib.suppress(Exception):  # it is none, or the shared folder is away
             if folder.lstat().st_uid != os.getuid():  # to open what another user put there may take for ever

@@ -1190,6 +1190,7 @@ def test_only_a_worker_needs_torch(drive, unbroken, tmp_path, role):
 
 def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_path, capsys):
     store, log = DriveStore(tmp_path / "drive", "x", "n"), SimpleNamespace(bar=None, say=print)
+    store.create()
     gone = {**process_identity(), "pid_start": "another process", "of": "another node"}
     kept, left, older = (sapo.make_scratch(store, log) for _ in range(3))
     (older / "process.json").write_text(json.dumps({**process_identity(), "boot_id": "another pid:[1]"}))
@@ -1220,20 +1221,26 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
 def test_a_checkpoint_that_a_killed_process_left_on_the_local_disk_is_taken_along(drive, unbroken, tmp_path):
     """While the folder was away it waited there; the next start of any node deleted it."""
     shutil.copytree(unbroken, folder := drive / "experiments/left")
-    for name, of in (("sapo-mine", f"{folder} node"), ("sapo-other", f"{folder} other")):
+    began = json.loads((folder / "config.json").read_text())["created_at"]
+    for name, *of in (
+        ("sapo-mine", began, "node"),
+        ("sapo-other", began, "other"),
+        ("sapo-old", 1.0, "node"),
+    ):
         (tmp_path / name / "models/node_0").mkdir(parents=True)
-        gone = {**process_identity(), "pid_start": "another process", "of": of}
+        gone = {**process_identity(), "pid_start": "another process", "of": [str(folder), *of]}
         (tmp_path / name / "process.json").write_text(json.dumps(gone))
     newest = folder / sapo.checkpoint_path("node", 13)
     shutil.copy(newest, tmp_path / "sapo-other/99.safetensors")
+    shutil.copy(newest, tmp_path / "sapo-old/14.safetensors")  # of an experiment that was deleted
     shutil.copy(newest, tmp_path / "sapo-mine/300.safetensors")
     newest.rename(tmp_path / "sapo-mine/13.safetensors")
     assert swarm(drive, "left", MAX_ROUNDS=15) == 0
     assert [event["round"] for event in events_of(drive, "left", "resume")[-2:]] == [13, 13]
-    assert sorted(path.name for path in tmp_path.glob("sapo-*/*.safetensors")) == [
-        "300.safetensors",  # too far ahead to be believed
-        "99.safetensors",
-    ]
+    left = {path.name for path in tmp_path.glob("sapo-*/*.safetensors")}
+    assert left == {"300.safetensors", "99.safetensors", "14.safetensors"}, (
+        "300 is too far ahead to be believed"
+    )
 
 
 def watched_rounds(monkeypatch) -> list[int]:
