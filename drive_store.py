@@ -39,6 +39,9 @@ MAX_RESPONSE_CHARS = 32768
 MAX_QUESTION_CHARS = 16384
 GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
 COUNTS = "completions local_groups external_groups informative_groups held_out grad_norm".split()
+FIGURES = """reward timestamp informative_local answer_tag_rate truncated_rate mean_length generated_tokens
+    generate_seconds external_pool external_peers rejected external_short wait_seconds loss clip_fraction
+    trained_tokens logp_own logp_external external_kept train_seconds""".split()
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
 MAX_GAP = 100  # a round this far above all others is a stranger's joke, not the clock
 MAX_CLOCK_SKEW = 3600  # seconds: a session from further ahead is not counted
@@ -139,7 +142,7 @@ class DriveStore:
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
         self._sessions = {}  # name in peers/ -> (node, session), None if it is none; judged once
-        self._figures = dict.fromkeys(("reward", "timestamp", *COUNTS))  # names of figures in reward files
+        self._figures = dict.fromkeys((*COUNTS, *FIGURES))  # names in reward files, a few others to come
 
     # -- folders and files
 

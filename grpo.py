@@ -843,6 +843,8 @@ def pack_weights(model) -> bytes:
 
 def load_weights(model, data: bytes) -> bool:
     """Put packed weights into the model; False, and nothing changed, if they are damaged or do not fit."""
+    if int.from_bytes(data[:8], "little") > 2**20:  # of its header; a stranger's can take 26 times its size
+        return False
     try:
         fill({name: p.detach() for name, p in model.named_parameters()}, safetensors.torch.load(data))
     except Exception:  # many kinds, for files that are not fully synced, types and shapes that torch lacks

@@ -1279,13 +1279,10 @@ def make_scratch(store: DriveStore, log: Log) -> Path:
 
 def take_along(store: DriveStore, local: Path, log: Log) -> None:
     """Bring a checkpoint that a killed process of this name left on the local disk into the folder."""
-    round_ = int(local.stem)
-    if round_ > last_credible(store):
-        return
-    if round_ not in store.checkpoints(store.owner):
-        store.write(checkpoint_path(store.owner, round_), local)
+    if (round_ := int(local.stem)) <= last_credible(store):
+        store.write(checkpoint_path(store.owner, round_), local)  # whatever has that name there
         log.event("resume", f"{local}, left by a killed process, is in the folder now", round=round_)
-    local.unlink()
+        local.unlink()
 
 
 def prepare(run: Run) -> None:
@@ -1344,7 +1341,8 @@ def close(run: Run) -> bool:
     if run.swarm.set_aside:
         run.log.say(f"set aside, because they cannot be written: {len(run.swarm.set_aside)} files")
     waiting = [*run.scratch.glob("*.safetensors"), *run.scratch.glob("models/*/*")]
-    lost = pending or len(waiting) or run.saved not in (-1, *run.checkpoints)  # not even saved here
+    lost = pending or len(waiting) or len(run.swarm.set_aside)
+    lost = lost or run.saved not in (-1, *run.checkpoints)  # not even saved here
     if lost:
         here = f"; a checkpoint or model lies in {run.scratch}" * bool(waiting)
         run.log.say(f"{'some' if lost is True else lost} writes did not reach the shared folder{here}")

@@ -31,7 +31,16 @@ import sapo
 import torch
 from coordinator import Coordinator, Life, Swarm, experiment_status, is_known_dead, list_experiments
 from coordinator import reward_rows, write_winners
-from drive_store import GROUP_SIZES, MAX_RESPONSE_CHARS, BadFile, DriveStore, StoreError, check_name
+from drive_store import (
+    COUNTS,
+    FIGURES,
+    GROUP_SIZES,
+    MAX_RESPONSE_CHARS,
+    BadFile,
+    DriveStore,
+    StoreError,
+    check_name,
+)
 from drive_store import check_rollouts, parse_json, stage_folder
 from grpo import TASK_TABLE, make_question, load_weights, score
 from hypothesis import HealthCheck, Phase, given, settings
@@ -1034,6 +1043,26 @@ def test_ever_new_figures_in_reward_files_make_no_ever_wider_table(tmp_path):
     rows = reward_rows(store)
     assert len(rows) == 50 and rows[0]["kl"] == 1.0 and all(row["completions"] == 8 for row in rows)
     assert len({name for row in rows for name in row}) < 80
+
+
+def test_figures_of_one_stranger_take_no_place_from_those_of_this_program(tmp_path):
+    store, ours = DriveStore(tmp_path, "x", "n1"), dict.fromkeys(COUNTS + FIGURES, 0.5)
+    store.create()
+    store.open_round(0, "n1")
+    for node, figures in (("a", {f"z{i}": i for i in range(64)}), ("n1", ours)):
+        store.register(node, "worker", {})
+        store.submit_reward(0, 0, node, {"reward": 0.5} | figures)
+    assert ours.keys() <= reward_rows(store)[1].keys()
+
+
+@pytest.mark.parametrize("place", ["experiments/other", "experiments/other/config.json"])
+def test_a_link_to_a_name_that_no_file_can_have_stops_no_start_and_no_reader(tmp_path, place, capsys):
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).symlink_to("a" * 300)
+    settings = dict(LOCAL_NODES=1, NODE_ID="n", MAX_ROUNDS=2, **UNTRAINED)
+    assert swarm_of(tmp_path, "x", **settings) == 0 and list_experiments(tmp_path) == ["x"]
+    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
+    assert list_experiments(tmp_path / "nowhere") == []
 
 
 @pytest.mark.parametrize("how", ["far round", "deep config"])

@@ -24,7 +24,7 @@ import pytest
 import sapo
 import torch
 from coordinator import COORDINATOR, process_identity
-from drive_store import BadFile, DriveStore, bucket
+from drive_store import COUNTS, FIGURES, BadFile, DriveStore, bucket
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_grpo import base_models  # noqa: F401
@@ -486,6 +486,8 @@ def test_held_out_figures_disturb_nothing_and_the_functions_for_notebooks_agree(
     assert swarm(drive, "held_out", EVAL_INTERVAL=2, EVAL_SAMPLES=8, MAX_ROUNDS=4) == 0
     rows = rows_of(drive, "held_out", "node_0")
     assert ["held_out" in row for row in rows] == [False, True, False, True] and 0 <= rows[1]["held_out"] <= 1
+    numbers = {name for row in rows for name, value in row.items() if isinstance(value, float | int)}
+    assert numbers - {"round", "stage"} == {*COUNTS, *FIGURES}, "readers keep a place for each"
     rewards, status = rewards_of(drive, "unbroken"), sapo.get_experiment_status(drive, "unbroken")
     assert rewards_of(drive, "held_out").items() <= rewards.items()
     assert status["current_round"] == 13 and status["num_active_peers"] == 0
@@ -1235,6 +1237,7 @@ def test_a_checkpoint_that_a_killed_process_left_on_the_local_disk_is_taken_alon
     shutil.copy(newest, tmp_path / "sapo-old/14.safetensors")  # of an experiment that was deleted
     shutil.copy(newest, tmp_path / "sapo-mine/300.safetensors")
     newest.rename(tmp_path / "sapo-mine/13.safetensors")
+    newest.mkdir()  # a stranger's: what lies here is safe from him
     assert swarm(drive, "left", MAX_ROUNDS=15) == 0
     assert [event["round"] for event in events_of(drive, "left", "resume")[-2:]] == [13, 13]
     left = {path.name for path in tmp_path.glob("sapo-*/*.safetensors")}
@@ -1454,12 +1457,12 @@ def test_a_second_stop_at_the_end_says_where_the_checkpoint_lies(monkeypatch, tm
     def interrupted(patience):
         raise KeyboardInterrupt
 
-    for waits in (True, False):
-        swarm = SimpleNamespace(state="stopped", close=interrupted, set_aside=set())
+    for waits, leave in ((True, interrupted), (False, interrupted), (False, lambda patience: 0)):
+        swarm = SimpleNamespace(state="stopped", close=leave, set_aside={"a reward"})
         run = SimpleNamespace(
             log=SimpleNamespace(bar=None, say=print), swarm=swarm, scratch=tmp_path / f"sapo-{waits}"
         )
-        run.scratch.mkdir()
+        run.scratch.mkdir(exist_ok=True)
         run.stop, run.checkpoints, run.saved = SimpleNamespace(pressed=1), [], -1
         if waits:
             (run.scratch / "4.safetensors").write_bytes(b"weights")
