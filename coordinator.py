@@ -705,7 +705,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
         (not late, f"no reward for the last round {last}: {', '.join(late)[:200]}"),
         (not few, f"rewards of less than half of the rounds: {', '.join(few)[:200]}"),
         (not bare, f"{len(bare)} rewards without completions or local_groups"),
-        (latest_checkpoint(store), "no checkpoint"),
+        (store.names(f"checkpoints/round_{last:06d}"), f"no checkpoint after the last round {last}"),
         ("informative_groups" in nonzero, "no node trained on an informative group"),
         ("grad_norm" in nonzero, "every gradient is zero: nothing was learned"),
         (alone or "external_groups" in nonzero, "no external group was drawn"),

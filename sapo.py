@@ -392,6 +392,7 @@ class Run:
     stop: "StopButton"
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one
+    process: dict = field(default_factory=dict)  # what its process.json says
     done: int = -1  # last round finished
     saved: int = -1  # last round after which a checkpoint was to be made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
@@ -888,6 +889,7 @@ def save_checkpoint(run: Run) -> None:
     local = run.scratch / f"{run.done}.safetensors"
     try:
         run.scratch.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up the local disk
+        (run.scratch / "process.json").write_text(json.dumps(run.process))
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
         if len(written := json.dumps(about)) > MAX_HEADER:
@@ -914,6 +916,8 @@ def last_credible(store: DriveStore) -> int:
 def carry_checkpoint(run: Run) -> None:
     """In the Swarm's thread: copy the one that waits to the folder, delete older ones there."""
     for local in run.scratch.glob("*.safetensors"):  # the newest, however long this has been in the queue
+        if int(local.stem) > last_credible(run.store):
+            continue  # its rounds are still in the queue, and another call of this behind them
         carry(run, checkpoint_path(run.config.NODE_ID, int(local.stem)), local)
         run.checkpoints.append(int(local.stem))
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
@@ -957,7 +961,7 @@ def resume(run: Run) -> None:
     was_here = store.sessions().keys() & (ids := {node.id for node in run.nodes})
     was_here = was_here or any(store.names(f"logs/{node_id}") for node_id in ids)
     paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
-    every = run.config.CHECKPOINT_INTERVAL
+    every = begun_with(store, "CHECKPOINT_INTERVAL", run.config.CHECKPOINT_INTERVAL)
     if paid > every or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
         gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} trained here, and has no checkpoint"
         raise StoreError(f"{gone}: restore it or LOCAL_NODES, or take another NODE_ID or EXPERIMENT_NAME")
@@ -1202,9 +1206,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
-    run = Run(
-        config, store, swarm, codec, nodes, log, stop, tasks, make_scratch(store, log), max_rows=max_rows
-    )
+    scratch, process = make_scratch(store, [node.id for node in nodes], log)
+    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, process, max_rows=max_rows)
     try:
         prepare(run)
         train(run)
@@ -1224,6 +1227,10 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     finally:
         arrived = stop.pressed < 2 and close(run)
         swarm.is_abandoned = True
+        with contextlib.suppress(
+            OSError
+        ):  # it is gone where nothing is left; in a notebook this process lives on
+            (scratch / "process.json").write_text(json.dumps(process | {"ended": True}))
     return "superseded" if swarm.superseded else outcome if arrived or outcome != "finished" else "incomplete"
 
 
@@ -1251,38 +1258,56 @@ def new_node(node_id: str, model, config: Config) -> Node:
     return Node(node_id, own, new_optimizer(own, config))
 
 
-def make_scratch(store: DriveStore, log: Log) -> Path:
-    """A local folder for files on their way. Those of killed processes of this user are gone through.
+def make_scratch(store: DriveStore, ids: list[str], log: Log) -> tuple[Path, dict]:
+    """A local folder for files on their way, and what it says of this process; those of others that ended go.
 
     A checkpoint that did not arrive is taken along if it is this process's; else it waits for its own start.
     """
     began = (store.read_matching("config.json") or {}).get("created_at")  # one begun afresh is another one
     here = process_identity() | {"of": [os.path.abspath(store.base), began, store.owner]}
     for folder in Path(tempfile.gettempdir()).glob("sapo-*"):
-        with contextlib.suppress(Exception):  # it is none, or the shared folder is away
-            if folder.lstat().st_uid != os.getuid():  # to open what another user put there may take for ever
-                continue
-            about = json.loads((folder / "process.json").read_text())
-            older_boot = about["boot_id"].split()[0] != here["boot_id"].split()[0]
-            if about["host"] != here["host"] or not (older_boot or is_known_dead(about)):
-                continue
+        if about := what_ended(folder, here):
             for local in folder.glob("*.safetensors") if about.get("of") == here["of"] else ():
-                take_along(store, local, log)
+                take_along(store, ids, local, log)
             if left := [*folder.rglob("*.safetensors")]:
-                log.say(f"left by a killed process, not in the shared folder: {left[0]}")
+                log.say(f"left by a process that ended, not in the shared folder: {left[0]}")
             else:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
     (scratch / "process.json").write_text(json.dumps(here))
-    return scratch
+    return scratch, here
 
 
-def take_along(store: DriveStore, local: Path, log: Log) -> None:
-    """Bring a checkpoint that a killed process of this name left on the local disk into the folder."""
-    if (round_ := int(local.stem)) <= last_credible(store):
+def what_ended(folder: Path, here: dict) -> dict | None:
+    """What such a folder says of its process, if that was this user's, on this host, and runs no more."""
+    with contextlib.suppress(Exception):  # whatever was put there
+        if folder.lstat().st_uid == os.getuid():  # to open what another user put there may take for ever
+            about = json.loads((folder / "process.json").read_text())
+            older_boot = str(about["boot_id"]).split()[0] != str(here["boot_id"]).split()[0]
+            if about["host"] == here["host"] and ("ended" in about or older_boot or is_known_dead(about)):
+                return about
+
+
+def take_along(store: DriveStore, ids: list[str], local: Path, log: Log) -> None:
+    """Bring a checkpoint that an ended process of this name left on the local disk into the folder.
+
+    Not if the node has gone on since without it. StoreError if that cannot be done now: nobody goes back.
+    """
+    round_, sessions = int(local.stem), store.sessions()
+    if any(int(sessions[node][:13]) > 1000 * local.stat().st_mtime for node in ids if node in sessions):
+        return
+    ended = f"{local}, left by a process that ended,"
+    try:
+        if round_ > last_credible(store):  # after a long outage
+            if sessions.keys() - set(ids):
+                raise OSError(f"the swarm is at round {store.clock()[0]}")
+            for t in (*range(store.clock()[0] + MAX_GAP, round_, MAX_GAP), round_):
+                store.open_round(t, store.owner)
         store.write(checkpoint_path(store.owner, round_), local)  # whatever has that name there
-        log.event("resume", f"{local}, left by a killed process, is in the folder now", round=round_)
-        local.unlink()
+    except OSError as error:
+        raise StoreError(f"{ended} cannot be brought into the folder: {error}; or delete it") from error
+    log.event("resume", f"{ended} is in the folder now", round=round_)
+    local.unlink()
 
 
 def prepare(run: Run) -> None:

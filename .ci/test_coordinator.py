@@ -414,7 +414,7 @@ def finished_run(folder, name="x", rewards=(0.25, 0.25), completions=16, **setti
     for node in ("n1", "n2"):
         store.register(node, "worker", process_identity())
         model = [f"models/{node}/{file}" for file in ("config.json", "tokenizer.json", "model.safetensors")]
-        for path in (f"logs/{node}/metrics.jsonl", "checkpoints/round_000002/n1.safetensors", *model):
+        for path in (f"logs/{node}/metrics.jsonl", "checkpoints/round_000001/n1.safetensors", *model):
             put(store, path)
         for round_, value in enumerate(rewards):
             store.open_round(round_, "c")
@@ -434,7 +434,7 @@ def test_status_and_rows_say_what_is_in_the_folder_and_no_more(tmp_path):
         "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 2,
         "peer_ids": ["n1", "n2"], "last_updated": 101.0, "duration_seconds": 1.0,
         "cumulative_rewards": {"n1": 0.5, "n2": 0.5},
-        "latest_checkpoint": str(store.base / "checkpoints/round_000002"),
+        "latest_checkpoint": str(store.base / "checkpoints/round_000001"),
     }  # fmt: skip
     empty = experiment_status(new_store(tmp_path / "empty"))
     assert (empty["current_round"], empty["cumulative_rewards"], empty["latest_checkpoint"]) == (-1, {}, None)
@@ -454,7 +454,7 @@ def test_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path):
     for path, problem in {
         "config.json": "no config.json", "state/rounds/round_000001.c.json": "clock stands at round 0",
         "logs/n2": "metrics.jsonl", "rewards/round_000001/stage_0/n2.json": "last round 1: n2",
-        "checkpoints": "no checkpoint", "models/n2/config.json": "config.json",
+        "checkpoints": "no checkpoint after the last round", "models/n2/config.json": "config.json",
         "rollouts/round_000000": "rollouts",
         "models/n2/tokenizer.json": "tokenizer.json", "models/n2/model.safetensors": "weights",
     }.items():  # fmt: skip

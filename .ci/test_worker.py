@@ -24,7 +24,7 @@ import pytest
 import sapo
 import torch
 from coordinator import COORDINATOR, process_identity
-from drive_store import COUNTS, FIGURES, BadFile, DriveStore, bucket
+from drive_store import COUNTS, FIGURES, BadFile, DriveStore, StoreError, bucket
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_grpo import base_models  # noqa: F401
@@ -772,7 +772,7 @@ def test_a_read_error_at_the_start_is_no_reason_to_go_back_to_an_older_checkpoin
 
         patch.setattr(DriveStore, "open", fails)
         assert swarm(drive, "eio", MAX_ROUNDS=20) == 2
-    assert "round_000013/node.safetensors cannot be read" in capsys.readouterr().out
+    assert "round_000013/node.safetensors cannot be copied to" in capsys.readouterr().out
     assert swarm(drive, "eio", MAX_ROUNDS=15) == 0
     assert "after round 13" in events_of(drive, "eio", "resume")[0]["text"]
     assert rewards_of(drive, "unbroken").items() < rewards_of(drive, "eio").items() and folder.exists()
@@ -1194,7 +1194,7 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     store, log = DriveStore(tmp_path / "drive", "x", "n"), SimpleNamespace(bar=None, say=print)
     store.create()
     gone = {**process_identity(), "pid_start": "another process", "of": "another node"}
-    kept, left, older = (sapo.make_scratch(store, log) for _ in range(3))
+    kept, left, older = (sapo.make_scratch(store, [], log)[0] for _ in range(3))
     (older / "process.json").write_text(json.dumps({**process_identity(), "boot_id": "another pid:[1]"}))
     swarm = SimpleNamespace(state="stopped", close=lambda patience: 3, set_aside={"a reward"})
     run = SimpleNamespace(log=log, swarm=swarm, scratch=kept, saved=-1)
@@ -1212,38 +1212,85 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
         (tmp_path / "sapo-x").mkdir()
         os.mkfifo(tmp_path / "sapo-x/process.json")
         os.chown(tmp_path / "sapo-x", 65534, 65534)
-    sapo.make_scratch(store, log)
+    sapo.make_scratch(store, [], log)
     assert (kept / "4.safetensors").exists() and not left.exists() and not older.exists()
     text = capsys.readouterr().out
     assert f"3 writes did not reach the shared folder; a checkpoint or model lies in {kept}" in text
     assert "they cannot be written: 1 files" in text
-    assert f"left by a killed process, not in the shared folder: {kept}" in text
+    assert f"left by a process that ended, not in the shared folder: {kept}" in text
 
 
-def test_a_checkpoint_that_a_killed_process_left_on_the_local_disk_is_taken_along(drive, unbroken, tmp_path):
-    """While the folder was away it waited there; the next start of any node deleted it."""
-    shutil.copytree(unbroken, folder := drive / "experiments/left")
+def leave_behind(tmp_path, folder, local: Path, round_: int, ended=True, **about) -> Path:
+    """What a process of node "node" that ended leaves on the local disk; ended=False: a killed one."""
     began = json.loads((folder / "config.json").read_text())["created_at"]
-    for name, *of in (
-        ("sapo-mine", began, "node"),
-        ("sapo-other", began, "other"),
-        ("sapo-old", 1.0, "node"),
-    ):
-        (tmp_path / name / "models/node_0").mkdir(parents=True)
-        gone = {**process_identity(), "pid_start": "another process", "of": [str(folder), *of]}
-        (tmp_path / name / "process.json").write_text(json.dumps(gone))
+    about = {**process_identity(), "of": [str(folder), about.get("began", began), about.get("node", "node")]}
+    scratch = Path(tempfile.mkdtemp(prefix="sapo-", dir=tmp_path))
+    text = json.dumps(about | ({"ended": True} if ended else {"pid_start": "another process"}))
+    (scratch / "process.json").write_text(text)
+    return Path(shutil.copy(local, scratch / f"{round_}.safetensors"))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_checkpoint_that_waited_on_the_local_disk_is_taken_along(drive, unbroken, tmp_path, ended):
+    """While the folder was away it waited there; the next start of any node deleted it."""
+    shutil.copytree(unbroken, folder := drive / f"experiments/left_{ended}")
     newest = folder / sapo.checkpoint_path("node", 13)
-    shutil.copy(newest, tmp_path / "sapo-other/99.safetensors")
-    shutil.copy(newest, tmp_path / "sapo-old/14.safetensors")  # of an experiment that was deleted
-    shutil.copy(newest, tmp_path / "sapo-mine/300.safetensors")
-    newest.rename(tmp_path / "sapo-mine/13.safetensors")
-    newest.mkdir()  # a stranger's: what lies here is safe from him
-    assert swarm(drive, "left", MAX_ROUNDS=15) == 0
-    assert [event["round"] for event in events_of(drive, "left", "resume")[-2:]] == [13, 13]
-    left = {path.name for path in tmp_path.glob("sapo-*/*.safetensors")}
-    assert left == {"300.safetensors", "99.safetensors", "14.safetensors"}, (
-        "300 is too far ahead to be believed"
+    taken = leave_behind(tmp_path, folder, newest, 13, ended)
+    kept = leave_behind(tmp_path, folder, newest, 99, ended, node="other")
+    kept_too = leave_behind(tmp_path, folder, newest, 14, ended, began=1.0)  # the experiment was deleted
+    newest.unlink()
+    newest.mkdir()  # a stranger's: what lies on the local disk is safe from him
+    assert swarm(drive, folder.name, MAX_ROUNDS=15) == 0
+    assert [event["round"] for event in events_of(drive, folder.name, "resume")[-2:]] == [13, 13]
+    assert not taken.parent.exists() and kept.exists() and kept_too.exists()
+
+
+def test_what_waited_is_brought_there_from_far_ahead_and_never_over_what_came_later(
+    drive, unbroken, tmp_path, monkeypatch
+):
+    shutil.copytree(unbroken, folder := drive / "experiments/waited_far")
+    newest, ids = folder / sapo.checkpoint_path("node", 13), ["node_0", "node_1"]
+    store, log = (
+        DriveStore(drive, "waited_far", "node"),
+        SimpleNamespace(say=print, event=lambda *_, **__: None),
     )
+    os.utime(old := leave_behind(tmp_path, folder, newest, 77), (1, 1))
+    far = leave_behind(tmp_path, folder, newest, 350)
+    write = DriveStore.write
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DriveStore, "write", full)
+    with pytest.raises(StoreError, match="No space left on device; or delete it"):
+        sapo.make_scratch(store, ids, log)
+    monkeypatch.setattr(DriveStore, "write", write)
+    sapo.make_scratch(store, ids, log)
+    assert old.exists() and not far.exists(), "the node has gone on since round 77"
+    assert store.clock()[0] == 350 and store.checkpoints("node", sapo.last_credible(store))[0] == 350
+    store.register("other", "worker", {})
+    leave_behind(tmp_path, folder, newest, 900)
+    with pytest.raises(StoreError, match="the swarm is at round 350; or delete it"):
+        sapo.make_scratch(store, ids, log)
+
+
+def test_a_checkpoint_comes_into_the_folder_behind_its_rounds(drive, unbroken):
+    """Killed in between, the next start did not believe it: it seemed far above all that was done."""
+    shutil.copytree(unbroken, folder := drive / "experiments/behind")
+    store = DriveStore(drive, "behind", "node")
+    waiting = drive / "scratch_behind"
+    waiting.mkdir()
+    shutil.copy(folder / sapo.checkpoint_path("node", 13), waiting / "300.safetensors")
+    swarm = SimpleNamespace(superseded=[], post=lambda *_: None)
+    run = SimpleNamespace(
+        store=store, swarm=swarm, scratch=waiting, checkpoints=[], config=config_of(NODE_ID="node")
+    )
+    sapo.carry_checkpoint(run)
+    assert run.checkpoints == [] and [*waiting.iterdir()]
+    for round_ in (100, 200, 300):
+        store.open_round(round_, "node")
+    sapo.carry_checkpoint(run)
+    assert run.checkpoints == [300] and not [*waiting.iterdir()]
 
 
 def watched_rounds(monkeypatch) -> list[int]:
