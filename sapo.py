@@ -1292,14 +1292,18 @@ def take_along(store: DriveStore, ids: list[str], local: Path, log: Log) -> None
     """Bring a checkpoint that an ended process of this name left on the local disk into the folder.
 
     Not if the node has gone on since without it. StoreError if that cannot be done now: nobody goes back.
+    Who is alone replays a few rounds instead: their rewards may not have arrived either.
     """
     round_, sessions = int(local.stem), store.sessions()
+    alone = sessions.keys() <= set(ids)
+    if alone and round_ <= store.last_rewarded() + 10:
+        return local.unlink()
     if any(int(sessions[node][:13]) > 1000 * local.stat().st_mtime for node in ids if node in sessions):
         return
     ended = f"{local}, left by a process that ended,"
     try:
         if round_ > last_credible(store):  # after a long outage
-            if sessions.keys() - set(ids):
+            if not alone:
                 raise OSError(f"the swarm is at round {store.clock()[0]}")
             for t in (*range(store.clock()[0] + MAX_GAP, round_, MAX_GAP), round_):
                 store.open_round(t, store.owner)

@@ -354,8 +354,8 @@ def test_a_swarm_of_five_processes_survives_fifty_kills_of_any_of_them_and_a_pow
             process.start()
         for process in victims:
             assert process.until(STARTED), process.text
-            resumed = f"from the checkpoint after round {process.expected}\n"
-            assert process.expected is None or resumed in process.text
+            resumed = re.findall(r"from the checkpoint after round (\d+)\n", process.text)
+            assert process.expected is None or int(resumed[-1]) >= process.expected  # one may have waited
 
     for process in swarm:
         process.until(STARTED)

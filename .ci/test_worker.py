@@ -1234,6 +1234,7 @@ def leave_behind(tmp_path, folder, local: Path, round_: int, ended=True, **about
 def test_a_checkpoint_that_waited_on_the_local_disk_is_taken_along(drive, unbroken, tmp_path, ended):
     """While the folder was away it waited there; the next start of any node deleted it."""
     shutil.copytree(unbroken, folder := drive / f"experiments/left_{ended}")
+    DriveStore(drive, folder.name, "peer").register("peer", "worker", {})  # who is alone replays
     newest = folder / sapo.checkpoint_path("node", 13)
     taken = leave_behind(tmp_path, folder, newest, 13, ended)
     kept = leave_behind(tmp_path, folder, newest, 99, ended, node="other")
