@@ -916,10 +916,10 @@ def last_credible(store: DriveStore) -> int:
 def carry_checkpoint(run: Run) -> None:
     """In the Swarm's thread: copy the one that waits to the folder, delete older ones there."""
     for local in run.scratch.glob("*.safetensors"):  # the newest, however long this has been in the queue
-        if int(local.stem) > last_credible(run.store):
+        if (round_ := int(local.stem)) > last_credible(run.store):
             continue  # its rounds are still in the queue, and another call of this behind them
-        carry(run, checkpoint_path(run.config.NODE_ID, int(local.stem)), local)
-        run.checkpoints.append(int(local.stem))
+        carry(run, checkpoint_path(run.config.NODE_ID, round_), local)
+        run.checkpoints.append(round_)
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
             older = checkpoint_path(run.config.NODE_ID, run.checkpoints.pop(0))
             run.swarm.post(run.store.delete, older, True)
@@ -937,7 +937,7 @@ def resume(run: Run) -> None:
         run.stop.check()
         path = checkpoint_path(run.config.NODE_ID, round_)
         try:
-            local = fetch_checkpoint(run, round_)
+            local = fetch_checkpoint(run, path)
             with safe_open(local, framework="pt") as file:
                 restore(run, file, round_)
             local.unlink()
@@ -974,10 +974,10 @@ def checkpoint_bytes(run: Run) -> int:
     return 12 * sum(p.numel() for node in run.nodes for p in node.model.parameters())
 
 
-def fetch_checkpoint(run: Run, round_: int) -> Path:
+def fetch_checkpoint(run: Run, path: str) -> Path:
     """A checkpoint, copied to the local disk; ValueError if it is far larger than this model's."""
     local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
-    with run.store.open(checkpoint_path(run.config.NODE_ID, round_)) as file, open(local, "wb") as copied:
+    with run.store.open(path) as file, open(local, "wb") as copied:
         while piece := file.read(2**20):
             header = int.from_bytes(piece[:8], "little") if copied.tell() == 0 else 2
             if not 2 <= header <= 2 * MAX_HEADER or copied.tell() + copied.write(piece) > most:
@@ -1227,9 +1227,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     finally:
         arrived = stop.pressed < 2 and close(run)
         swarm.is_abandoned = True
-        with contextlib.suppress(
-            OSError
-        ):  # it is gone where nothing is left; in a notebook this process lives on
+        # In a notebook this process lives on; where nothing is left the folder is gone.
+        with contextlib.suppress(OSError):
             (scratch / "process.json").write_text(json.dumps(process | {"ended": True}))
     return "superseded" if swarm.superseded else outcome if arrived or outcome != "finished" else "incomplete"
 

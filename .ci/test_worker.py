@@ -1476,9 +1476,8 @@ def test_rounds_that_somebody_opened_far_ahead_hold_up_no_start(drive, unbroken,
     monkeypatch.setattr(
         DriveStore, "rewards", lambda self, t, *rest: asked.append(t) or rewards(self, t, *rest)
     )
-    assert (
-        swarm(drive, "far_ahead", MAX_ROUNDS=2000) == 0
-    )  # the last round has been opened: nothing is left to do
+    # The last round has been opened: nothing is left to do.
+    assert swarm(drive, "far_ahead", MAX_ROUNDS=2000) == 0
     assert len(asked) < 40
 
 
