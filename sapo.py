@@ -13,6 +13,7 @@ clock, the log, settings, checkpoints and roles. Configuration is environment va
 import contextlib
 import copy
 import difflib
+import fcntl
 import hashlib
 import itertools
 import json
@@ -392,7 +393,6 @@ class Run:
     stop: "StopButton"
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one
-    process: dict = field(default_factory=dict)  # what its process.json says
     done: int = -1  # last round finished
     saved: int = -1  # last round after which a checkpoint was to be made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
@@ -889,7 +889,6 @@ def save_checkpoint(run: Run) -> None:
     local = run.scratch / f"{run.done}.safetensors"
     try:
         run.scratch.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up the local disk
-        (run.scratch / "process.json").write_text(json.dumps(run.process))
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
         if len(written := json.dumps(about)) > MAX_HEADER:
@@ -919,7 +918,7 @@ def carry_checkpoint(run: Run) -> None:
         if (round_ := int(local.stem)) > last_credible(run.store):
             continue  # its rounds are still in the queue, and another call of this behind them
         carry(run, checkpoint_path(run.config.NODE_ID, round_), local)
-        run.checkpoints.append(round_)
+        run.checkpoints = sorted({*run.checkpoints, round_})
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
             older = checkpoint_path(run.config.NODE_ID, run.checkpoints.pop(0))
             run.swarm.post(run.store.delete, older, True)
@@ -928,40 +927,46 @@ def carry_checkpoint(run: Run) -> None:
 def resume(run: Run) -> None:
     """Load the newest checkpoint of this process that is readable; none at all means round 0.
 
-    ConfigError or StoreError if there are checkpoints and none can be used: a swarm never starts over by
-    accident.
+    It may have waited on the local disk (`make_scratch`). Who is alone replays the rounds of the last two
+    instead: their rewards may not have arrived either. ConfigError or StoreError if there are checkpoints and
+    none can be used: a swarm never starts over by accident.
     """
-    store, reason = run.store, None
+    store, reason, ids = run.store, None, {node.id for node in run.nodes}
     there = store.checkpoints(run.config.NODE_ID, last_credible(store))
-    for round_ in there:
+    alone, every = store.sessions().keys() <= ids, begun_with(store, "CHECKPOINT_INTERVAL", 10)
+    least = max(there, default=-1) + 2 * every if alone else -1
+    waiting = {int(path.stem): path for path in run.scratch.glob("*.safetensors") if int(path.stem) > least}
+    for round_ in sorted({*there, *waiting}, reverse=True):
         run.stop.check()
         path = checkpoint_path(run.config.NODE_ID, round_)
         try:
-            local = fetch_checkpoint(run, path)
+            local = waiting.get(round_) or fetch_checkpoint(run, path)
             with safe_open(local, framework="pt") as file:
                 restore(run, file, round_)
-            local.unlink()
+            (run.scratch / "resume").unlink(missing_ok=True)  # what was fetched
         except OSError as error:  # a bad moment is no reason to go back
             raise StoreError(f"{path} cannot be copied to {run.scratch}: {error}; try again") from error
         except Exception as error:  # many kinds; an unusable file is what they have in common
-            reason, text = error, f"{store.base / path} cannot be used ({type(error).__name__})"
-            run.log.event("resume", f"{text}; trying the one before")
+            reason, which = error, waiting.get(round_, store.base / path)
+            run.log.event("resume", f"{which} cannot be used ({type(error).__name__}); trying the one before")
             continue
         run.done = run.saved = round_
         run.checkpoints = sorted(r for r in there if r <= round_)
+        if round_ in waiting:
+            run.swarm.post(carry_checkpoint, run)
+            for t in range(store.clock()[0] + MAX_GAP, round_ + MAX_GAP, MAX_GAP) if alone else ():
+                store.open_round(min(t, round_), store.owner)  # without a gap
         run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
         return
     if isinstance(reason, ConfigError):
         raise reason
-    if there:
+    if reason:
         raise StoreError(
             f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s can be used ({plain(reason)}). "
             "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
         )
-    was_here = store.sessions().keys() & (ids := {node.id for node in run.nodes})
-    was_here = was_here or any(store.names(f"logs/{node_id}") for node_id in ids)
+    was_here = store.sessions().keys() & ids or any(store.names(f"logs/{node_id}") for node_id in ids)
     paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
-    every = begun_with(store, "CHECKPOINT_INTERVAL", run.config.CHECKPOINT_INTERVAL)
     if paid > every or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
         gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} trained here, and has no checkpoint"
         raise StoreError(f"{gone}: restore it or LOCAL_NODES, or take another NODE_ID or EXPERIMENT_NAME")
@@ -1206,8 +1211,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
-    scratch, process = make_scratch(store, [node.id for node in nodes], log)
-    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, process, max_rows=max_rows)
+    scratch, held = make_scratch(store, log)
+    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, max_rows=max_rows)
     try:
         prepare(run)
         train(run)
@@ -1227,9 +1232,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     finally:
         arrived = stop.pressed < 2 and close(run)
         swarm.is_abandoned = True
-        # In a notebook this process lives on; where nothing is left the folder is gone.
-        with contextlib.suppress(OSError):
-            (scratch / "process.json").write_text(json.dumps(process | {"ended": True}))
+        os.close(held)  # in a notebook this process lives on
     return "superseded" if swarm.superseded else outcome if arrived or outcome != "finished" else "incomplete"
 
 
@@ -1257,60 +1260,37 @@ def new_node(node_id: str, model, config: Config) -> Node:
     return Node(node_id, own, new_optimizer(own, config))
 
 
-def make_scratch(store: DriveStore, ids: list[str], log: Log) -> tuple[Path, dict]:
-    """A local folder for files on their way, and what it says of this process; those of others that ended go.
+def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int]:
+    """A local folder for files on their way to the shared one, and its lock; those of ended processes go.
 
-    A checkpoint that did not arrive is taken along if it is this process's; else it waits for its own start.
+    A checkpoint that waits in one is taken over by its own node (see `resume`); others' are left and named.
     """
     began = (store.read_matching("config.json") or {}).get("created_at")  # one begun afresh is another one
-    here = process_identity() | {"of": [os.path.abspath(store.base), began, store.owner]}
-    for folder in Path(tempfile.gettempdir()).glob("sapo-*"):
-        if about := what_ended(folder, here):
-            for local in folder.glob("*.safetensors") if about.get("of") == here["of"] else ():
-                take_along(store, ids, local, log)
+    ours = json.dumps([os.path.abspath(store.base), began, store.owner])
+    prefix = f"sapo-{hashlib.sha256(ours.encode()).hexdigest()[:12]}-"
+    scratch = Path(tempfile.mkdtemp(prefix=prefix))
+    held = hold(scratch)
+    for folder in [f for f in scratch.parent.iterdir() if re.fullmatch(r"sapo-[0-9a-f]{12}-\w{8}", f.name)]:
+        if (fd := hold(folder)) is not None:
+            for local in folder.glob("*.safetensors") if folder.name.startswith(prefix) else ():
+                local.replace(scratch / local.name)
             if left := [*folder.rglob("*.safetensors")]:
                 log.say(f"left by a process that ended, not in the shared folder: {left[0]}")
             else:
                 shutil.rmtree(folder, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
-    (scratch / "process.json").write_text(json.dumps(here))
-    return scratch, here
+            os.close(fd)
+    return scratch, held
 
 
-def what_ended(folder: Path, here: dict) -> dict | None:
-    """What such a folder says of its process, if that was this user's, on this host, and runs no more."""
-    with contextlib.suppress(Exception):  # whatever was put there
-        if folder.lstat().st_uid == os.getuid():  # to open what another user put there may take for ever
-            about = json.loads((folder / "process.json").read_text())
-            older_boot = str(about["boot_id"]).split()[0] != str(here["boot_id"]).split()[0]
-            if about["host"] == here["host"] and ("ended" in about or older_boot or is_known_dead(about)):
-                return about
-
-
-def take_along(store: DriveStore, ids: list[str], local: Path, log: Log) -> None:
-    """Bring a checkpoint that an ended process of this name left on the local disk into the folder.
-
-    Not if the node has gone on since without it. StoreError if that cannot be done now: nobody goes back.
-    Who is alone replays a few rounds instead: their rewards may not have arrived either.
-    """
-    round_, sessions = int(local.stem), store.sessions()
-    alone = sessions.keys() <= set(ids)
-    if alone and round_ <= store.last_rewarded() + 10:
-        return local.unlink()
-    if any(int(sessions[node][:13]) > 1000 * local.stat().st_mtime for node in ids if node in sessions):
-        return
-    ended = f"{local}, left by a process that ended,"
-    try:
-        if round_ > last_credible(store):  # after a long outage
-            if not alone:
-                raise OSError(f"the swarm is at round {store.clock()[0]}")
-            for t in (*range(store.clock()[0] + MAX_GAP, round_, MAX_GAP), round_):
-                store.open_round(t, store.owner)
-        store.write(checkpoint_path(store.owner, round_), local)  # whatever has that name there
-    except OSError as error:
-        raise StoreError(f"{ended} cannot be brought into the folder: {error}; or delete it") from error
-    log.event("resume", f"{ended} is in the folder now", round=round_)
-    local.unlink()
+def hold(folder: Path) -> int | None:
+    """Lock a folder of this user's for as long as this process lives; None if another one holds it."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        opened.callback(os.close, fd)
+        if os.fstat(fd).st_uid == os.getuid():
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            opened.pop_all()
+            return fd
 
 
 def prepare(run: Run) -> None:
