@@ -935,7 +935,9 @@ def resume(run: Run) -> None:
     there = store.checkpoints(run.config.NODE_ID, last_credible(store))
     alone, every = store.sessions().keys() <= ids, begun_with(store, "CHECKPOINT_INTERVAL", 10)
     least = max(there, default=-1) + 2 * every if alone else -1
-    waiting = {int(path.stem): path for path in run.scratch.glob("*.safetensors") if int(path.stem) > least}
+    waiting = {int(path.stem): path for path in run.scratch.glob("*.safetensors")}
+    for round_ in [r for r in waiting if r <= least]:
+        run.log.say(f"{waiting.pop(round_)} is not used: the few rounds up to it are trained again")
     for round_ in sorted({*there, *waiting}, reverse=True):
         run.stop.check()
         path = checkpoint_path(run.config.NODE_ID, round_)
@@ -1266,7 +1268,7 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int]:
     A checkpoint that waits in one is taken over by its own node (see `resume`); others' are left and named.
     """
     began = (store.read_matching("config.json") or {}).get("created_at")  # one begun afresh is another one
-    ours = json.dumps([os.path.abspath(store.base), began, store.owner])
+    ours = json.dumps([os.path.realpath(store.base), began, store.owner])
     prefix = f"sapo-{hashlib.sha256(ours.encode()).hexdigest()[:12]}-"
     scratch = Path(tempfile.mkdtemp(prefix=prefix))
     held = hold(scratch)

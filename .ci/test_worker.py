@@ -1257,6 +1257,7 @@ def test_who_is_alone_replays_unless_too_much_would_be_lost(drive, unbroken, tmp
         assert swarm(drive, folder.name, MAX_ROUNDS=round_ + 2) == 0 and not waits.parent.exists()
     resumed = [event["round"] for event in events_of(drive, folder.name, "resume")[-2:]]
     assert resumed == [13, 350] and store.clock()[0] == 351, "no gap in the clock"
+    assert "15.safetensors is not used" in (folder / "logs/node/stdout.log").read_text()
     assert store.checkpoints("node", sapo.last_credible(store))[:2] == [351, 350]
 
 
