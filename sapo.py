@@ -1234,7 +1234,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     finally:
         arrived = stop.pressed < 2 and close(run)
         swarm.is_abandoned = True
-        os.close(held)  # in a notebook this process lives on
+        if held is not None:
+            os.close(held)  # in a notebook this process lives on
     return "superseded" if swarm.superseded else outcome if arrived or outcome != "finished" else "incomplete"
 
 
@@ -1262,7 +1263,7 @@ def new_node(node_id: str, model, config: Config) -> Node:
     return Node(node_id, own, new_optimizer(own, config))
 
 
-def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int]:
+def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
     """A local folder for files on their way to the shared one, and its lock; those of ended processes go.
 
     A checkpoint that waits in one is taken over by its own node (see `resume`); others' are left and named.
@@ -1285,7 +1286,7 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int]:
 
 
 def hold(folder: Path) -> int | None:
-    """Lock a folder of this user's for as long as this process lives; None if another one holds it."""
+    """Lock a folder of this user's for as long as this process lives; None if that is not to be had."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         opened.callback(os.close, fd)
