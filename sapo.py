@@ -1300,13 +1300,13 @@ def prepare(run: Run) -> None:
     """Resume, register, try out the folder, look at it, check the disk, say what begins."""
     config, store, swarm = run.config, run.store, run.swarm
     resume(run)  # before registering: a start that is refused must not take a running node's place
+    run.log.say(f"the folder: {store.probe()}")  # it also sweeps what a killed process of this name left
     about = {"model": config.MODEL_NAME, "device": config.DEVICE, **process_identity()}
     about |= {"cpus": os.cpu_count(), "torch": torch.__version__, "transformers": transformers.__version__}
     about |= {"python": platform.python_version(), "reasoning_gym": REASONING_GYM_VERSION}
     for node in run.nodes:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
-    run.log.say(f"the folder: {store.probe()}")  # it also sweeps what a killed process of this name left
     swarm.round = run.done + 1
     swarm.start()
     nodes, end = {node.id: node for node in run.nodes}, min(swarm.clock, config.MAX_ROUNDS)
