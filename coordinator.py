@@ -15,7 +15,6 @@ import json
 import math
 import os
 import random
-import re
 import shutil
 import socket
 import statistics
@@ -63,6 +62,10 @@ class Life:
     def refresh(self, nodes=None) -> None:
         """Look at the sessions (one listing), and at registration and heartbeat of `nodes` (None: all)."""
         self.sessions, now = self.store.sessions(), time.monotonic()
+        if len(self._seen) > 2 * len(self.sessions) + 100:  # names that came and went, a stranger's
+            self._seen = {node: seen for node, seen in self._seen.items() if node in self.sessions}
+            self._evidence = {key: x for key, x in self._evidence.items() if key[0] in self.sessions}
+            self.abouts = {key: x for key, x in self.abouts.items() if key[0] in self.sessions}
         for node, session in self.sessions.items():  # it begins with its start in milliseconds
             self.note(node, "session", session, age_of(int(session[:13]) / 1000))
         for node in self.sessions if nodes is None else self.sessions.keys() & set(nodes):
@@ -211,7 +214,7 @@ class Swarm:
     @property
     def superseded(self) -> list[str]:
         """This process's nodes of which a newer session is running."""
-        return [node for node, session in self.nodes.items() if self.sessions.get(node, "") > session]
+        return [node for node, s in self.nodes.items() if s and self.sessions.get(node, "") > s]
 
     @property
     def alone(self) -> bool:
@@ -572,6 +575,7 @@ class Coordinator:
         if swarm.clock > swarm.round:  # a worker that saw no coordinator opened it
             swarm.round, self.opened = swarm.clock, time.monotonic()
         submitted = store.nodes("rewards", swarm.round, self.config.MAX_STAGES - 1)
+        submitted = [node for node in submitted if node in self.life.sessions]
         for kind, nodes in (("reward", submitted), ("rollouts", store.nodes("rollouts", swarm.round, 0))):
             for node in nodes:
                 self.life.note(node, kind, swarm.round)
@@ -619,15 +623,6 @@ def reward_rows(store, known: dict | None = None) -> list[dict]:
             rows = store.rewards(round_, nodes)
             known[round_] = [{**r, "experiment": store.base.name, "my_reward": r["reward"]} for r in rows]
     return [row for round_ in rounds for row in known[round_]]
-
-
-def list_experiments(root) -> list[str]:
-    """Names of the experiments below GDRIVE_PATH. One with a coordinator alone has no config.json yet."""
-    names, folder = [], Path(root) / "experiments"
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        names = sorted(n for n in os.listdir(folder) if re.fullmatch(r"[\w.-]{1,64}", n, re.ASCII))
-    # os.path: what pathlib raises at a stranger's link depends on where it points
-    return [n for n in names if any(os.path.exists(folder / n / x) for x in ("config.json", "state/rounds"))]
 
 
 def begun_with(store, name: str, otherwise):

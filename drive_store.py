@@ -297,7 +297,7 @@ class DriveStore:
             known, (parent, _, name) = b"", path.rpartition("/")
             with contextlib.suppress(BadFile), self.open(path) as file, self.folder(parent) as folder:
                 if (about := os.fstat(file.fileno())).st_nlink == 1 and about.st_size <= 4 * MAX_JSON_BYTES:
-                    known = file.read()
+                    known = file.read(4 * MAX_JSON_BYTES)  # it may be growing
                 else:  # its other name may be anybody's file: it is kept, and not copied
                     aside = f"{name}.{secrets.token_hex(4)}"
                     os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
@@ -385,12 +385,12 @@ class DriveStore:
 
     def open_round(self, round_: int, by: str) -> None:
         """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
-        state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
-        is_new = round_ > self.clock()[0]
-        self.write_once(f"state/rounds/{bucket(round_)}.{by}.json", state)
-        if is_new:  # a straggler must not set the state back
+        state, clock = {"stage": 0, "updated_at": time.time(), "updated_by": by}, self.clock()[0]
+        for t in (*range(clock + MAX_GAP, round_, MAX_GAP), round_):  # `clock` believes in no gap
+            self.write_once(f"state/rounds/{bucket(t)}.{by}.json", {"round": t, **state})
+        if round_ > clock:  # a straggler must not set the state back
             with contextlib.suppress(OSError):  # it is for people
-                self.rewrite("state/current_state.json", state)
+                self.rewrite("state/current_state.json", {"round": round_, **state})
 
     def clock(self) -> tuple[int, set[str]]:
         """(highest open round, who opened it) or (-1, nobody). Only names count, so one listing is enough."""

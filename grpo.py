@@ -601,7 +601,10 @@ class Codec:
         seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
         shots = [lucky_question(question.task, seed) for seed in seeds]
         solved = [f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots]
-        return self.encode("".join(solved) + question.text + "\n")[-self.max_prompt :]
+        most = self.max_prompt - len(self.bos)
+        while len(ids := self.encode("".join(solved) + question.text + "\n")) > most and solved:
+            solved.pop(0)  # no example is cut
+        return self.bos + ids[-most:]
 
     def chat(self, *turns: dict) -> list[int]:
         ids = self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
@@ -623,6 +626,12 @@ class Codec:
         """Whether a completion ends here without EOS: after solved examples a base model adds more."""
         return self.few_shot and "</answer>" in self.decode(ids[-9:])  # a token is at least a byte
 
+    @functools.cached_property
+    def bos(self) -> list[int]:
+        """What the tokenizer puts before plain text: Llama's and Gemma's base models know no text without."""
+        first = self.tokenizer("x").input_ids[:1]
+        return first if first == [self.tokenizer.bos_token_id] else []
+
     @property
     def few_shot(self) -> bool:
         return self.num_shots > 0 and not self.tokenizer.chat_template
@@ -633,7 +642,7 @@ def build_tiny(tasks):
 
     A phrase is a fixed piece of the tasks' questions that recurs, 5+ characters without a digit: one token.
     """
-    texts = [lucky_question(task, 1000 * i).text + "\n" for task in tasks for i in range(100)]
+    texts = [lucky_question(task, 1000 * i).text + "\n" for task in dict.fromkeys(tasks) for i in range(100)]
     counts = Counter(p for text in texts for p in set(re.split(r"[0-9]+", text)) if len(p) >= 5)
     styles = [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
     phrases = ["<answer>", "</answer>", *sorted(p for p, n in counts.items() if n >= 10), *styles]
@@ -664,7 +673,10 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         else:
             access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None}
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **access)
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **access)
+            access |= {"dtype": torch.float32, "output_loading_info": True}
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(name, **access)
+            if found["missing_keys"]:  # they would be random, and others in each process
+                raise ValueError(f"its files lack {min(found['missing_keys'])}")
         model = model.to(config.DEVICE).eval()
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -681,6 +693,14 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     eos_id = end_of_turn(tokenizer, eos_ids)
     size = model.config.get_text_config().vocab_size
     codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest, size)
+    try:
+        if not (prompt := codec.prompt(lucky_question(tasks[0], 1))):
+            raise ValueError("it is empty")
+    except Exception as error:  # whatever a template's author did
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"MODEL_NAME={name!r}: its chat template makes no prompt ({reason})") from error
+    if (highest := max(*prompt, eos_id, tokenizer.vocab_size - 1)) >= size:
+        raise ValueError(f"MODEL_NAME={name!r}: its tokenizer has token {highest}, the model {size} in all")
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
     return model, codec
 
@@ -689,7 +709,8 @@ def exact_positions(model) -> int:
     """How many positions can be used. Dynamic NTK and LongRoPE rotate all of a text in another way once it is
     longer than the original length, which makes what is cached wrong: there only the original ones."""
     shape = model.config.get_text_config()
-    positions = getattr(shape, "max_position_embeddings", 4096)
+    names = "max_position_embeddings", "max_seq_len", "max_target_positions"
+    positions = min((x for name in names if (x := getattr(shape, name, None) or 0) > 0), default=4096)
     rope = getattr(shape, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("dynamic", "longrope"):
         positions = min(positions, rope.get("original_max_position_embeddings") or positions)

@@ -15,7 +15,6 @@ import copy
 import difflib
 import fcntl
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -36,9 +35,10 @@ from pathlib import Path
 
 if "DriveStore" not in globals():  # pasted into one notebook cell, the modules are there already
     from coordinator import COORDINATOR, Coordinator, Swarm, average, begun_with, compare, counted
-    from coordinator import experiment_status, in_notebook, is_known_dead, list_experiments, monitor, plain
-    from coordinator import process_identity, recent, report_files, report_text, reward_rows, rounds_to_keep
-    from coordinator import short_time, summarize, validate_experiment, without_seat, write_winners
+    from coordinator import experiment_status, in_notebook, is_known_dead, monitor, plain
+    from coordinator import process_identity, recent, report_files, report_text, reward_rows, rollout_files
+    from coordinator import rounds_to_keep, short_time, summarize, validate_experiment, without_seat
+    from coordinator import write_winners
     from drive_store import MAX_GAP, BadFile, DriveStore, StoreError
     from drive_store import bucket, check_name, is_name, is_number, parse_json
 
@@ -105,7 +105,7 @@ class Rollout:
 
 @dataclass
 class Node:
-    """One learner. Model, optimizer, total_reward, trained and past go into its checkpoint."""
+    """One learner. Model, optimizer, total_reward and trained go into its checkpoint."""
 
     id: str
     model: "torch.nn.Module"
@@ -447,7 +447,7 @@ def wait_for_clock(run: Run, own: int) -> int:
                 if not swarm.is_led:
                     swarm.open(own)  # later; the clock must have no gap
                 return own
-        elif swarm.clock >= own and not swarm.alone:
+        elif swarm.clock >= own and (swarm.is_led or not swarm.alone):
             return swarm.clock
         elif not swarm.is_led and time.monotonic() - swarm.leaderless_since >= grace(run):
             swarm.open(own)
@@ -490,7 +490,8 @@ def finish_round(run: Run, t: int) -> None:
         run.swarm.post(run.store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
     run.verified = recent(run.verified, t - config.ROLLOUT_MAX_AGE)
     if run.log.bar is not None:
-        run.log.bar.update(t + 1 - run.log.bar.n)
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
+            run.log.bar.update(t + 1 - run.log.bar.n)
     run.stop.check()
 
 
@@ -882,9 +883,8 @@ def save_checkpoint(run: Run) -> None:
     for node in run.nodes:
         mine = {name: x.cpu().contiguous() for name, x in training_state(node.model, node.optimizer).items()}
         tensors |= {f"{node.id}/{name}": tensor for name, tensor in mine.items()}
-        past = [[t, g.prompt, g.completions, g.rewards] for t, g in node.past]
-        nodes[node.id] = {"total_reward": node.total_reward, "trained": sorted(node.trained)}
-        nodes[node.id] |= {"crc": checksum(mine.values()), "past": past}
+        used, crc = sorted(node.trained), checksum(mine.values())
+        nodes[node.id] = {"total_reward": node.total_reward, "trained": used, "crc": crc}
     about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
     local = run.scratch / f"{run.done}.safetensors"
     try:
@@ -892,7 +892,7 @@ def save_checkpoint(run: Run) -> None:
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
         if len(written := json.dumps(about)) > MAX_HEADER:
-            raise RuntimeError("too much to use again: lower LOCAL_REPLAY or ROLLOUT_MAX_AGE")
+            raise RuntimeError("too many externals: lower NUM_TRANSPLANT_TREES or ROLLOUT_MAX_AGE")
         save_file(tensors, run.scratch / "saving", {"about": written})
         (run.scratch / "saving").rename(local)  # whole, for the other thread
         for older in {*run.scratch.glob("*.safetensors")} - {local}:
@@ -927,53 +927,67 @@ def carry_checkpoint(run: Run) -> None:
 def resume(run: Run) -> None:
     """Load the newest checkpoint of this process that is readable; none at all means round 0.
 
-    It may have waited on the local disk (`make_scratch`). Who is alone replays the rounds of the last two
-    instead: their rewards may not have arrived either. ConfigError or StoreError if there are checkpoints and
-    none can be used: a swarm never starts over by accident.
+    ConfigError or StoreError if there are checkpoints and none can be used: a swarm never starts over by
+    accident.
     """
-    store, reason, ids = run.store, None, {node.id for node in run.nodes}
-    there = store.checkpoints(run.config.NODE_ID, last_credible(store))
-    alone, every = store.sessions().keys() <= ids, begun_with(store, "CHECKPOINT_INTERVAL", 10)
-    least = max(there, default=-1) + 2 * every if alone else -1
-    waiting = {int(path.stem): path for path in run.scratch.glob("*.safetensors")}
-    for round_ in [r for r in waiting if r <= least]:
-        run.log.say(f"{waiting.pop(round_)} is not used: the few rounds up to it are trained again")
-    for round_ in sorted({*there, *waiting}, reverse=True):
+    store, config, reason = run.store, run.config, None
+    for round_, local in ways_to_go_on(run):
         run.stop.check()
-        path = checkpoint_path(run.config.NODE_ID, round_)
+        if round_ < 0:
+            if any(node.id in store.sessions() or store.names(f"logs/{node.id}") for node in run.nodes):
+                run.log.event("resume", "it came to no checkpoint before: it begins with new weights")
+            return
+        path = checkpoint_path(config.NODE_ID, round_)
         try:
-            local = waiting.get(round_) or fetch_checkpoint(run, path)
-            with safe_open(local, framework="pt") as file:
+            with safe_open(local or fetch_checkpoint(run, path), framework="pt") as file:
                 restore(run, file, round_)
             (run.scratch / "resume").unlink(missing_ok=True)  # what was fetched
         except OSError as error:  # a bad moment is no reason to go back
-            raise StoreError(f"{path} cannot be copied to {run.scratch}: {error}; try again") from error
+            where = f"{path} cannot be copied to {run.scratch} (TMPDIR)"
+            raise StoreError(f"{where}: {error}; try again") from error
         except Exception as error:  # many kinds; an unusable file is what they have in common
-            reason, which = error, waiting.get(round_, store.base / path)
-            run.log.event("resume", f"{which} cannot be used ({type(error).__name__}); trying the one before")
+            reason, text = error, f"{local or store.base / path} cannot be used ({type(error).__name__})"
+            run.log.event("resume", f"{text}; trying the one before")
             continue
         run.done = run.saved = round_
-        run.checkpoints = sorted(r for r in there if r <= round_)
-        if round_ in waiting:
+        run.checkpoints = [r for r in reversed(store.checkpoints(config.NODE_ID)) if r <= round_]
+        if local:  # its rounds may be lost; the clock must not wait for them
             run.swarm.post(carry_checkpoint, run)
-            for t in range(store.clock()[0] + MAX_GAP, round_ + MAX_GAP, MAX_GAP) if alone else ():
-                store.open_round(min(t, round_), store.owner)  # without a gap
-        run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
+            store.open_round(min(round_ + 1, config.MAX_ROUNDS - 1), store.owner)
+        waited = f"; it waited in {local.parent}" if local else ""
+        run.log.event("resume", f"from the checkpoint after round {round_}{waited}", round=round_)
+        for newer in [path for path in run.scratch.glob("*.safetensors") if int(path.stem) > round_]:
+            run.log.say(f"{newer} is not used: the few rounds up to it are trained again")
         return
     if isinstance(reason, ConfigError):
         raise reason
-    if reason:
-        raise StoreError(
-            f"{store.base / 'checkpoints'}: none of {run.config.NODE_ID}'s can be used ({plain(reason)}). "
-            "Nothing was changed; restore one, or start under another NODE_ID or EXPERIMENT_NAME"
-        )
-    was_here = store.sessions().keys() & ids or any(store.names(f"logs/{node_id}") for node_id in ids)
-    paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
-    if paid > every or store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{i}") for i in ids):
-        gone = f"{store.base / 'checkpoints'}: {run.config.NODE_ID} trained here, and has no checkpoint"
-        raise StoreError(f"{gone}: restore it or LOCAL_NODES, or take another NODE_ID or EXPERIMENT_NAME")
-    if was_here:
-        run.log.event("resume", "it ran before, but came to no checkpoint: it begins with new weights")
+    name, todo = config.NODE_ID, "take another NODE_ID or EXPERIMENT_NAME"
+    found = f"none of {name}'s can be used ({plain(reason)}): restore one"
+    found = found if reason else f"{name} trained here, and has no checkpoint: restore it or LOCAL_NODES"
+    raise StoreError(f"{store.base / 'checkpoints'}: {found}, or {todo}. Nothing was changed")
+
+
+def ways_to_go_on(run: Run) -> list[tuple[int, Path | None]]:
+    """Checkpoints to try, in order: (round, the file if it waited on the local disk, see `make_scratch`).
+
+    Who is alone, and whose last rewards before the one that waited did not arrive, rather replays from one
+    that is at most two intervals older. (-1, None): it may begin anew.
+    """
+    store, config, ids = run.store, run.config, {node.id for node in run.nodes}
+    there = store.checkpoints(config.NODE_ID, last_credible(store))
+    seen = store.sessions().keys() | {key[2] for key in rollout_files(store, store.rounds("rollouts")[-1:])}
+    every = begun_with(store, "CHECKPOINT_INTERVAL", config.CHECKPOINT_INTERVAL)
+    ways = [(r, r, None) for r in there]
+    for local in run.scratch.glob("*.safetensors"):
+        round_ = int(local.stem)
+        arrived = not seen <= ids or len(store.rewards(round_, ids)) == len(ids) * config.MAX_STAGES
+        ways.append((round_ - (0 if arrived else 2 * min(every, config.CHECKPOINT_INTERVAL)), round_, local))
+    if not there:
+        was_here = seen & ids or any(store.names(f"logs/{node_id}") for node_id in ids)
+        paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
+        left = store.checkpoints(config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids)
+        ways += [(-1, -1, None)] * (paid <= every and not left)
+    return [way[1:] for way in sorted(ways, key=lambda way: way[:2], reverse=True)]
 
 
 def checkpoint_bytes(run: Run) -> int:
@@ -1012,21 +1026,10 @@ def restore(run: Run, file, round_: int) -> None:
         written = state["next_round"], mine["crc"]
         if written != (round_ + 1, checksum(tensors.values())) or not is_number(mine["total_reward"]):
             raise ValueError("damaged, or of another round")
-        past = [(t, past_group(run, *group)) for t, *group in mine["past"] if since <= t <= round_]
-        node.past = [(t, group) for t, group in past if group and run.config.LOCAL_REPLAY > 0]
         used = [key for key in mine["trained"] if since <= key[0] <= round_ and is_name(key[2])]
         node.trained = {(int(t), int(stage), peer, int(i)) for t, stage, peer, i in used}
         node.total_reward = mine["total_reward"]
         fill(ours, tensors)
-
-
-def past_group(run: Run, prompt: list, completions: list, rewards: list) -> "Group | None":
-    """A group from a checkpoint, for LOCAL_REPLAY; None if it is none, or too long by now."""
-    codec, ids = run.codec, [*prompt, *itertools.chain(*completions)]
-    fits = len(prompt) <= codec.max_prompt and all(0 < len(c) <= codec.max_completion for c in completions)
-    paid = len(rewards) == len(completions) > 1 and all(is_number(r) and 0 <= r <= 1 for r in rewards)
-    is_good = prompt and fits and paid and all(type(i) is int and 0 <= i < codec.vocabulary for i in ids)
-    return Group(prompt, completions, rewards) if is_good else None
 
 
 def carry(run: Run, path: str, local: Path) -> None:
@@ -1057,7 +1060,7 @@ def save_locally(run: Run, node: Node, folder: str) -> Path:
     local = run.scratch / folder / node.id
     try:
         node.model.save_pretrained(local)
-        run.codec.tokenizer.save_pretrained(local)
+        run.codec.tokenizer.save_pretrained(local, save_jinja_files=False)  # several would be a folder
     except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no copy of the model: {local}: {error}")
         return local / "incomplete"  # nothing to go on with; what is there makes `close` count it
@@ -1136,11 +1139,11 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
-    if not ((sessions := store.sessions()) or store.rounds("rewards")):
+    if not ((nodes := without_seat(store.sessions())) or store.rounds("rewards")):
         others = ", ".join(list_experiments(config.GDRIVE_PATH))
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
-    nodes, last = without_seat(sessions), begun_with(store, "MAX_ROUNDS", math.inf)
+    last = begun_with(store, "MAX_ROUNDS", math.inf)
     last = last if config.MAX_ROUNDS == Config.MAX_ROUNDS else max(last, config.MAX_ROUNDS)
     if nodes and re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
@@ -1271,14 +1274,17 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
     began = (store.read_matching("config.json") or {}).get("created_at")  # one begun afresh is another one
     ours = json.dumps([os.path.realpath(store.base), began, store.owner])
     prefix = f"sapo-{hashlib.sha256(ours.encode()).hexdigest()[:12]}-"
-    scratch = Path(tempfile.mkdtemp(prefix=prefix))
+    try:
+        scratch = Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise ConfigError(f"TMPDIR={tempfile.tempdir!r}: no folder can be made there ({error})") from error
     held = hold(scratch)
     for folder in [f for f in scratch.parent.iterdir() if re.fullmatch(r"sapo-[0-9a-f]{12}-\w{8}", f.name)]:
         if (fd := hold(folder)) is not None:
             for local in folder.glob("*.safetensors") if folder.name.startswith(prefix) else ():
                 local.replace(scratch / local.name)
-            if left := [*folder.rglob("*.safetensors")]:
-                log.say(f"left by a process that ended, not in the shared folder: {left[0]}")
+            if left := [*folder.glob("*.safetensors"), *folder.glob("kept")]:
+                log.say(f"left by a process that ended, not in the shared folder: {left[0].parent}")
             else:
                 shutil.rmtree(folder, ignore_errors=True)
             os.close(fd)
@@ -1309,6 +1315,8 @@ def prepare(run: Run) -> None:
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
     swarm.round = run.done + 1
     swarm.start()
+    for why in store.skipped:  # such as a clock that is hours behind another's
+        run.log.say(f"note: not used: {plain(why)}")
     nodes, end = {node.id: node for node in run.nodes}, min(swarm.clock, config.MAX_ROUNDS)
     for t in [t for t in store.rounds("rewards") if run.done < t < end and not swarm.alone]:
         run.stop.check()  # these rounds were finished before a kill, and are not replayed
@@ -1327,14 +1335,17 @@ def prepare(run: Run) -> None:
     if sys.stdout.isatty() or in_notebook():  # a log file wants plain lines
         from tqdm.auto import tqdm  # transformers brings it
 
-        run.log.bar = tqdm(total=config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
+        rounds = dict(total=config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
+        with contextlib.suppress(OSError, ValueError):
+            run.log.bar = tqdm(**rounds)
 
 
 def close(run: Run) -> bool:
     """Write what is still queued and say goodbye; whether all of it arrived. Nothing is given up silently."""
     run.stop.pressed = max(1, run.stop.pressed)  # one more gives up
     if run.log.bar is not None:
-        run.log.bar.close()
+        with contextlib.suppress(OSError, ValueError):
+            run.log.bar.close()
         run.log.bar = None
     if uploads():
         run.log.say("waiting for the Hub (Ctrl-C gives up)")
@@ -1357,7 +1368,10 @@ def close(run: Run) -> bool:
     if lost:
         here = f"; a checkpoint or model lies in {run.scratch}" * bool(waiting)
         run.log.say(f"{'some' if lost is True else lost} writes did not reach the shared folder{here}")
-    if not waiting and not uploads():
+    if waiting or uploads():
+        with contextlib.suppress(OSError):
+            (run.scratch / "kept").touch()  # else the next start takes it for a killed process's
+    else:
         shutil.rmtree(run.scratch, ignore_errors=True)
     return not lost
 
@@ -1439,6 +1453,14 @@ def get_experiment_metrics(path, name: str):
     return rows
 
 
+def list_experiments(path) -> list[str]:
+    """Names of the experiments below `path`. One with a coordinator alone has no config.json yet."""
+    shared = DriveStore(path, None)
+    names = [n for n in (shared.names("experiments") if os.path.isdir(path) else ()) if is_name(n)]
+    parts = {n: {*shared.names(f"experiments/{n}"), *shared.names(f"experiments/{n}/state")} for n in names}
+    return [n for n in names if parts[n] & {"config.json", "rounds"}]
+
+
 def compare_experiments(path, names=None) -> list[dict]:
     """Figures of experiments (all below `path` by default) over seeds, against their J = 0 baseline."""
     summaries = []
@@ -1446,7 +1468,8 @@ def compare_experiments(path, names=None) -> list[dict]:
         try:
             summaries.append(summarize(DriveStore(path, name)))
         except (ValueError, OSError, StoreError) as error:  # one that is damaged: the others are reported
-            print(f"experiment {name} is left out: {error}")
+            with contextlib.suppress(OSError):  # a full disk
+                print(f"experiment {name} is left out: {error}")
     return compare(summaries)
 
 
@@ -1465,6 +1488,8 @@ def main(environ=None) -> int:
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # closed by >&-
     with contextlib.suppress(AttributeError):  # a notebook's has no encoding to care for
         sys.stdout.reconfigure(errors="replace")  # a terminal may know no "…"
+    # Where that is full Python would take another one, and not see what waits there.
+    tempfile.tempdir = environ.get("TMPDIR") or tempfile.tempdir or "/tmp"
     stop = StopButton()
     stop.install()
     try:

@@ -69,7 +69,7 @@ def judge(folder: str) -> tuple[str, str]:
     }
     config = sapo.read_config(settings)[0]
     try:
-        model, codec = grpo.load_model(config, [])
+        model, codec = grpo.load_model(config, ["small_gcd"])
     except ValueError as error:
         return "refused", str(error)
     rng, worst = random.Random(3), 0.0

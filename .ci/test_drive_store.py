@@ -111,6 +111,24 @@ def test_a_log_grows_by_whole_lines_also_where_nothing_can_be_appended(tmp_path,
     assert path.read_text().splitlines() == ["one", "tor", "two", "three"]
 
 
+def test_a_round_far_ahead_is_opened_without_a_gap(tmp_path):
+    """After an outage of hours; `clock` takes it for a joke, and nobody ever came there."""
+    store = new_store(tmp_path)
+    for round_ in (10, 350, 340):
+        store.open_round(round_, "n1")
+    assert store.clock() == (350, {"n1"}) and store.read("state/current_state.json")["round"] == 350
+
+
+def test_a_log_that_grows_while_it_is_read_is_not_read_whole(tmp_path, monkeypatch):
+    """A stranger's that may not be written, empty when its size was asked for, and a sparse gigabyte then."""
+    store, fstat = new_store(tmp_path), os.fstat
+    path = put(store, "logs/n1/stdout.log", b"")
+    refuse(monkeypatch, "open", errno.EACCES, lambda name, flags, *_: flags & os.O_APPEND)
+    monkeypatch.setattr(os, "fstat", lambda fd: (fstat(fd), os.truncate(path, 2**30))[0])
+    store.append("logs/n1/stdout.log", "one\n")
+    assert path.stat().st_size < 2**26
+
+
 def test_temp_files_are_swept_by_their_owner_only(tmp_path):
     for owner in ("b", "bb", "a.b"):
         assert in_another_process(lambda owner=owner: die_in_the_middle(new_store(tmp_path, owner))) == 9

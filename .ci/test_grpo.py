@@ -24,7 +24,7 @@ from grpo import group_advantages, score_all, token_logps, update
 from test_sapo import HELD_OUT_SEEDS, KINDS, PROJECT, SMALL_TASKS, TASK_TABLE, build_tiny
 from test_sapo import config_error, config_of, generate, make_question, near, our_update, pairs_of
 from test_sapo import plain_logps, plain_loss, ragged_groups, tiny_codec, tiny_lm, weights_of
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -497,11 +497,58 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
     ]:
         with pytest.raises(ValueError, match=message):
             load_model(config_of(**settings), ["small_gcd"])
+    for spoil, message in [
+        (dict(without="lm_head"), "its files lack lm_head.weight"),
+        (dict(without="layers.1."), "its files lack model.layers.1."),
+        (
+            dict(template="{{ raise_exception('never') }}"),
+            "chat template makes no prompt .TemplateError: never",
+        ),
+        (dict(template="{% for m in messages %}"), "chat template makes no prompt .TemplateSyntaxError"),
+        (dict(template="{% if false %}x{% endif %}"), "makes no prompt .ValueError: it is empty"),
+        (
+            dict(added="<turn>", template="{{ messages[0].content }}<turn>"),
+            r"has token (\d+), the model \1 in all",
+        ),
+        (dict(added="<turn>", eos="<turn>"), r"has token (\d+), the model \1 in all"),
+        (dict(template="{{ messages[0].content }}"), None),
+    ]:
+        spoiled(base_models / "llama", tmp_path / "spoiled", **spoil)
+        config = config_of(MODEL_NAME=tmp_path / "spoiled", MAX_NEW_TOKENS=8)
+        with pytest.raises(ValueError, match=message) if message else nullcontext():
+            load_model(config, ["small_gcd"])
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
     assert exact_positions(other_lm("llama", max_position_embeddings=192, rope_parameters=rope)) == 48
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
     sizes = dict(max_position_embeddings=512, original_max_position_embeddings=64, pad_token_id=0)
     assert exact_positions(other_lm("phi3", **sizes, rope_parameters=rope)) == 64
+
+
+def spoiled(source, folder, without="nothing", template=None, added=None, eos=None) -> None:
+    """A copy of a model's folder in which something is not as it should be."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": [added]} if added else {})
+    tokenizer.eos_token = eos or tokenizer.eos_token
+    weights = {name: tensor for name, tensor in model.state_dict().items() if without not in name}
+    model.save_pretrained(folder, state_dict=weights), tokenizer.save_pretrained(folder)
+
+
+def test_a_base_model_gets_its_first_token_and_only_whole_examples(base_models):
+    config = config_of(MODEL_NAME=base_models / "llama", MAX_NEW_TOKENS=8)
+    _, codec = load_model(config, ["small_gcd"])
+    question = make_question("small_gcd", 1)
+    plain = codec.prompt(question)
+    assert codec.decode(plain).count("</answer>") == 2 and codec.bos == []
+    one = replace(codec, max_prompt=len(plain) - 1).prompt(question)
+    assert codec.decode(plain).endswith(codec.decode(one)) and codec.decode(one).count("<answer>") == 1
+    first = f"{make_question('small_gcd', 3).text}\n<answer>"
+    assert codec.decode(one).startswith(first), "the first example is left out whole"
+    start = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    codec.tokenizer.backend_tokenizer.post_processor = start
+    codec.tokenizer.bos_token = "<end>"
+    assert replace(codec).prompt(question) == [0, *plain]
+    assert len(replace(codec, max_prompt=9).prompt(question)) == 9, "a question that is too long is cut"
 
 
 def test_a_loaded_chat_model_ends_its_turn_as_its_template_does(base_models, tmp_path):

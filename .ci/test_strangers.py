@@ -27,9 +27,10 @@ from types import SimpleNamespace
 
 import coordinator
 import pytest
+import grpo
 import sapo
 import torch
-from coordinator import Coordinator, Life, Swarm, experiment_status, is_known_dead, list_experiments
+from coordinator import COORDINATOR, Coordinator, Life, Swarm, experiment_status, is_known_dead
 from coordinator import reward_rows, write_winners
 from drive_store import (
     COUNTS,
@@ -42,11 +43,11 @@ from drive_store import (
     check_name,
 )
 from drive_store import check_rollouts, parse_json, stage_folder
-from grpo import TASK_TABLE, make_question, load_weights, score
+from grpo import TASK_TABLE, load_weights, make_question, score
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as safetensors_save
-from sapo import ConfigError, Node, Rollout, Run, read_config, sample_external, verify
+from sapo import ConfigError, Node, Rollout, Run, list_experiments, read_config, sample_external, verify
 from test_sapo import TASKS, UNTRAINED, events_of, group_by_hand, put, tiny_codec
 from test_sapo import swarm as swarm_of
 
@@ -1060,9 +1061,39 @@ def test_a_link_to_a_name_that_no_file_can_have_stops_no_start_and_no_reader(tmp
     (tmp_path / place).parent.mkdir(parents=True)
     (tmp_path / place).symlink_to("a" * 300)
     settings = dict(LOCAL_NODES=1, NODE_ID="n", MAX_ROUNDS=2, **UNTRAINED)
-    assert swarm_of(tmp_path, "x", **settings) == 0 and list_experiments(tmp_path) == ["x"]
+    assert swarm_of(tmp_path, "x", **settings) == 0 and "x" in list_experiments(tmp_path)
     assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
     assert list_experiments(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize("place", ["experiments", "experiments/other"])
+def test_what_lies_behind_a_link_is_no_experiment(tmp_path, place):
+    """Its name came onto the screen, and into a log that everybody reads."""
+    (outside := tmp_path / "outside/secret/state/rounds").mkdir(parents=True)
+    (tmp_path / "drive" / place).parent.mkdir(parents=True)
+    (tmp_path / "drive" / place).symlink_to(tmp_path / "outside" / ("secret" * ("/" in place)))
+    assert outside.is_dir() and list_experiments(tmp_path / "drive") == []
+
+
+def test_rewards_of_who_never_registered_move_no_clock(tmp_path):
+    config, store = sapo.Config(NODE_ROLE="coordinator", MAX_ROUNDS=9), DriveStore(tmp_path, "x", COORDINATOR)
+    store.create()
+    swarm = Swarm(store, {COORDINATOR: store.register(COORDINATOR, COORDINATOR, {})}, config, print, [])
+    role = Coordinator(swarm, config, lambda text: None)
+    for node in ("ghost", "n1"):
+        store.submit_reward(0, 0, node, {"reward": 0.5})
+        swarm._look(), role.step()
+        assert store.clock()[0] == 0
+    store.register("n1", "worker", {})
+    swarm._look(), role.step(), role.step()
+    assert store.clock()[0] == 1
+
+
+def test_a_task_that_config_json_names_a_thousand_times_is_read_once(monkeypatch):
+    made, question = [], grpo.lucky_question
+    monkeypatch.setattr(grpo, "lucky_question", lambda *args: made.append(args) or question(*args))
+    grpo.build_tiny(["small_gcd"] * 1000)
+    assert len(made) == 100
 
 
 @pytest.mark.parametrize("how", ["far round", "deep config"])

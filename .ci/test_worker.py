@@ -205,7 +205,7 @@ def test_a_checkpoint_with_a_header_that_would_fill_the_memory_is_passed_over(dr
 def test_what_is_too_much_for_a_header_is_not_written_but_said(drive, monkeypatch):
     monkeypatch.setattr(sapo, "MAX_HEADER", 100)
     assert swarm(drive, "too_much", MAX_ROUNDS=4, CHECKPOINT_INTERVAL=2, LOCAL_REPLAY=9) == 1
-    assert "lower LOCAL_REPLAY" in events_of(drive, "too_much", "error")[0]["text"]
+    assert "lower NUM_TRANSPLANT_TREES" in events_of(drive, "too_much", "error")[0]["text"]
     assert len(rows_of(drive, "too_much")) == 8
 
 
@@ -291,7 +291,7 @@ def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive,
 
     assert in_another_process(work) == 9
     assert swarm(drive, "early") == 0
-    assert "came to no checkpoint" in events_of(drive, "early", "resume")[0]["text"]
+    assert "no checkpoint before" in events_of(drive, "early", "resume")[0]["text"]
     assert rewards_of(drive, "early").items() < rewards_of(drive, "unbroken").items(), "it replays"
 
 
@@ -838,19 +838,6 @@ def test_own_informative_groups_are_used_again_once_in_the_place_of_flat_ones():
     assert sapo.replay([1, 2], node, config_of(), 6, 0) == [1, 2]
 
 
-def test_a_run_with_replay_repeats_after_a_kill(drive, monkeypatch):
-    settings = dict(MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0, LOCAL_REPLAY=2, NUM_TRAIN_SAMPLES=3)
-    assert swarm(drive, "replayed", **settings) == 0
-
-    def work():
-        at_call(monkeypatch, "finish_round", 8, lambda: os._exit(9))
-        swarm(drive, "replayed_killed", **settings)
-
-    assert in_another_process(work) == 9 and swarm(drive, "replayed_killed", **settings) == 0
-    assert rewards_of(drive, "replayed_killed") == rewards_of(drive, "replayed")
-    assert max(row["informative_groups"] for row in rows_of(drive, "replayed")) > 0
-
-
 def test_a_strangers_group_weighs_no_more_than_one_of_ones_own(drive):
     group = group_by_hand(3, right=2)
     group["completions"] *= 16
@@ -991,7 +978,6 @@ def read_state(path) -> tuple[dict, dict]:
 
 def forge(kind: str, about: dict, tensors: dict) -> None:
     node, first = about["nodes"]["node_0"], "node_0/transformer.wte.weight"
-    group = [10**6, [1, 2], [[3], [4]], [0.0, 1.0]]
     if kind == "other rows":
         node["trained"] = [[]]
     elif kind == "other shapes":
@@ -1008,12 +994,6 @@ def forge(kind: str, about: dict, tensors: dict) -> None:
         about["model_name"] = "\x1b]0;other\x07"
     elif kind == "other nodes":
         about["nodes"] = {"\x1b[2J": node}
-    elif kind == "past without end":
-        node["past"] = [[1, [5] * 10**6, *group[2:]]]
-    elif kind == "past beyond the vocabulary":
-        node["past"] = [[1, [10**6], *group[2:]]]
-    elif kind == "past with paid rewards":
-        node["past"] = [[1, *group[1:3], [0.0, 1e9]]]
     elif kind == "deep":
         about["model_name"] = json.loads("[" * 900 + "]" * 900)
     elif kind == "a million lists":
@@ -1025,7 +1005,7 @@ def forge(kind: str, about: dict, tensors: dict) -> None:
 FORGERIES = (
     "other rows,other shapes,other types,not finite,negative squares,negative step,another model,other nodes"
 )
-FORGERIES += ",past without end,past beyond the vocabulary,past with paid rewards,deep,a million lists"
+FORGERIES += ",deep,a million lists"
 
 
 @pytest.mark.parametrize("kind", FORGERIES.split(","))
@@ -1198,6 +1178,8 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     run = SimpleNamespace(log=log, swarm=swarm, scratch=kept, saved=-1)
     run.stop, run.checkpoints = SimpleNamespace(pressed=0), []
     (kept / "4.safetensors").write_bytes(b"weights")
+    (left / "models/n").mkdir(parents=True)  # killed at its end: they are made again
+    (left / "models/n/model.safetensors").write_bytes(b"half")
     sapo.close(run)
     os.close(kept_held)
     os.close(left_held)
@@ -1246,6 +1228,60 @@ def test_a_checkpoint_that_waited_on_the_local_disk_is_taken_along(drive, unbrok
     assert {"round_000013", "round_000014"} <= saved, "also this one came into the folder"
 
 
+def test_what_waits_is_found_where_tmpdir_says_also_while_that_is_full(
+    drive, unbroken, tmp_path, monkeypatch, capsys
+):
+    """Python takes another folder then, without a word."""
+    shutil.copytree(unbroken, folder := drive / "experiments/full_tmp")
+    DriveStore(drive, folder.name, "peer").register("peer", "worker", {})
+    leave_behind(drive, folder.name, newest := folder / sapo.checkpoint_path("node", 13), 13)
+    newest.unlink()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    (tmp_path / "another").mkdir()
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: str(tmp_path / "another"))
+    assert swarm(drive, folder.name, MAX_ROUNDS=15, TMPDIR=tmp_path) == 0
+    assert events_of(drive, folder.name, "resume")[-1]["round"] == 13
+    assert swarm(drive, folder.name, MAX_ROUNDS=16, TMPDIR=tmp_path / "absent") == 2
+    assert "TMPDIR='" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("why", ["no older one", "its rewards arrived", "a peer that never registered"])
+def test_what_waits_is_used_where_nothing_would_be_won_by_replaying(drive, unbroken, tmp_path, why):
+    name = f"used_{why.split()[0]}"
+    shutil.copytree(unbroken, folder := drive / "experiments" / name)
+    round_ = 13 if why != "a peer that never registered" else 15
+    about, tensors = read_state(newest := folder / sapo.checkpoint_path("node", 13))
+    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": round_ + 1})})
+    leave_behind(drive, name, tmp_path / "made", round_)
+    if why == "no older one":
+        shutil.rmtree(folder / "checkpoints")
+        shutil.rmtree(folder / "rewards/round_000013")
+    elif why == "its rewards arrived":
+        newest.unlink()
+    else:
+        write_peer(drive, name, "oracle", [group_by_hand(3, right=2)], round_=13)
+    assert swarm(drive, name, MAX_ROUNDS=17) == 0
+    event = events_of(drive, name, "resume")[-1]
+    assert event["round"] == round_ and "it waited in" in event["text"]
+
+
+def test_a_terminal_that_takes_no_progress_bar_ends_no_training(drive, monkeypatch):
+    """Its stderr may be a full disk."""
+
+    class Bar:
+        def __init__(self, **given):
+            self.n = 0
+
+        def fails(self, *args):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        write = update = close = fails
+
+    monkeypatch.setattr("tqdm.auto.tqdm", Bar)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert swarm(drive, "no_bar", MAX_ROUNDS=2, **UNTRAINED) == 0
+
+
 def test_who_is_alone_replays_unless_too_much_would_be_lost(drive, unbroken, tmp_path):
     """Its rewards may not have arrived either; after an outage of hours they are lost in any case."""
     shutil.copytree(unbroken, folder := drive / "experiments/waited_far")
@@ -1259,6 +1295,21 @@ def test_who_is_alone_replays_unless_too_much_would_be_lost(drive, unbroken, tmp
     assert resumed == [13, 350] and store.clock()[0] == 351, "no gap in the clock"
     assert "15.safetensors is not used" in (folder / "logs/node/stdout.log").read_text()
     assert store.checkpoints("node", sapo.last_credible(store))[:2] == [351, 350]
+
+
+@pytest.mark.parametrize("planted", ["interval", "checkpoint", "both"])
+def test_no_stranger_makes_a_node_pass_over_what_waits_for_it(drive, unbroken, tmp_path, planted):
+    shutil.copytree(unbroken, folder := drive / f"experiments/passed_{planted}")
+    about, tensors = read_state(folder / sapo.checkpoint_path("node", 13))
+    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": 61})})
+    leave_behind(drive, folder.name, tmp_path / "made", 60)
+    if planted != "checkpoint":
+        config = json.loads((folder / "config.json").read_text()) | {"CHECKPOINT_INTERVAL": 10**6}
+        (folder / "config.json").write_text(json.dumps(config))
+    if planted != "interval":
+        put(DriveStore(drive, folder.name), sapo.checkpoint_path("node", 70), b"junk")
+    assert swarm(drive, folder.name, MAX_ROUNDS=62) == 0
+    assert events_of(drive, folder.name, "resume")[-1]["round"] == 60
 
 
 def test_a_checkpoint_comes_into_the_folder_behind_its_rounds(drive, unbroken):
@@ -1426,7 +1477,7 @@ def test_who_joined_late_and_was_killed_at_once_begins_again_and_is_not_refused(
     assert store.submit_reward(13, 0, "zed", reward)
     settings = dict(NODE_ID="zed", LOCAL_NODES=1, MAX_ROUNDS=16, COORDINATOR_ROUND_INTERVAL=0.2)
     assert swarm(drive, "late", FETCH_TIMEOUT_SECONDS=0, **settings) == 0
-    assert "came to no checkpoint" in events_of(drive, "late", "resume", "zed")[0]["text"] and folder.exists()
+    assert "no checkpoint before" in events_of(drive, "late", "resume", "zed")[0]["text"] and folder.exists()
 
 
 def test_what_a_checkpoint_says_of_other_rounds_is_forgotten(drive, unbroken):
@@ -1438,19 +1489,11 @@ def test_what_a_checkpoint_says_of_other_rounds_is_forgotten(drive, unbroken):
         node["trained"] += [[t, 0, "peer", i] for t in (2, 10**9) for i in range(10**5)] + [
             [13, 0, "\x1b", 0]
         ]
-        node["past"] = [[t, [1, 2], [[3], [4]], [0.0, 1.0]] for t in (0, 12, 13, 10**9)]
     save_file(tensors, path, {"about": json.dumps(about)})
     assert swarm(drive, "foretold", MAX_ROUNDS=15) == 0
     about, _ = read_state(path.parents[1] / "round_000014/node.safetensors")
     for node in about["nodes"].values():
-        assert node["past"] == [] and all(10 <= key[0] <= 14 and key[2] != "\x1b" for key in node["trained"])
-
-
-def test_groups_to_use_again_that_no_longer_fit_cost_no_checkpoint(drive):
-    settings = dict(LOCAL_REPLAY=8, CHECKPOINT_INTERVAL=3)
-    assert swarm(drive, "shorter", MAX_ROUNDS=6, **settings) == 0
-    assert swarm(drive, "shorter", MAX_ROUNDS=8, MAX_NEW_TOKENS=1, **settings) == 0
-    assert "after round 5" in events_of(drive, "shorter", "resume")[0]["text"]
+        assert all(10 <= key[0] <= 14 and key[2] != "\x1b" for key in node["trained"])
 
 
 def test_rounds_that_somebody_opened_far_ahead_hold_up_no_start(drive, unbroken, monkeypatch):
@@ -1507,8 +1550,9 @@ def test_a_report_is_written_though_nobody_reads_what_is_printed(drive, unbroken
     shutil.rmtree(drive / "reports", ignore_errors=True)
     command = f"{sys.executable} {PROJECT / 'sapo.py'} > /dev/full"
     environ = {**os.environ, "GDRIVE_PATH": str(drive), "NODE_ROLE": "report"}
-    subprocess.run(["bash", "-c", command], env=environ, capture_output=True, timeout=120)
-    assert {"report.md", "report.csv", "curves.csv"} <= {path.name for path in (drive / "reports").iterdir()}
+    done = subprocess.run(["bash", "-c", command], env=environ, capture_output=True, timeout=120)
+    written = {path.name for path in drive.glob("reports/*")}
+    assert {"report.md", "report.csv", "curves.csv"} <= written, done.stderr.decode()
 
 
 def test_an_experiment_that_was_made_longer_is_joined_shown_and_validated(drive, unbroken, capsys):
