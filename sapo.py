@@ -1278,9 +1278,12 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
         scratch = Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
         raise ConfigError(f"TMPDIR={tempfile.tempdir!r}: no folder can be made there ({error})") from error
-    held = hold(scratch)
+    held = hold(scratch, fcntl.LOCK_EX)
     for folder in [f for f in scratch.parent.iterdir() if re.fullmatch(r"sapo-[0-9a-f]{12}-\w{8}", f.name)]:
         if (fd := hold(folder)) is not None:
+            if not any(folder.iterdir()) and folder.stat().st_mtime > time.time() - 60:
+                os.close(fd)  # just made, and not yet locked
+                continue
             for local in folder.glob("*.safetensors") if folder.name.startswith(prefix) else ():
                 local.replace(scratch / local.name)
             if left := [*folder.glob("*.safetensors"), *folder.glob("kept")]:
@@ -1291,13 +1294,13 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
     return scratch, held
 
 
-def hold(folder: Path) -> int | None:
+def hold(folder: Path, how=fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
     """Lock a folder of this user's for as long as this process lives; None if that is not to be had."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         opened.callback(os.close, fd)
         if os.fstat(fd).st_uid == os.getuid():
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, how)
             opened.pop_all()
             return fd
 

@@ -1190,11 +1190,14 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     (tmp_path / "sapo-0123456789ab-abcdefgh").symlink_to(tmp_path / "sapo-results")
     others = tmp_path / "sapo-0123456789ab-87654321"
     others.mkdir()
+    os.utime(others, (1, 1))
+    (fresh := tmp_path / "sapo-0123456789ab-fresh_en").mkdir()  # just made, not yet locked
     if os.getuid() == 0:
         os.chown(others, 65534, 65534)
     sapo.make_scratch(DriveStore(tmp_path / "drive", "x", "another"), log)
     assert (kept / "4.safetensors").exists() and lives.exists() and not left.exists()
     assert others.exists() == (os.getuid() == 0) and all((tmp_path / name).is_dir() for name in strange)
+    assert fresh.exists()
     text = capsys.readouterr().out
     assert f"3 writes did not reach the shared folder; a checkpoint or model lies in {kept}" in text
     assert "they cannot be written: 1 files" in text
