@@ -475,7 +475,7 @@ def why_refused(task: str) -> str:
     reasons |= dict.fromkeys(EVAL_ON_ANSWER, "its verifier runs eval on the answer: a peer's code would run")
     near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(task, TASK_TABLE, n=1))
     unknown = f"unknown, or its verifier was not checked against hostile answers; {near}allowed: "
-    return f"{task!r} is refused: {reasons.get(task, unknown + ', '.join(TASK_TABLE))}"
+    return f"{task!r:.80} is refused: {reasons.get(task, unknown + ', '.join(TASK_TABLE))}"
 
 
 class BadQuestion(ValueError):

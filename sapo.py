@@ -433,7 +433,9 @@ def wait_for_clock(run: Run, own: int) -> int:
 
     Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
-    swarm, began, pace = run.swarm, time.monotonic(), average(run.paces) or 0.0
+    swarm, began, pace = run.swarm, time.monotonic(), average(run.paces)
+    if pace is None:  # nothing is known yet
+        pace = 0.0 if swarm.alone else run.config.COORDINATOR_ROUND_INTERVAL
     while True:
         run.stop.check()
         if swarm.superseded:
@@ -860,7 +862,7 @@ def resume_line(config: Config, environ) -> str:
     """How to resume this node: the command with what was set and what was made up; never the secret."""
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
-    names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
+    names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"} | {"TMPDIR"}
     given = {name: value for name, value in environ.items() if value and name in names}
     given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
@@ -931,9 +933,13 @@ def resume(run: Run) -> None:
     accident.
     """
     store, config, reason = run.store, run.config, None
-    for round_, local in ways_to_go_on(run):
+    alone, ways = ways_to_go_on(run)
+    for round_, local in ways:
         run.stop.check()
+        if round_ < 0 and reason:
+            break
         if round_ < 0:
+            leave_out(run, round_)
             if any(node.id in store.sessions() or store.names(f"logs/{node.id}") for node in run.nodes):
                 run.log.event("resume", "it came to no checkpoint before: it begins with new weights")
             return
@@ -951,13 +957,14 @@ def resume(run: Run) -> None:
             continue
         run.done = run.saved = round_
         run.checkpoints = [r for r in reversed(store.checkpoints(config.NODE_ID)) if r <= round_]
-        if local:  # its rounds may be lost; the clock must not wait for them
+        if local is None:
+            leave_out(run, round_)
+        elif alone or store.rewards(round_, {node.id for node in run.nodes}):
             run.swarm.post(carry_checkpoint, run)
-            store.open_round(min(round_ + 1, config.MAX_ROUNDS - 1), store.owner)
+        else:  # with these weights into the round that the others are in, and perhaps wait for
+            run.done, run.saved = min(round_, max(0, store.clock()[0]) - 1), -1
         waited = f"; it waited in {local.parent}" if local else ""
         run.log.event("resume", f"from the checkpoint after round {round_}{waited}", round=round_)
-        for newer in [path for path in run.scratch.glob("*.safetensors") if int(path.stem) > round_]:
-            run.log.say(f"{newer} is not used: the few rounds up to it are trained again")
         return
     if isinstance(reason, ConfigError):
         raise reason
@@ -967,27 +974,39 @@ def resume(run: Run) -> None:
     raise StoreError(f"{store.base / 'checkpoints'}: {found}, or {todo}. Nothing was changed")
 
 
-def ways_to_go_on(run: Run) -> list[tuple[int, Path | None]]:
-    """Checkpoints to try, in order: (round, the file if it waited on the local disk, see `make_scratch`).
+def leave_out(run: Run, round_: int) -> None:
+    """What waited goes if it is no newer than where this process goes on, else it is replaced later."""
+    for local in run.scratch.glob("*.safetensors"):
+        if int(local.stem) > round_:
+            run.log.say(f"{local} is not used: the rounds from {round_ + 1} on are trained again")
+        else:
+            local.unlink()
+
+
+REPLAYED = 20  # rounds at most that are trained again because their rewards may not have arrived
+
+
+def ways_to_go_on(run: Run) -> tuple[bool, list[tuple[int, Path | None]]]:
+    """(alone?, checkpoints to try in order: (round, the file if it waited on the local disk)).
 
     Who is alone, and whose last rewards before the one that waited did not arrive, rather replays from one
-    that is at most two intervals older. (-1, None): it may begin anew.
+    that is at most REPLAYED rounds older. (-1, None): it may begin anew.
     """
     store, config, ids = run.store, run.config, {node.id for node in run.nodes}
     there = store.checkpoints(config.NODE_ID, last_credible(store))
     seen = store.sessions().keys() | {key[2] for key in rollout_files(store, store.rounds("rollouts")[-1:])}
-    every = begun_with(store, "CHECKPOINT_INTERVAL", config.CHECKPOINT_INTERVAL)
-    ways = [(r, r, None) for r in there]
+    alone, ways = seen <= ids, [(r, r, None) for r in there]
     for local in run.scratch.glob("*.safetensors"):
         round_ = int(local.stem)
-        arrived = not seen <= ids or len(store.rewards(round_, ids)) == len(ids) * config.MAX_STAGES
-        ways.append((round_ - (0 if arrived else 2 * min(every, config.CHECKPOINT_INTERVAL)), round_, local))
+        arrived = not alone or len(store.rewards(round_, ids)) == len(ids) * config.MAX_STAGES
+        ways.append((round_ - (0 if arrived else REPLAYED), round_, local))
     if not there:
+        every = begun_with(store, "CHECKPOINT_INTERVAL", config.CHECKPOINT_INTERVAL)
         was_here = seen & ids or any(store.names(f"logs/{node_id}") for node_id in ids)
         paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
         left = store.checkpoints(config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids)
         ways += [(-1, -1, None)] * (paid <= every and not left)
-    return [way[1:] for way in sorted(ways, key=lambda way: way[:2], reverse=True)]
+    return alone, [way[1:] for way in sorted(ways, key=lambda way: way[:2], reverse=True)]
 
 
 def checkpoint_bytes(run: Run) -> int:
@@ -1269,24 +1288,29 @@ def new_node(node_id: str, model, config: Config) -> Node:
 def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
     """A local folder for files on their way to the shared one, and its lock; those of ended processes go.
 
-    A checkpoint that waits in one is taken over by its own node (see `resume`); others' are left and named.
+    A checkpoint that waits in one is taken over by its own node (see `resume`), if that has not gone on since
+    without it; others are left and named.
     """
     began = (store.read_matching("config.json") or {}).get("created_at")  # one begun afresh is another one
-    ours = json.dumps([os.path.realpath(store.base), began, store.owner])
-    prefix = f"sapo-{hashlib.sha256(ours.encode()).hexdigest()[:12]}-"
+    whose = json.dumps([os.path.realpath(store.base), began, store.owner])
+    prefix = f"sapo-{hashlib.sha256(whose.encode()).hexdigest()[:12]}-"
     try:
         scratch = Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
         raise ConfigError(f"TMPDIR={tempfile.tempdir!r}: no folder can be made there ({error})") from error
-    held = hold(scratch, fcntl.LOCK_EX)
+    held, sessions = hold(scratch, fcntl.LOCK_EX), store.sessions().items()
+    since = [int(s[:13]) / 1000 for n, s in sessions if store.owner in (n, n.rpartition("_")[0])]
     for folder in [f for f in scratch.parent.iterdir() if re.fullmatch(r"sapo-[0-9a-f]{12}-\w{8}", f.name)]:
         if (fd := hold(folder)) is not None:
             if not any(folder.iterdir()) and folder.stat().st_mtime > time.time() - 60:
                 os.close(fd)  # just made, and not yet locked
                 continue
-            for local in folder.glob("*.safetensors") if folder.name.startswith(prefix) else ():
-                local.replace(scratch / local.name)
-            if left := [*folder.glob("*.safetensors"), *folder.glob("kept")]:
+            ours = folder.name.startswith(prefix)
+            for local in folder.glob("*.safetensors") if ours else ():
+                if local.stat().st_mtime > max(since, default=0):
+                    local.replace(scratch / local.name)
+            # One's own models are made again.
+            if left := [*(folder.glob if ours else folder.rglob)("*.safetensors")]:
                 log.say(f"left by a process that ended, not in the shared folder: {left[0].parent}")
             else:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -1301,8 +1325,9 @@ def hold(folder: Path, how=fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
         opened.callback(os.close, fd)
         if os.fstat(fd).st_uid == os.getuid():
             fcntl.flock(fd, how)
-            opened.pop_all()
-            return fd
+            if folder.exists():  # else somebody else has just swept it
+                opened.pop_all()
+                return fd
 
 
 def prepare(run: Run) -> None:
@@ -1316,6 +1341,8 @@ def prepare(run: Run) -> None:
     for node in run.nodes:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
+    for local in run.scratch.glob("*.safetensors"):
+        local.touch()  # of this session now
     swarm.round = run.done + 1
     swarm.start()
     for why in store.skipped:  # such as a clock that is hours behind another's
@@ -1371,10 +1398,7 @@ def close(run: Run) -> bool:
     if lost:
         here = f"; a checkpoint or model lies in {run.scratch}" * bool(waiting)
         run.log.say(f"{'some' if lost is True else lost} writes did not reach the shared folder{here}")
-    if waiting or uploads():
-        with contextlib.suppress(OSError):
-            (run.scratch / "kept").touch()  # else the next start takes it for a killed process's
-    else:
+    if not waiting and not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
     return not lost
 

@@ -23,7 +23,7 @@ import huggingface_hub
 import pytest
 import sapo
 import torch
-from coordinator import COORDINATOR
+from coordinator import COORDINATOR, reward_rows
 from drive_store import COUNTS, FIGURES, BadFile, DriveStore, bucket
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -1195,13 +1195,15 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_
     if os.getuid() == 0:
         os.chown(others, 65534, 65534)
     sapo.make_scratch(DriveStore(tmp_path / "drive", "x", "another"), log)
-    assert (kept / "4.safetensors").exists() and lives.exists() and not left.exists()
+    assert (kept / "4.safetensors").exists() and lives.exists() and left.exists()
     assert others.exists() == (os.getuid() == 0) and all((tmp_path / name).is_dir() for name in strange)
     assert fresh.exists()
     text = capsys.readouterr().out
     assert f"3 writes did not reach the shared folder; a checkpoint or model lies in {kept}" in text
     assert "they cannot be written: 1 files" in text
     assert f"left by a process that ended, not in the shared folder: {kept}" in text
+    scratch, _ = sapo.make_scratch(store, log)
+    assert (scratch / "4.safetensors").exists() and not kept.exists() and not left.exists(), "its own start"
 
 
 def leave_behind(drive, name: str, local: Path, round_: int, owner="node") -> Path:
@@ -1268,6 +1270,69 @@ def test_what_waits_is_used_where_nothing_would_be_won_by_replaying(drive, unbro
     assert event["round"] == round_ and "it waited in" in event["text"]
 
 
+def test_a_wrong_number_of_nodes_costs_nothing_that_waits(drive, unbroken, tmp_path, capsys):
+    """It began anew, and the next checkpoint took the place of the one that waited."""
+    shutil.copytree(unbroken, folder := drive / "experiments/wrong_number")
+    leave_behind(drive, folder.name, folder / sapo.checkpoint_path("node", 13), 13)
+    shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(folder / "rewards")
+    assert swarm(drive, folder.name, MAX_ROUNDS=16, LOCAL_NODES=3) == 2
+    assert "LOCAL_NODES=3: the checkpoint of node holds node_0, node_1" in capsys.readouterr().out
+    assert [*tmp_path.glob("sapo-*/13.safetensors")]
+
+
+def test_what_waited_goes_on_in_the_round_that_the_others_are_in(drive, unbroken, tmp_path):
+    """A node that ran ahead drew the whole swarm after it, to the last round."""
+    shutil.copytree(unbroken, folder := drive / "experiments/far_too_far")
+    store = DriveStore(drive, folder.name, "peer")
+    store.register("peer", "worker", {})
+    about, tensors = read_state(folder / sapo.checkpoint_path("node", 13))
+    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": 41})})
+    leave_behind(drive, folder.name, tmp_path / "made", 40)
+    assert swarm(drive, folder.name, MAX_ROUNDS=20) == 0 and store.clock()[0] == 19
+    assert events_of(drive, folder.name, "resume")[-1]["round"] == 40
+    assert {row["round"] for row in reward_rows(store)} >= set(range(20))
+    about, _ = read_state(folder / sapo.checkpoint_path("node", 19))
+    assert about["nodes"]["node_0"]["total_reward"] > 0 and not [*tmp_path.glob("sapo-*")]
+
+
+@pytest.mark.parametrize("how", ["a newer session", "it had arrived"])
+def test_what_waited_takes_no_place_of_what_came_after_it(drive, unbroken, tmp_path, how, capsys):
+    shutil.copytree(unbroken, folder := drive / f"experiments/came_after_{how.split()[0]}")
+    DriveStore(drive, folder.name, "peer").register("peer", "worker", {})
+    about, tensors = read_state(folder / sapo.checkpoint_path("node", 13))
+    round_ = 30 if how == "a newer session" else 12
+    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": round_ + 1})})
+    left = leave_behind(drive, folder.name, tmp_path / "made", round_)
+    if how == "a newer session":
+        os.utime(left, (1, 1))
+    assert swarm(drive, folder.name, MAX_ROUNDS=15) == 0
+    assert events_of(drive, folder.name, "resume")[-1]["round"] == 13
+    assert left.exists() == (how == "a newer session")
+    assert (f"not in the shared folder: {left.parent}" in capsys.readouterr().out) == left.exists()
+
+
+def test_in_an_outage_before_its_first_rounds_a_worker_does_not_run_away(monkeypatch):
+    """It had no pace yet, and came to the last round while the swarm was in the second."""
+    for alone, fast in ((False, False), (True, True)):
+        swarm = SimpleNamespace(
+            superseded=[],
+            hangs=False,
+            down=True,
+            is_led=True,
+            alone=alone,
+            clock=0,
+            wait=lambda: time.sleep(0.01),
+        )
+        presses = iter(range(20))
+        stop = SimpleNamespace(check=lambda presses=presses: next(presses))
+        config = SimpleNamespace(COORDINATOR_ROUND_INTERVAL=5.0)
+        run = SimpleNamespace(swarm=swarm, paces=[], config=config, stop=stop, hanging=False)
+        run.round_began, run.log = time.monotonic(), SimpleNamespace(event=lambda *_, **__: None)
+        with nullcontext() if fast else pytest.raises(StopIteration):
+            assert sapo.wait_for_clock(run, 1) == 1
+
+
 def test_a_terminal_that_takes_no_progress_bar_ends_no_training(drive, monkeypatch):
     """Its stderr may be a full disk."""
 
@@ -1297,7 +1362,7 @@ def test_who_is_alone_replays_unless_too_much_would_be_lost(drive, unbroken, tmp
     resumed = [event["round"] for event in events_of(drive, folder.name, "resume")[-2:]]
     assert resumed == [13, 350] and store.clock()[0] == 351, "no gap in the clock"
     assert "15.safetensors is not used" in (folder / "logs/node/stdout.log").read_text()
-    assert store.checkpoints("node", sapo.last_credible(store))[:2] == [351, 350]
+    assert store.checkpoints("node", sapo.last_credible(store))[0] == 351
 
 
 @pytest.mark.parametrize("planted", ["interval", "checkpoint", "both"])
