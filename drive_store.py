@@ -293,6 +293,9 @@ class DriveStore:
         data = text.encode("utf-8", "replace")
         try:
             file = self.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, "r+b", make=True)
+            if (size := os.fstat(file.fileno()).st_size) > 2**40:  # a stranger's sparse one: it takes no more
+                file.close()
+                raise BadFile("no log")
         except BadFile:  # rclone without a cache writes files whole or not at all; or this is not ours
             known, (parent, _, name) = b"", path.rpartition("/")
             with contextlib.suppress(BadFile), self.open(path) as file, self.folder(parent) as folder:
@@ -304,7 +307,6 @@ class DriveStore:
             self.write(path, known + b"\n" * (known[-1:] not in (b"", b"\n")) + data)
         else:
             with file:
-                size = os.fstat(file.fileno()).st_size
                 torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
                 file.write(b"\n" * torn + data)
 

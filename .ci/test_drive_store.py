@@ -129,6 +129,15 @@ def test_a_log_that_grows_while_it_is_read_is_not_read_whole(tmp_path, monkeypat
     assert path.stat().st_size < 2**26
 
 
+def test_a_log_as_large_as_files_can_be_is_set_aside(tmp_path):
+    store = new_store(tmp_path)
+    path = put(store, "logs/n1/stdout.log", b"")
+    os.truncate(path, 2**41)  # sparse: it takes no disk
+    for text in ("one\n", "two\n"):
+        store.append("logs/n1/stdout.log", text)
+    assert path.read_text() == "one\ntwo\n" and len([*path.parent.iterdir()]) == 2
+
+
 def test_temp_files_are_swept_by_their_owner_only(tmp_path):
     for owner in ("b", "bb", "a.b"):
         assert in_another_process(lambda owner=owner: die_in_the_middle(new_store(tmp_path, owner))) == 9
