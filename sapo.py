@@ -1298,8 +1298,8 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
         scratch = Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
         raise ConfigError(f"TMPDIR={tempfile.tempdir!r}: no folder can be made there ({error})") from error
-    held, sessions = hold(scratch, fcntl.LOCK_EX), store.sessions().items()
-    since = [int(s[:13]) / 1000 for n, s in sessions if store.owner in (n, n.rpartition("_")[0])]
+    held, ids = hold(scratch, fcntl.LOCK_EX), re.compile(re.escape(store.owner) + r"(_\d{1,3})?")
+    since = max((int(s[:13]) / 1000 for n, s in store.sessions().items() if ids.fullmatch(n)), default=0)
     for folder in [f for f in scratch.parent.iterdir() if re.fullmatch(r"sapo-[0-9a-f]{12}-\w{8}", f.name)]:
         if (fd := hold(folder)) is not None:
             if not any(folder.iterdir()) and folder.stat().st_mtime > time.time() - 60:
@@ -1307,7 +1307,7 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
                 continue
             ours = folder.name.startswith(prefix)
             for local in folder.glob("*.safetensors") if ours else ():
-                if local.stat().st_mtime > max(since, default=0):
+                if local.stat().st_mtime > since - 2.0:  # file systems round it
                     local.replace(scratch / local.name)
             # One's own models are made again.
             if left := [*(folder.glob if ours else folder.rglob)("*.safetensors")]:
