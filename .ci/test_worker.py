@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 
+import grpo
 import huggingface_hub
 import pytest
 import sapo
@@ -40,6 +41,7 @@ from test_sapo import (
     rows_of,
 )
 from test_sapo import put, score, swarm, until, write_peer
+from transformers import AutoTokenizer
 
 # -------- Settings ----------------------------------------------------------------------------------------
 
@@ -1312,7 +1314,25 @@ def test_what_waited_takes_no_place_of_what_came_after_it(drive, unbroken, tmp_p
     assert (f"not in the shared folder: {left.parent}" in capsys.readouterr().out) == left.exists()
 
 
-def test_in_an_outage_before_its_first_rounds_a_worker_does_not_run_away(monkeypatch):
+def test_a_tokenizer_with_several_templates_is_saved_as_files_only(tmp_path):
+    model, tokenizer = sapo.import_learner() or grpo.build_tiny(TASKS)
+    tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tools": "{{ messages[0].content }}!"}
+    run = SimpleNamespace(scratch=tmp_path, codec=SimpleNamespace(tokenizer=tokenizer), log=None)
+    folder = sapo.save_locally(run, SimpleNamespace(id="n", model=model), "models")
+    assert all(path.is_file() for path in folder.iterdir()), (
+        "a folder is not carried, and the run ends with 1"
+    )
+    assert AutoTokenizer.from_pretrained(folder).chat_template == tokenizer.chat_template
+
+
+def test_a_worker_follows_a_coordinator_whose_registration_does_not_count():
+    """That one's clock is two hours ahead."""
+    swarm = SimpleNamespace(superseded=[], hangs=False, down=False, is_led=True, alone=True, clock=5)
+    run = SimpleNamespace(swarm=swarm, paces=[], stop=SimpleNamespace(check=lambda: None), hanging=False)
+    assert sapo.wait_for_clock(run, 1) == 5
+
+
+def test_in_an_outage_before_its_first_rounds_a_worker_does_not_run_away():
     """It had no pace yet, and came to the last round while the swarm was in the second."""
     for alone, fast in ((False, False), (True, True)):
         swarm = SimpleNamespace(
