@@ -1067,8 +1067,9 @@ def save_models(run: Run) -> None:
         for file in files:
             run.swarm.post(carry, run, f"models/{node.id}/{file.name}", file)
     folder = run.store.base / "models" / run.nodes[0].id
-    prompt = run.codec.tokenizer.decode(run.codec.prompt(make_question(run.tasks[0], 1)))
-    model, prompt = json.dumps(str(folder)), json.dumps(prompt)  # double quotes inside, single ones around
+    decode, prompt = run.codec.tokenizer.decode, run.codec.prompt(make_question(run.tasks[0], 1))
+    prompt = json.dumps(decode(prompt).removeprefix(decode(run.codec.bos)))  # which the pipeline adds
+    model = json.dumps(str(folder))  # double quotes inside, single ones around
     ask = f'pipeline("text-generation", {model})({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
     if files:  # else it was said why not
