@@ -679,9 +679,8 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
                 raise ValueError(f"its files lack {min(found['missing_keys'])}")
         model = model.to(config.DEVICE).eval()
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         wanted = "expected tiny, a Hugging Face id or a local folder"
-        raise ValueError(f"MODEL_NAME={name!r} cannot be loaded ({reason}): {wanted}") from error
+        raise ValueError(f"MODEL_NAME={name!r} cannot be loaded ({one_line(error)}): {wanted}") from error
     eos = model.generation_config.eos_token_id if model.generation_config else None
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     if not eos_ids:
@@ -697,12 +696,16 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         if not (prompt := codec.prompt(lucky_question(tasks[0], 1))):
             raise ValueError("it is empty")
     except Exception as error:  # whatever a template's author did
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"MODEL_NAME={name!r}: its chat template makes no prompt ({reason})") from error
+        what = "its chat template makes no prompt"
+        raise ValueError(f"MODEL_NAME={name!r}: {what} ({one_line(error)})") from error
     if (highest := max(*prompt, eos_id, tokenizer.vocab_size - 1)) >= size:
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer has token {highest}, the model {size} in all")
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
     return model, codec
+
+
+def one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 def exact_positions(model) -> int:
@@ -746,11 +749,9 @@ def check_model(model, ids: list[int]) -> None:
             if not error < 2e-3:
                 raise ValueError(f"log-probabilities differ by {error:.2g} from a plain forward pass")
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ValueError(
-            f"MODEL_NAME: architecture {model.config.model_type!r} does not work with shared-prompt caches "
-            f"({reason}); expected a decoder with an ordinary KV cache, such as Qwen2.5, Llama or GPT-2"
-        ) from error
+        why = f"does not work with shared-prompt caches ({one_line(error)})"
+        wanted = "expected a decoder with an ordinary KV cache, such as Qwen2.5, Llama or GPT-2"
+        raise ValueError(f"MODEL_NAME: architecture {model.config.model_type!r} {why}; {wanted}") from error
 
 
 def new_optimizer(model, config) -> torch.optim.AdamW:

@@ -36,7 +36,7 @@ from pathlib import Path
 if "DriveStore" not in globals():  # pasted into one notebook cell, the modules are there already
     from coordinator import COORDINATOR, Coordinator, Swarm, average, begun_with, compare, counted
     from coordinator import experiment_status, in_notebook, is_known_dead, monitor, plain
-    from coordinator import process_identity, recent, report_files, report_text, reward_rows, rollout_files
+    from coordinator import process_identity, recent, report_files, report_text, reward_rows
     from coordinator import rounds_to_keep, short_time, summarize, validate_experiment, without_seat
     from coordinator import write_winners
     from drive_store import MAX_GAP, BadFile, DriveStore, StoreError
@@ -392,7 +392,8 @@ class Run:
     log: "Log"
     stop: "StopButton"
     tasks: list[str]
-    scratch: Path  # local folder for files on their way to the shared one
+    scratch: Path  # local folder for files on their way to the shared one, see make_scratch
+    lock: object
     done: int = -1  # last round finished
     saved: int = -1  # last round after which a checkpoint was to be made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
@@ -862,7 +863,7 @@ def resume_line(config: Config, environ) -> str:
     """How to resume this node: the command with what was set and what was made up; never the secret."""
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
-    names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"} | {"TMPDIR"}
+    names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
     given = {name: value for name, value in environ.items() if value and name in names}
     given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
@@ -888,18 +889,18 @@ def save_checkpoint(run: Run) -> None:
         used, crc = sorted(node.trained), checksum(mine.values())
         nodes[node.id] = {"total_reward": node.total_reward, "trained": used, "crc": crc}
     about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
-    local = run.scratch / f"{run.done}.safetensors"
+    local = run.scratch / checkpoint_path(run.config.NODE_ID, run.done)
     try:
-        run.scratch.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up the local disk
+        local.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up the local disk
         if not all(tensor.isfinite().all() for tensor in tensors.values()):
             raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
         if len(written := json.dumps(about)) > MAX_HEADER:
             raise RuntimeError("too many externals: lower NUM_TRANSPLANT_TREES or ROLLOUT_MAX_AGE")
         save_file(tensors, run.scratch / "saving", {"about": written})
         (run.scratch / "saving").rename(local)  # whole, for the other thread
-        for older in {*run.scratch.glob("*.safetensors")} - {local}:
+        for older in {*waiting_checkpoints(run.scratch)} - {local}:
             older.unlink(missing_ok=True)
-        run.swarm.post(carry_checkpoint, run)
+        run.swarm.post(carry_checkpoint, run, run.done)
         run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
     except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
@@ -909,104 +910,83 @@ def checkpoint_path(process: str, round_: int) -> str:
     return f"checkpoints/{bucket(round_)}/{process}.safetensors"
 
 
-def last_credible(store: DriveStore) -> int:
-    """A checkpoint after a later round, far above all that this experiment has done, is not believed."""
-    return max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1
+def waiting_checkpoints(scratch: Path) -> list[Path]:
+    """Checkpoints on their way to the shared folder. Local files lie below `scratch` as they will there."""
+    return [*scratch.glob("checkpoints/*/*.safetensors")]
 
 
-def carry_checkpoint(run: Run) -> None:
-    """In the Swarm's thread: copy the one that waits to the folder, delete older ones there."""
-    for local in run.scratch.glob("*.safetensors"):  # the newest, however long this has been in the queue
-        if (round_ := int(local.stem)) > last_credible(run.store):
-            continue  # its rounds are still in the queue, and another call of this behind them
-        carry(run, checkpoint_path(run.config.NODE_ID, round_), local)
-        run.checkpoints = sorted({*run.checkpoints, round_})
+def carry_checkpoint(run: Run, round_: int) -> None:
+    """In the Swarm's thread: copy a checkpoint to the folder, unless a newer one waits; delete older ones."""
+    if carry(run, checkpoint_path(run.config.NODE_ID, round_)):
+        run.checkpoints.append(round_)
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
             older = checkpoint_path(run.config.NODE_ID, run.checkpoints.pop(0))
             run.swarm.post(run.store.delete, older, True)
 
 
+def carry(run: Run, path: str) -> bool:
+    """In the Swarm's thread: a local file, if it is still there, into the folder; whether it was."""
+    local = run.scratch / path
+    run.swarm.sessions = run.store.sessions()  # this process may have slept while a newer one finished
+    if run.swarm.superseded:  # perhaps by a stranger: what was to be written is kept
+        raise BadFile(f"a newer session of this node runs; it lies in {local}")
+    if there := local.exists():
+        run.store.write(path, local)
+        local.unlink(missing_ok=True)
+    return there
+
+
+def last_credible(store: DriveStore) -> int:
+    """A checkpoint after a later round, far above all that this experiment has done, is not believed."""
+    return max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1
+
+
 def resume(run: Run) -> None:
     """Load the newest checkpoint of this process that is readable; none at all means round 0.
 
-    ConfigError or StoreError if there are checkpoints and none can be used: a swarm never starts over by
-    accident.
+    ConfigError or StoreError if there are checkpoints, or were, and none can be used: a swarm never starts
+    over by accident.
     """
     store, config, reason = run.store, run.config, None
-    alone, ways = ways_to_go_on(run)
-    for round_, local in ways:
+    for round_ in (rounds := store.checkpoints(config.NODE_ID, last_credible(store))):
         run.stop.check()
-        if round_ < 0 and reason:
-            break
-        if round_ < 0:
-            leave_out(run, round_)
-            if any(node.id in store.sessions() or store.names(f"logs/{node.id}") for node in run.nodes):
-                run.log.event("resume", "it came to no checkpoint before: it begins with new weights")
-            return
         path = checkpoint_path(config.NODE_ID, round_)
         try:
-            with safe_open(local or fetch_checkpoint(run, path), framework="pt") as file:
+            with safe_open(fetch_checkpoint(run, path), framework="pt") as file:
                 restore(run, file, round_)
             (run.scratch / "resume").unlink(missing_ok=True)  # what was fetched
         except OSError as error:  # a bad moment is no reason to go back
             where = f"{path} cannot be copied to {run.scratch} (TMPDIR)"
             raise StoreError(f"{where}: {error}; try again") from error
         except Exception as error:  # many kinds; an unusable file is what they have in common
-            reason, text = error, f"{local or store.base / path} cannot be used ({type(error).__name__})"
+            reason, text = error, f"{store.base / path} cannot be used ({type(error).__name__})"
             run.log.event("resume", f"{text}; trying the one before")
             continue
         run.done = run.saved = round_
-        run.checkpoints = [r for r in reversed(store.checkpoints(config.NODE_ID)) if r <= round_]
-        if local is None:
-            leave_out(run, round_)
-        elif alone or store.rewards(round_, {node.id for node in run.nodes}):
-            run.swarm.post(carry_checkpoint, run)
-        else:  # with these weights into the round that the others are in, and perhaps wait for
-            run.done, run.saved = min(round_, max(0, store.clock()[0]) - 1), -1
-        waited = f"; it waited in {local.parent}" if local else ""
-        run.log.event("resume", f"from the checkpoint after round {round_}{waited}", round=round_)
+        run.checkpoints = [r for r in reversed(rounds) if r <= round_]
+        run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
         return
     if isinstance(reason, ConfigError):
         raise reason
-    name, todo = config.NODE_ID, "take another NODE_ID or EXPERIMENT_NAME"
-    found = f"none of {name}'s can be used ({plain(reason)}): restore one"
-    found = found if reason else f"{name} trained here, and has no checkpoint: restore it or LOCAL_NODES"
-    raise StoreError(f"{store.base / 'checkpoints'}: {found}, or {todo}. Nothing was changed")
+    if reason or lost_checkpoints(run):
+        found = f"none of {config.NODE_ID}'s can be used ({plain(reason)}): restore one"
+        missing = f"{config.NODE_ID} trained here, and has no checkpoint: restore it or LOCAL_NODES"
+        todo = f"{found if reason else missing}, or take another NODE_ID or EXPERIMENT_NAME"
+        raise StoreError(f"{store.base / 'checkpoints'}: {todo}. Nothing was changed")
 
 
-def leave_out(run: Run, round_: int) -> None:
-    """What waited goes if it is no newer than where this process goes on, else it is replaced later."""
-    for local in run.scratch.glob("*.safetensors"):
-        if int(local.stem) > round_:
-            run.log.say(f"{local} is not used: the rounds from {round_ + 1} on are trained again")
-        else:
-            local.unlink()
-
-
-REPLAYED = 20  # rounds at most that are trained again because their rewards may not have arrived
-
-
-def ways_to_go_on(run: Run) -> tuple[bool, list[tuple[int, Path | None]]]:
-    """(alone?, checkpoints to try in order: (round, the file if it waited on the local disk)).
-
-    Who is alone, and whose last rewards before the one that waited did not arrive, rather replays from one
-    that is at most REPLAYED rounds older. (-1, None): it may begin anew.
-    """
+def lost_checkpoints(run: Run) -> bool:
+    """Whether there must have been a checkpoint, of this process that has none to go on from."""
     store, config, ids = run.store, run.config, {node.id for node in run.nodes}
-    there = store.checkpoints(config.NODE_ID, last_credible(store))
-    seen = store.sessions().keys() | {key[2] for key in rollout_files(store, store.rounds("rollouts")[-1:])}
-    alone, ways = seen <= ids, [(r, r, None) for r in there]
-    for local in run.scratch.glob("*.safetensors"):
-        round_ = int(local.stem)
-        arrived = not alone or len(store.rewards(round_, ids)) == len(ids) * config.MAX_STAGES
-        ways.append((round_ - (0 if arrived else REPLAYED), round_, local))
-    if not there:
-        every = begun_with(store, "CHECKPOINT_INTERVAL", config.CHECKPOINT_INTERVAL)
-        was_here = seen & ids or any(store.names(f"logs/{node_id}") for node_id in ids)
-        paid = sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) if was_here else 0
-        left = store.checkpoints(config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids)
-        ways += [(-1, -1, None)] * (paid <= every and not left)
-    return alone, [way[1:] for way in sorted(ways, key=lambda way: way[:2], reverse=True)]
+    if store.checkpoints(config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids):
+        return True  # of rounds that are not believed; of a run that ended
+    if not (store.sessions().keys() & ids or any(store.names(f"logs/{node_id}") for node_id in ids)):
+        return False  # it was never here
+    every = begun_with(store, "CHECKPOINT_INTERVAL", config.CHECKPOINT_INTERVAL)
+    if lost := sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) > every:
+        return lost
+    run.log.event("resume", "it came to no checkpoint before: it begins with new weights")
+    return False
 
 
 def checkpoint_bytes(run: Run) -> int:
@@ -1051,21 +1031,12 @@ def restore(run: Run, file, round_: int) -> None:
         fill(ours, tensors)
 
 
-def carry(run: Run, path: str, local: Path) -> None:
-    """In the Swarm's thread: a local file into the folder; `close` counts what did not get there."""
-    run.swarm.sessions = run.store.sessions()  # this process may have slept while a newer one finished
-    if run.swarm.superseded:  # perhaps by a stranger: what was to be written is kept
-        raise BadFile(f"a newer session of this node runs; it lies in {local}")
-    run.store.write(path, local)
-    local.unlink(missing_ok=True)
-
-
 def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     for node in run.nodes:
         files = sorted(save_locally(run, node, "models").glob("*"))
         for file in files:
-            run.swarm.post(carry, run, f"models/{node.id}/{file.name}", file)
+            run.swarm.post(carry, run, f"models/{node.id}/{file.name}")
     folder = run.store.base / "models" / run.nodes[0].id
     decode, prompt = run.codec.tokenizer.decode, run.codec.prompt(make_question(run.tasks[0], 1))
     prompt = json.dumps(decode(prompt).removeprefix(decode(run.codec.bos)))  # which the pipeline adds
@@ -1236,8 +1207,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
-    scratch, held = make_scratch(store, log)
-    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, max_rows=max_rows)
+    scratch, lock = make_scratch(config, log)
+    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, lock, max_rows=max_rows)
     try:
         prepare(run)
         train(run)
@@ -1257,8 +1228,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     finally:
         arrived = stop.pressed < 2 and close(run)
         swarm.is_abandoned = True
-        if held is not None:
-            os.close(held)  # in a notebook this process lives on
+        lock.close()  # in a notebook this process lives on
     return "superseded" if swarm.superseded else outcome if arrived or outcome != "finished" else "incomplete"
 
 
@@ -1286,49 +1256,26 @@ def new_node(node_id: str, model, config: Config) -> Node:
     return Node(node_id, own, new_optimizer(own, config))
 
 
-def make_scratch(store: DriveStore, log: Log) -> tuple[Path, int | None]:
-    """A local folder for files on their way to the shared one, and its lock; those of ended processes go.
+def make_scratch(config: Config, log: Log) -> tuple[Path, object]:
+    """A local folder for files on their way to the shared one, and its lock, open while this process lives.
 
-    A checkpoint that waits in one is taken over by its own node (see `resume`), if that has not gone on since
-    without it; others are left and named.
+    Those that ended processes left are deleted; one with a checkpoint that did not arrive is kept and named.
     """
-    began = (store.read_matching("config.json") or {}).get("created_at")  # one begun afresh is another one
-    whose = json.dumps([os.path.realpath(store.base), began, store.owner])
-    prefix = f"sapo-{hashlib.sha256(whose.encode()).hexdigest()[:12]}-"
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=prefix))
+        scratch = Path(tempfile.mkdtemp(prefix=f"sapo-{config.EXPERIMENT_NAME}-"))
     except OSError as error:
-        raise ConfigError(f"TMPDIR={tempfile.tempdir!r}: no folder can be made there ({error})") from error
-    held, ids = hold(scratch, fcntl.LOCK_EX), re.compile(re.escape(store.owner) + r"(_\d{1,3})?")
-    since = max((int(s[:13]) / 1000 for n, s in store.sessions().items() if ids.fullmatch(n)), default=0)
-    for folder in [f for f in scratch.parent.iterdir() if re.fullmatch(r"sapo-[0-9a-f]{12}-\w{8}", f.name)]:
-        if (fd := hold(folder)) is not None:
-            if not any(folder.iterdir()) and folder.stat().st_mtime > time.time() - 60:
-                os.close(fd)  # just made, and not yet locked
-                continue
-            ours = folder.name.startswith(prefix)
-            for local in folder.glob("*.safetensors") if ours else ():
-                if local.stat().st_mtime > since - 2.0:  # file systems round it
-                    local.replace(scratch / local.name)
-            # One's own models are made again.
-            if left := [*(folder.glob if ours else folder.rglob)("*.safetensors")]:
-                log.say(f"left by a process that ended, not in the shared folder: {left[0].parent}")
-            else:
-                shutil.rmtree(folder, ignore_errors=True)
-            os.close(fd)
-    return scratch, held
-
-
-def hold(folder: Path, how=fcntl.LOCK_EX | fcntl.LOCK_NB) -> int | None:
-    """Lock a folder of this user's for as long as this process lives; None if that is not to be had."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as opened:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        opened.callback(os.close, fd)
-        if os.fstat(fd).st_uid == os.getuid():
-            fcntl.flock(fd, how)
-            if folder.exists():  # else somebody else has just swept it
-                opened.pop_all()
-                return fd
+        raise ConfigError(f"TMPDIR={tempfile.gettempdir()}: no folder can be made there ({error})") from error
+    lock = open(scratch / "lock", "w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    for path in scratch.parent.glob("sapo-*-????????/lock"):
+        with contextlib.suppress(OSError), open(path, "r+") as theirs:  # in use, or another user's
+            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if waiting_checkpoints(path.parent):
+                todo = "its checkpoints/ did not reach the experiment's folder: copy them there, or delete it"
+                log.say(f"left by a process that ended: {path.parent}; {todo}")
+            elif os.fstat(theirs.fileno()).st_mtime < time.time() - 60:  # else just made, not yet locked
+                shutil.rmtree(path.parent)
+    return scratch, lock
 
 
 def prepare(run: Run) -> None:
@@ -1342,8 +1289,6 @@ def prepare(run: Run) -> None:
     for node in run.nodes:
         swarm.nodes[node.id] = store.register(node.id, "worker", about)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
-    for local in run.scratch.glob("*.safetensors"):
-        local.touch()  # of this session now
     swarm.round = run.done + 1
     swarm.start()
     for why in store.skipped:  # such as a clock that is hours behind another's
@@ -1393,11 +1338,11 @@ def close(run: Run) -> bool:
             pending = run.swarm.close(patience=300.0)
     if run.swarm.set_aside:
         run.log.say(f"set aside, because they cannot be written: {len(run.swarm.set_aside)} files")
-    waiting = [*run.scratch.glob("*.safetensors"), *run.scratch.glob("models/*/*")]
+    waiting = [*waiting_checkpoints(run.scratch), *run.scratch.glob("models/*/*")]
     lost = pending or len(waiting) or len(run.swarm.set_aside)
     lost = lost or run.saved not in (-1, *run.checkpoints)  # not even saved here
     if lost:
-        here = f"; a checkpoint or model lies in {run.scratch}" * bool(waiting)
+        here = f"; what lies in {run.scratch} can be copied there" * bool(waiting)
         run.log.say(f"{'some' if lost is True else lost} writes did not reach the shared folder{here}")
     if not waiting and not uploads():
         shutil.rmtree(run.scratch, ignore_errors=True)
@@ -1516,8 +1461,6 @@ def main(environ=None) -> int:
     sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # closed by >&-
     with contextlib.suppress(AttributeError):  # a notebook's has no encoding to care for
         sys.stdout.reconfigure(errors="replace")  # a terminal may know no "…"
-    # Where that is full Python would take another one, and not see what waits there.
-    tempfile.tempdir = environ.get("TMPDIR") or tempfile.tempdir or "/tmp"
     stop = StopButton()
     stop.install()
     try:

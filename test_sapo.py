@@ -643,7 +643,7 @@ def test_no_function_is_longer_than_a_screen_and_all_can_be_read_in_an_afternoon
     for node in itertools.chain.from_iterable(map(ast.walk, TREES.values())):
         assert not isinstance(node, ast.FunctionDef) or node.end_lineno - node.lineno < 50, node.name
     lines = sum(len((PROJECT / f"{name}.py").read_text().splitlines()) for name in MODULES)
-    assert lines <= 3996, "before you add a knob, cut one"
+    assert lines <= 3940, "before you add a knob, cut one"
 
 
 # ======== Small runs of the whole program, judged by the files that they leave ============================
@@ -803,7 +803,7 @@ def test_a_stop_leaves_a_checkpoint_to_go_on_from(drive, unbroken, monkeypatch, 
 
 
 def test_strangers_are_verified_and_lies_gain_nothing(drive, monkeypatch):  # each checkpoint is waited for
-    monkeypatch.setattr(sapo, "push_to_hub", lambda run, _: until(lambda: not [*run.scratch.glob("*.s*")]))
+    monkeypatch.setattr(sapo, "push_to_hub", lambda run, _: until(lambda: not [*run.scratch.glob("*/*/*")]))
     lies = [group_by_hand(seed, right=0, reward=[1.0, 0, 0, 0], answer="no") for seed in range(10, 14)]
     for peer, groups, changes in [
         ("human", [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)], {}), ("liar", lies, {}),

@@ -24,7 +24,7 @@ import huggingface_hub
 import pytest
 import sapo
 import torch
-from coordinator import COORDINATOR, reward_rows
+from coordinator import COORDINATOR
 from drive_store import COUNTS, FIGURES, BadFile, DriveStore, bucket
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -569,7 +569,7 @@ def test_in_an_outage_only_the_newest_checkpoint_waits(drive, monkeypatch):
         elif run.done == 9:
             away.rename(folder)
         save(run)
-        waiting.append([path.stem for path in run.scratch.glob("*.safetensors")])
+        waiting.append([path.parent.name[-1] for path in sapo.waiting_checkpoints(run.scratch)])
 
     def full(tensors, path, about):
         if json.loads(about["about"])["next_round"] == 7:
@@ -1172,146 +1172,43 @@ def test_only_a_worker_needs_torch(drive, unbroken, tmp_path, role):
     assert expected in done.stdout and (done.returncode == 2) == (role == "worker")
 
 
-def test_what_did_not_reach_the_folder_survives_the_next_start(monkeypatch, tmp_path, capsys):
-    store, log = DriveStore(tmp_path / "drive", "x", "n"), SimpleNamespace(bar=None, say=print)
-    store.create()
-    (kept, kept_held), (left, left_held), (lives, _) = (sapo.make_scratch(store, log) for _ in range(3))
-    swarm = SimpleNamespace(state="stopped", close=lambda patience: 3, set_aside={"a reward"})
-    run = SimpleNamespace(log=log, swarm=swarm, scratch=kept, saved=-1)
-    run.stop, run.checkpoints = SimpleNamespace(pressed=0), []
-    (kept / "4.safetensors").write_bytes(b"weights")
+def test_what_did_not_reach_the_folder_survives_the_next_start(drive, unbroken, tmp_path, capsys):
+    shutil.copytree(unbroken, folder := drive / "experiments/left")
+    config, log = SimpleNamespace(EXPERIMENT_NAME="left"), SimpleNamespace(bar=None, say=print)
+    (kept, lock), (left, its), (lives, _used) = (sapo.make_scratch(config, log) for _ in range(3))
+    newest, waits = (base / sapo.checkpoint_path("node", 13) for base in (folder, kept))
+    waits.parent.mkdir(parents=True)
+    newest.rename(waits)
     (left / "models/n").mkdir(parents=True)  # killed at its end: they are made again
     (left / "models/n/model.safetensors").write_bytes(b"half")
-    sapo.close(run)
-    os.close(kept_held)
-    os.close(left_held)
-    strange = "sapo-results", "sapo-0123456789ab", "sapo-0123456789ab-of_mine_too"  # are no folders of ours
+    swarm_ = SimpleNamespace(state="stopped", close=lambda patience: 3, set_aside={"a reward"})
+    run = SimpleNamespace(log=log, swarm=swarm_, scratch=kept, saved=-1)
+    run.stop, run.checkpoints = SimpleNamespace(pressed=0), []
+    assert not sapo.close(run)
+    text = capsys.readouterr().out
+    assert f"3 writes did not reach the shared folder; what lies in {kept} can be copied there" in text
+    assert "they cannot be written: 1 files" in text
+    lock.close()
+    its.close()
+    strange = "sapo-results", "sapo-0123456789ab", "sapo-x-of_mine_too"  # are no folders of ours
     for name in strange:
         (tmp_path / name).mkdir()
-    (tmp_path / "sapo-0123456789ab-12345678").write_text("a file")
-    (tmp_path / "sapo-0123456789ab-abcdefgh").symlink_to(tmp_path / "sapo-results")
-    others = tmp_path / "sapo-0123456789ab-87654321"
-    others.mkdir()
-    os.utime(others, (1, 1))
-    (fresh := tmp_path / "sapo-0123456789ab-fresh_en").mkdir()  # just made, not yet locked
-    if os.getuid() == 0:
-        os.chown(others, 65534, 65534)
-    sapo.make_scratch(DriveStore(tmp_path / "drive", "x", "another"), log)
-    assert (kept / "4.safetensors").exists() and lives.exists() and left.exists()
-    assert others.exists() == (os.getuid() == 0) and all((tmp_path / name).is_dir() for name in strange)
-    assert fresh.exists()
-    text = capsys.readouterr().out
-    assert f"3 writes did not reach the shared folder; a checkpoint or model lies in {kept}" in text
-    assert "they cannot be written: 1 files" in text
-    assert f"left by a process that ended, not in the shared folder: {kept}" in text
-    scratch, _ = sapo.make_scratch(store, log)
-    assert (scratch / "4.safetensors").exists() and not kept.exists() and not left.exists(), "its own start"
-
-
-def leave_behind(drive, name: str, local: Path, round_: int, owner="node") -> Path:
-    """What a process of node "node" that ended leaves on the local disk: a checkpoint, not yet in the folder."""
-    scratch, held = sapo.make_scratch(DriveStore(drive, name, owner), SimpleNamespace(say=print))
-    os.close(held)
-    return Path(shutil.copy(local, scratch / f"{round_}.safetensors"))
-
-
-def test_a_checkpoint_that_waited_on_the_local_disk_is_taken_along(drive, unbroken, tmp_path):
-    """While the folder was away it waited there; the next start of any node deleted it."""
-    shutil.copytree(unbroken, folder := drive / "experiments/left")
-    DriveStore(drive, folder.name, "peer").register("peer", "worker", {})
-    newest, config = folder / sapo.checkpoint_path("node", 13), folder / "config.json"
-    kept = leave_behind(drive, folder.name, newest, 99, owner="other")
-    began, afresh = config.read_text(), json.loads(config.read_text()) | {"created_at": 1.0}
-    config.write_text(json.dumps(afresh))  # the experiment was deleted, and is another one
-    kept_too = leave_behind(drive, folder.name, newest, 14)
-    config.write_text(began)
-    taken = leave_behind(drive, folder.name, newest, 13)
-    newest.unlink()
-    newest.mkdir()  # a stranger's: what lies on the local disk is safe from him
-    assert swarm(drive, folder.name, MAX_ROUNDS=15) == 0
-    assert [event["round"] for event in events_of(drive, folder.name, "resume")[-1:]] == [13]
-    assert not taken.parent.exists() and kept.exists() and kept_too.exists()
-    saved = {path.parent.name for path in folder.glob("checkpoints/*/node.safetensors") if path.is_file()}
-    assert {"round_000013", "round_000014"} <= saved, "also this one came into the folder"
-
-
-def test_what_waits_is_found_where_tmpdir_says_also_while_that_is_full(
-    drive, unbroken, tmp_path, monkeypatch, capsys
-):
-    """Python takes another folder then, without a word."""
-    shutil.copytree(unbroken, folder := drive / "experiments/full_tmp")
-    DriveStore(drive, folder.name, "peer").register("peer", "worker", {})
-    leave_behind(drive, folder.name, newest := folder / sapo.checkpoint_path("node", 13), 13)
-    newest.unlink()
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    (tmp_path / "another").mkdir()
-    monkeypatch.setattr(tempfile, "_get_default_tempdir", lambda: str(tmp_path / "another"))
-    assert swarm(drive, folder.name, MAX_ROUNDS=15, TMPDIR=tmp_path) == 0
-    assert events_of(drive, folder.name, "resume")[-1]["round"] == 13
-    assert swarm(drive, folder.name, MAX_ROUNDS=16, TMPDIR=tmp_path / "absent") == 2
-    assert "TMPDIR='" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("why", ["no older one", "its rewards arrived", "a peer that never registered"])
-def test_what_waits_is_used_where_nothing_would_be_won_by_replaying(drive, unbroken, tmp_path, why):
-    name = f"used_{why.split()[0]}"
-    shutil.copytree(unbroken, folder := drive / "experiments" / name)
-    round_ = 13 if why != "a peer that never registered" else 15
-    about, tensors = read_state(newest := folder / sapo.checkpoint_path("node", 13))
-    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": round_ + 1})})
-    leave_behind(drive, name, tmp_path / "made", round_)
-    if why == "no older one":
-        shutil.rmtree(folder / "checkpoints")
-        shutil.rmtree(folder / "rewards/round_000013")
-    elif why == "its rewards arrived":
-        newest.unlink()
-    else:
-        write_peer(drive, name, "oracle", [group_by_hand(3, right=2)], round_=13)
-    assert swarm(drive, name, MAX_ROUNDS=17) == 0
-    event = events_of(drive, name, "resume")[-1]
-    assert event["round"] == round_ and "it waited in" in event["text"]
-
-
-def test_a_wrong_number_of_nodes_costs_nothing_that_waits(drive, unbroken, tmp_path, capsys):
-    """It began anew, and the next checkpoint took the place of the one that waited."""
-    shutil.copytree(unbroken, folder := drive / "experiments/wrong_number")
-    leave_behind(drive, folder.name, folder / sapo.checkpoint_path("node", 13), 13)
-    shutil.rmtree(folder / "checkpoints")
-    shutil.rmtree(folder / "rewards")
-    assert swarm(drive, folder.name, MAX_ROUNDS=16, LOCAL_NODES=3) == 2
-    assert "LOCAL_NODES=3: the checkpoint of node holds node_0, node_1" in capsys.readouterr().out
-    assert [*tmp_path.glob("sapo-*/13.safetensors")]
-
-
-def test_what_waited_goes_on_in_the_round_that_the_others_are_in(drive, unbroken, tmp_path):
-    """A node that ran ahead drew the whole swarm after it, to the last round."""
-    shutil.copytree(unbroken, folder := drive / "experiments/far_too_far")
-    store = DriveStore(drive, folder.name, "peer")
-    store.register("peer", "worker", {})
-    about, tensors = read_state(folder / sapo.checkpoint_path("node", 13))
-    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": 41})})
-    leave_behind(drive, folder.name, tmp_path / "made", 40)
-    assert swarm(drive, folder.name, MAX_ROUNDS=20) == 0 and store.clock()[0] == 19
-    assert events_of(drive, folder.name, "resume")[-1]["round"] == 40
-    assert {row["round"] for row in reward_rows(store)} >= set(range(20))
-    about, _ = read_state(folder / sapo.checkpoint_path("node", 19))
-    assert about["nodes"]["node_0"]["total_reward"] > 0 and not [*tmp_path.glob("sapo-*")]
-
-
-@pytest.mark.parametrize("how", ["a newer session", "it had arrived"])
-def test_what_waited_takes_no_place_of_what_came_after_it(drive, unbroken, tmp_path, how, capsys):
-    shutil.copytree(unbroken, folder := drive / f"experiments/came_after_{how.split()[0]}")
-    DriveStore(drive, folder.name, "peer").register("peer", "worker", {})
-    about, tensors = read_state(folder / sapo.checkpoint_path("node", 13))
-    round_ = 30 if how == "a newer session" else 12
-    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": round_ + 1})})
-    left = leave_behind(drive, folder.name, tmp_path / "made", round_)
-    if how == "a newer session":
-        os.utime(left, (1, 1))
-    assert swarm(drive, folder.name, MAX_ROUNDS=15) == 0
-    assert events_of(drive, folder.name, "resume")[-1]["round"] == 13
-    assert left.exists() == (how == "a newer session")
-    assert (f"not in the shared folder: {left.parent}" in capsys.readouterr().out) == left.exists()
+    (tmp_path / "sapo-x-12345678").write_text("a file")
+    (tmp_path / "sapo-x-abcdefgh").symlink_to(left)
+    (tmp_path / "sapo-x-fifo_abc").mkdir()
+    os.mkfifo(tmp_path / "sapo-x-fifo_abc/lock")
+    sapo.make_scratch(config, log)
+    assert left.exists(), "just made, and perhaps not yet locked"
+    assert f"left by a process that ended: {kept}; its checkpoints/ did not reach" in capsys.readouterr().out
+    os.utime(left / "lock", (1, 1))
+    assert swarm(drive, "left", MAX_ROUNDS=15) == 0
+    assert waits.exists() and lives.exists() and not left.exists()
+    assert all((tmp_path / name).is_dir() for name in strange)
+    assert events_of(drive, "left", "resume")[-1]["round"] == 11
+    shutil.copytree(kept / "checkpoints", folder / "checkpoints", dirs_exist_ok=True)  # as it was told
+    shutil.rmtree(folder / "checkpoints/round_000014")
+    assert swarm(drive, "left", MAX_ROUNDS=15) == 0
+    assert events_of(drive, "left", "resume")[-1]["round"] == 13
 
 
 def test_a_tokenizer_with_several_templates_is_saved_as_files_only(tmp_path):
@@ -1368,55 +1265,6 @@ def test_a_terminal_that_takes_no_progress_bar_ends_no_training(drive, monkeypat
     monkeypatch.setattr("tqdm.auto.tqdm", Bar)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert swarm(drive, "no_bar", MAX_ROUNDS=2, **UNTRAINED) == 0
-
-
-def test_who_is_alone_replays_unless_too_much_would_be_lost(drive, unbroken, tmp_path):
-    """Its rewards may not have arrived either; after an outage of hours they are lost in any case."""
-    shutil.copytree(unbroken, folder := drive / "experiments/waited_far")
-    newest, store = folder / sapo.checkpoint_path("node", 13), DriveStore(drive, "waited_far", "node")
-    about, tensors = read_state(newest)
-    for round_ in (15, 350):
-        save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": round_ + 1})})
-        waits = leave_behind(drive, folder.name, tmp_path / "made", round_)
-        assert swarm(drive, folder.name, MAX_ROUNDS=round_ + 2) == 0 and not waits.parent.exists()
-    resumed = [event["round"] for event in events_of(drive, folder.name, "resume")[-2:]]
-    assert resumed == [13, 350] and store.clock()[0] == 351, "no gap in the clock"
-    assert "15.safetensors is not used" in (folder / "logs/node/stdout.log").read_text()
-    assert store.checkpoints("node", sapo.last_credible(store))[0] == 351
-
-
-@pytest.mark.parametrize("planted", ["interval", "checkpoint", "both"])
-def test_no_stranger_makes_a_node_pass_over_what_waits_for_it(drive, unbroken, tmp_path, planted):
-    shutil.copytree(unbroken, folder := drive / f"experiments/passed_{planted}")
-    about, tensors = read_state(folder / sapo.checkpoint_path("node", 13))
-    save_file(tensors, tmp_path / "made", {"about": json.dumps(about | {"next_round": 61})})
-    leave_behind(drive, folder.name, tmp_path / "made", 60)
-    if planted != "checkpoint":
-        config = json.loads((folder / "config.json").read_text()) | {"CHECKPOINT_INTERVAL": 10**6}
-        (folder / "config.json").write_text(json.dumps(config))
-    if planted != "interval":
-        put(DriveStore(drive, folder.name), sapo.checkpoint_path("node", 70), b"junk")
-    assert swarm(drive, folder.name, MAX_ROUNDS=62) == 0
-    assert events_of(drive, folder.name, "resume")[-1]["round"] == 60
-
-
-def test_a_checkpoint_comes_into_the_folder_behind_its_rounds(drive, unbroken):
-    """Killed in between, the next start did not believe it: it seemed far above all that was done."""
-    shutil.copytree(unbroken, folder := drive / "experiments/behind")
-    store = DriveStore(drive, "behind", "node")
-    waiting = drive / "scratch_behind"
-    waiting.mkdir()
-    shutil.copy(folder / sapo.checkpoint_path("node", 13), waiting / "300.safetensors")
-    swarm = SimpleNamespace(superseded=[], post=lambda *_: None)
-    run = SimpleNamespace(
-        store=store, swarm=swarm, scratch=waiting, checkpoints=[], config=config_of(NODE_ID="node")
-    )
-    sapo.carry_checkpoint(run)
-    assert run.checkpoints == [] and [*waiting.iterdir()]
-    for round_ in (100, 200, 300):
-        store.open_round(round_, "node")
-    sapo.carry_checkpoint(run)
-    assert run.checkpoints == [300] and not [*waiting.iterdir()]
 
 
 def watched_rounds(monkeypatch) -> list[int]:
@@ -1545,9 +1393,8 @@ def test_what_a_superseded_process_did_not_write_is_kept_and_so_is_the_checkpoin
     settings = dict(LOCAL_NODES=1, NODE_ID="node", MAX_ROUNDS=6, CHECKPOINT_INTERVAL=2, CHECKPOINT_KEEP=1)
     assert swarm(drive, "robbed", **settings, **UNTRAINED) == 3
     assert DriveStore(drive, "robbed").checkpoints("node") == [3]
-    assert [*tmp_path.glob("sapo-*/5.safetensors")] and [
-        *tmp_path.glob("sapo-*/models/node/model.safetensors")
-    ]
+    waits = [path.parent.name for path in tmp_path.glob("sapo-robbed-*/*/*/*.safetensors")]
+    assert sorted(waits) == ["node", "round_000005"]
 
 
 def test_a_node_whose_registration_and_checkpoints_are_gone_is_known_by_its_log(drive, unbroken, capsys):
@@ -1629,9 +1476,10 @@ def test_a_second_stop_at_the_end_says_where_the_checkpoint_lies(monkeypatch, tm
         run.scratch.mkdir(exist_ok=True)
         run.stop, run.checkpoints, run.saved = SimpleNamespace(pressed=1), [], -1
         if waits:
-            (run.scratch / "4.safetensors").write_bytes(b"weights")
+            (run.scratch / "checkpoints/round_000004").mkdir(parents=True)
+            (run.scratch / sapo.checkpoint_path("n", 4)).write_bytes(b"weights")
         assert not sapo.close(run) and run.scratch.exists() == waits
-        assert (f"lies in {run.scratch}" in capsys.readouterr().out) == waits
+        assert (f"what lies in {run.scratch}" in capsys.readouterr().out) == waits
 
 
 def test_a_report_is_written_though_nobody_reads_what_is_printed(drive, unbroken):
