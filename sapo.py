@@ -916,24 +916,24 @@ def waiting_checkpoints(scratch: Path) -> list[Path]:
 
 
 def carry_checkpoint(run: Run, round_: int) -> None:
-    """In the Swarm's thread: copy a checkpoint to the folder, unless a newer one waits; delete older ones."""
-    if carry(run, checkpoint_path(run.config.NODE_ID, round_)):
+    """In the Swarm's thread: copy a checkpoint to the folder, delete older ones there."""
+    path = checkpoint_path(run.config.NODE_ID, round_)
+    if (run.scratch / path).exists():  # else a newer one waits in its place
+        carry(run, path)
         run.checkpoints.append(round_)
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
             older = checkpoint_path(run.config.NODE_ID, run.checkpoints.pop(0))
             run.swarm.post(run.store.delete, older, True)
 
 
-def carry(run: Run, path: str) -> bool:
-    """In the Swarm's thread: a local file, if it is still there, into the folder; whether it was."""
+def carry(run: Run, path: str) -> None:
+    """In the Swarm's thread: a local file into the folder; `close` counts what did not get there."""
     local = run.scratch / path
     run.swarm.sessions = run.store.sessions()  # this process may have slept while a newer one finished
     if run.swarm.superseded:  # perhaps by a stranger: what was to be written is kept
         raise BadFile(f"a newer session of this node runs; it lies in {local}")
-    if there := local.exists():
-        run.store.write(path, local)
-        local.unlink(missing_ok=True)
-    return there
+    run.store.write(path, local)
+    local.unlink(missing_ok=True)
 
 
 def last_credible(store: DriveStore) -> int:
