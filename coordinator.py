@@ -163,7 +163,7 @@ class Swarm:
 
     The trainer reads attributes and never touches the folder, so it cannot hang on it. Who writes what:
         main thread    round, state, what give_up sets; with `publish` its own rollouts, with `open` the clock
-        swarm thread   clock, sessions, is_led, looked_at, rollouts, refused (a coordinator: round); the store
+        swarm thread   clock, sessions, is_led, looked_at_round, rollouts, refused (coordinator: round), files
         hub thread     nothing but lines (uploads, see `push_to_hub` in sapo.py)
 
     nodes: {id: session} of this process. config: see Config in sapo.py. note(event, text): called with what
@@ -174,8 +174,8 @@ class Swarm:
         self.store, self.nodes, self.config, self.note, self.lines = store, dict(nodes), config, note, lines
         draws = COORDINATOR not in nodes and config.NUM_TRANSPLANT_TREES > 0
         self.max_peers = config.FETCH_MAX_PEERS if draws else 0  # 0: no rollouts are read
-        last = config.MAX_STAGES - 1  # of a round
-        self.stages = range(last if config.ROLLOUT_PUBLISH_FREQUENCY == "round" else 0, last + 1)  # published
+        first = config.MAX_STAGES - 1 if config.ROLLOUT_PUBLISH_FREQUENCY == "round" else 0
+        self.publishing_stages = range(first, config.MAX_STAGES)
         self.life = Life(store, config.STALE_AFTER_SECONDS)
         self.clock = -1  # highest round known to be open; never goes back
         self.sessions = {}  # node -> newest session, of everybody who ever registered
@@ -183,7 +183,7 @@ class Swarm:
         self.leaderless_since = self._good_look = time.monotonic()
         self.rollouts = {}  # (round, stage, node) -> groups, structure checked: this round's and older ones
         self.refused = {}  # (round, stage, node) -> when a file that could not be used is read again
-        self.round, self.looked_at = 0, -1  # the round that is worked on; for which the folder was looked at
+        self.round, self.looked_at_round = 0, -1  # the one that is worked on; of the last look at the folder
         self.given_up = set()  # who was awaited in vain before anybody published
         self.in_vain, self.wait_from = 0, 0  # waits in vain, in a row; round of the next wait
         self.state = "running"  # as the heartbeat says it
@@ -242,7 +242,7 @@ class Swarm:
         self._thread.start()
 
     def post(self, function, *args) -> None:
-        """Hand over a write. They are done in order, and kept while the folder is away (see `_do`)."""
+        """Hand over a write. They are kept while the folder is away, and done in order, see `_do`."""
         self._jobs.append(Job(function, args))
         self._wake.set()
 
@@ -366,7 +366,7 @@ class Swarm:
         return [Job(self.store.heartbeat, beat) for beat in beats]
 
     def _do(self, job: Job) -> bool:
-        """Whether a job is done with. One that fails for a reason of its own path is at last set aside."""
+        """Whether a job is done with. One that fails for its own path lets others pass, and is set aside."""
         self._be_here()
         try:
             job.function(*job.args)
@@ -413,15 +413,15 @@ class Swarm:
         if self.hangs:
             silence = time.monotonic() - self._good_look
             self.note("outage over", f"the shared folder answers again, after {silence:.0f} s")
-        self._good_look, self.looked_at = time.monotonic(), round_
+        self._good_look, self.looked_at_round = time.monotonic(), round_
         if self._lead is not None:
             self._lead()
 
     def _fetch(self, round_: int) -> None:
         """Read the chosen peers' files of this round; at its first look also those of the rounds before."""
         oldest = max(0, round_ - self.config.ROLLOUT_MAX_AGE)
-        rounds = [round_] if self.looked_at == round_ else range(round_, oldest - 1, -1)
-        keys = [*itertools.product(rounds, self.stages)]
+        rounds = [round_] if self.looked_at_round == round_ else range(round_, oldest - 1, -1)
+        keys = [*itertools.product(rounds, self.publishing_stages)]
         found = {key: set(self.store.nodes("rollouts", *key)) - self.nodes.keys() for key in keys}
         self._published = published = recent(self._published, oldest) | found
         began = time.monotonic()
@@ -429,7 +429,7 @@ class Swarm:
             for peer in sorted(published[r, stage] & self._choose(r)):
                 self._fetch_one((r, stage, peer))
         self._reading = time.monotonic() - began
-        if late := self._awaited(round_) - published[round_, self.stages[-1]]:
+        if late := self._awaited(round_) - published[round_, self.publishing_stages[-1]]:
             self.life.refresh(random.sample(sorted(late), min(len(late), 8)))  # there may be thousands
         self._gone = {peer for peer in late if is_known_dead(self.life.about(peer))}
         self._chosen = {r: peers for r, peers in self._chosen.items() if r >= oldest}

@@ -1,15 +1,15 @@
 """The shared folder: everything that nodes tell one another goes through the files written and read here.
 
-Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) has a name that is
-            used once: a temp file in tmp/OWNER/, fsync, then linked or renamed. A reader sees no file or the
-            whole one. The first complete one counts; a second writer leaves it as it is.
+Write-once  What the swarm's logic reads (clock, registrations, rollouts, rewards, config) is written once: to
+            a temp file in tmp/OWNER/, synced, then linked or renamed to its name. A reader sees no file or
+            the whole one. The first complete file of a name counts; a second writer leaves it as it is.
 Rewritten   current_state.json is for people, heartbeats are one sign of life among others; logs are appended.
             On a mounted drive such files may arrive late or never: nothing depends on them alone.
 Tolerant    A stranger may write anything. Readers bound size, type and depth; they parse or raise BadFile.
             One's *own* unreadable state is a StoreError, never "round 0".
 Inside      No read, write, rename or delete leaves the folder: no part of a path is followed if it is a link.
-Impatient   A call does its work once or raises OSError: no threads, no retries. Whoever calls decides how
-            long to go on: the Swarm's thread (coordinator.py) for ever, a reader not at all.
+Impatient   A call does its work once or raises OSError (but `probe`): no threads, no retries. The caller
+            decides how long to go on: the Swarm's thread (coordinator.py) for ever, a reader not at all.
 
 Assumption: link and rename are atomic for readers on one machine. Across machines a stale or partial file may
 show for a while; it does not parse, and is read again later. The README shows the folder as a tree.
@@ -129,7 +129,7 @@ def to_json(data: dict, indent: int | None = None) -> bytes:
 class DriveStore:
     """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
 
-    Paths are relative to `base`. All but can_write and read_heartbeat raise OSError where there is no folder.
+    Paths are relative to `base`. All but can_write and read_heartbeat raise OSError while there is no folder.
     """
 
     def __init__(self, root, experiment: str | None, owner: str = "reader"):
@@ -141,8 +141,8 @@ class DriveStore:
         self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # path -> a reward file: write-once, so it is read once
-        self._sessions = {}  # name in peers/ -> (node, session), None if it is none; judged once
-        self._figures = dict.fromkeys((*COUNTS, *FIGURES))  # names in reward files, a few others to come
+        self._sessions = {}  # name in peers/ -> (node, session), or None; judged at first sight
+        self._figures = dict.fromkeys((*COUNTS, *FIGURES))  # names of figures, see sane_reward
 
     # -- folders and files
 
@@ -159,8 +159,8 @@ class DriveStore:
     def folder(self, path: str = "", make: bool = False, look: bool = False):
         """Descriptor of a folder, opened part by part, never through a link. make: missing parts are made.
 
-        look: list each folder below those that `create` makes before asking it for a part. An NFS client that
-        asked for an absent name goes on saying for half a minute that it is absent; one just listed does not.
+        look: list a folder before opening a part of it (the first parts are there since `create`). An NFS
+        client that was asked for a missing name says "missing" for half a minute; a listing refreshes it.
         """
 
         def step(part, outer=None):
@@ -174,7 +174,7 @@ class DriveStore:
                 for part in self.place:
                     fd = step(part, fd)
             except FileNotFoundError as error:
-                gone = "the shared folder is gone (drive not mounted?)"
+                gone = "no such experiment or shared folder (drive not mounted?)"
                 raise OSError(errno.ENOTCONN, gone, str(self.base)) from error
             for depth, part in enumerate(PurePosixPath(path).parts):
                 if look and depth > 0 and part not in os.listdir(fd):
@@ -184,7 +184,7 @@ class DriveStore:
                 except OSError as error:
                     if not make or error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                         raise
-                    if self.place and error.errno != errno.ENOENT:
+                    if self.place and error.errno != errno.ENOENT:  # never in the user's own folder
                         os.unlink(part, dir_fd=fd)  # a file or link in the place of a folder of ours
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=fd)
@@ -289,11 +289,14 @@ class DriveStore:
         self.write(path, to_json(data, indent=1))
 
     def append(self, path: str, text: str) -> None:
-        """Append to a log; a line torn by a crash is closed first. What is not ours alone is set aside."""
+        """Append to a log; a line torn by a crash is closed first. Where that cannot be, write it anew.
+
+        A log that has a second name, or is too large for that, is renamed and another begun.
+        """
         data = text.encode("utf-8", "replace")
         try:
             file = self.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, "r+b", make=True)
-            if (size := os.fstat(file.fileno()).st_size) > 2**40:  # a stranger's sparse one: it takes no more
+            if (size := os.fstat(file.fileno()).st_size) > 2**40:  # a stranger's sparse one: it cannot grow
                 file.close()
                 raise BadFile("no log")
         except BadFile:  # rclone without a cache writes files whole or not at all; or this is not ours
@@ -301,7 +304,7 @@ class DriveStore:
             with contextlib.suppress(BadFile), self.open(path) as file, self.folder(parent) as folder:
                 if (about := os.fstat(file.fileno())).st_nlink == 1 and about.st_size <= 4 * MAX_JSON_BYTES:
                     known = file.read(4 * MAX_JSON_BYTES)  # it may be growing
-                else:  # its other name may be anybody's file: it is kept, and not copied
+                else:  # another name of it may be anybody's file: no copy is made
                     aside = f"{name}.{secrets.token_hex(4)}"
                     os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
             self.write(path, known + b"\n" * (known[-1:] not in (b"", b"\n")) + data)
@@ -388,7 +391,7 @@ class DriveStore:
     def open_round(self, round_: int, by: str) -> None:
         """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
         state, clock = {"stage": 0, "updated_at": time.time(), "updated_by": by}, self.clock()[0]
-        for t in (*range(clock + MAX_GAP, round_, MAX_GAP), round_):  # `clock` believes in no gap
+        for t in (*range(clock + MAX_GAP, round_, MAX_GAP), round_):  # a larger gap is not believed
             self.write_once(f"state/rounds/{bucket(t)}.{by}.json", {"round": t, **state})
         if round_ > clock:  # a straggler must not set the state back
             with contextlib.suppress(OSError):  # it is for people
@@ -406,7 +409,7 @@ class DriveStore:
     def sessions(self) -> dict[str, str]:
         """Newest session of every node that ever registered, from names alone: one listing.
 
-        One that was first seen far ahead of its time never counts: planted, it would stop a node later.
+        One that was first seen far ahead of its time never counts: it would stop a node when that comes.
         """
         names, latest = self.names("peers"), 1000 * (time.time() + MAX_CLOCK_SKEW)
         for name in names:
@@ -433,7 +436,7 @@ class DriveStore:
         return data and brief(data, "role", "host", "boot_id", "pid", "pid_start")
 
     def is_registered(self, node_id: str, session: str) -> bool:
-        """Whether the folder holds this registration: another one in its place does not."""
+        """Whether the folder holds this registration: another folder mounted in its place does not."""
         if os.path.lexists(self.base / f"peers/{node_id}.{session}.json"):  # one call: it is asked often
             return True
         with self.folder():  # OSError where there is none
@@ -451,7 +454,7 @@ class DriveStore:
     # -- rollouts, rewards, checkpoints
 
     def publish(self, round_: int, stage: int, node_id: str, about: dict, groups: dict) -> bool:
-        """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}. Or BadFile."""
+        """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}."""
         data = {"format": FORMAT, "peer_id": node_id, "round": round_, "stage": stage}
         data |= {"timestamp": time.time(), **about, "rollouts": groups}
         check_rollouts(data, round_, stage, node_id)

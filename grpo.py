@@ -59,7 +59,7 @@ class Group:
     prompt       (P,) ids
     completions  G lists of ids, each at least one long; the first EOS, where there is one, is the last id
     rewards      (G,) in [0, 1]; whoever builds the group scored them itself
-    floor        a completion with a lower mean log-probability per token gets no gradient
+    floor        a completion with a lower mean log-probability per token gets no gradient, but is counted
     """
 
     prompt: list[int]
@@ -93,7 +93,7 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
 
 def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
-    """How much one token of each completion counts; any split into micro-batches sums to the same loss.
+    """How much one token of each completion counts: for the whole update, so that no split changes the loss.
 
     lengths: (B,) tokens of all completions of the *whole* update, flat groups included. Returns (B,) float64.
     dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens), as Dr. GRPO does.
@@ -107,7 +107,7 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
     """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `row_weights`.
 
     logp, old_logp, mask: (B, T); advantages, weights: (B,). old_logp=None means "exactly on policy": ratio 1,
-    gradient A. Returns (loss, number of clipped tokens), both scalar tensors.
+    gradient A times that of logp. Returns (loss, number of clipped tokens), both scalar tensors.
     """
     ratio = torch.exp(logp - (logp.detach() if old_logp is None else old_logp))  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)
@@ -149,7 +149,7 @@ def update(
         for pairs, rows in micro_batches(groups, rows_at_once):
             with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):  # weights: float32
                 logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
-            if step == 0:  # of the loop below: the policy has not moved yet
+            if step == 0:  # the first of the loop below: the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
             old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
             a = a * (old.sum(1) / mask.sum(1) >= floors[rows].to(logp))  # below its floor: no gradient
@@ -162,7 +162,7 @@ def update(
         (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
-            with contextlib.suppress(OSError):  # here and below: a full disk must not end training
+            with contextlib.suppress(OSError):  # stdout may be a file on a full disk
                 print("non-finite gradient: the rest of this update is skipped", flush=True)
             break
         optimizer.step()  # needs no memory of its own, see new_optimizer
@@ -185,7 +185,7 @@ def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0):
     sizes = torch.tensor([len(completions) for _, completions in pairs], device=model.device)  # (N,)
     last, cache, prompt_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id, sizes)
     hidden = last.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): predicts the first tokens
-    if targets.shape[1] > 1:  # padding on the right of completions is hidden by causality alone
+    if targets.shape[1] > 1:  # no real token sees the padding on its right: no mask for it
         rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
     logp = torch.zeros(mask.shape, device=model.device)
@@ -216,7 +216,7 @@ def sample_tokens(logits, noise, temperature: float):
     """One token per row by inverting the cumulative distribution: the first id where it exceeds the noise.
 
     logits: (B, V) float32; noise: (B,) uniform in [0, 1). The full softmax at `temperature`, no top-k or
-    top-p: the loss scores the same distribution. The noise is an argument: a draw depends on no other.
+    top-p: the loss scores the same distribution. Noise is given: what a row draws depends on no other row.
     """
     cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
     target = noise.unsqueeze(1) * cumulative[:, -1:]  # the last entry is 1 up to rounding

@@ -5,7 +5,7 @@
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
 GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
 
-`train` is the paper's Algorithm 1; read it first. Its six steps stand below it, in their order; then the
+`train` is the paper's Algorithm 1; begin with it. Its six steps stand below it, in their order; then the
 clock, the log, settings, checkpoints and roles. Configuration is environment variables only (class Config).
 `python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
 """
@@ -77,7 +77,7 @@ def train(run: "Run") -> None:
     """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process; returns after the last round.
 
     With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous, and a run repeats
-    bit for bit on a CPU. Every step leaves its figures for the log in `node.figures`.
+    bit for bit on a CPU. The steps leave their figures for the log in `node.figures`.
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):
@@ -130,7 +130,7 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
 def sample_batch(run: "Run", node: Node, t: int, stage: int) -> "list[Question]":
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
-        run.stop.check()  # within a round only here: one that has changed weights is finished first
+        run.stop.check()  # the only place within a round: it has not changed any weights yet
     config, count = run.config, run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
     return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
 
@@ -167,7 +167,7 @@ def answer(run: "Run", node: Node, questions: "list[Question]", g: int, seed: in
         return generate(
             node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids,
             torch.Generator().manual_seed(seed), codec.eos_id, rows_at_once, getattr(torch, config.DTYPE),
-            answered=codec.answered if codec.few_shot else None,
+            answered=codec.answered if codec.few_shot else None,  # None: no look at every token
         )  # fmt: skip
 
     rows = g * len(questions)
@@ -189,7 +189,7 @@ def mean_reward(rollouts: list[Rollout]) -> float:
 def communicate(run: "Run", node: Node, t: int, stage: int) -> None:
     """Step 3: publish this stage's groups as text, before training on them."""
     node.unpublished += [as_published(rollout) for rollout in node.rollouts]
-    if stage in run.swarm.stages:
+    if stage in run.swarm.publishing_stages:
         groups, node.unpublished = {str(i): group for i, group in enumerate(node.unpublished)}, []
         about = {"model": run.config.MODEL_NAME, "reasoning_gym": REASONING_GYM_VERSION, "tasks": task_hash()}
         run.swarm.publish(t, stage, node.id, about, groups)
@@ -213,7 +213,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
     figures = {"external_pool": 0, "external_peers": 0, "rejected": 0}
     if wanted > 0:
         wait_for_peers(run, t, stage)
-        figures["rejected"] = sum(key[0] == t for key in list(run.swarm.refused))
+        figures["rejected"] = sum(key[0] == t for key in list(run.swarm.refused))  # files; groups follow
         rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
             pool = informative_pool(run, node, t - age, None if age else stage, rng, figures)
@@ -229,19 +229,19 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
 
 
 def wait_for_peers(run: "Run", t: int, stage: int) -> None:
-    """Wait FETCH_TIMEOUT_SECONDS at most for who published the round before; at first for all registered."""
+    """Wait FETCH_TIMEOUT_SECONDS at most for those who published the round before; at first for everybody."""
     swarm, timeout = run.swarm, run.config.FETCH_TIMEOUT_SECONDS
-    if stage not in swarm.stages:
+    if stage not in swarm.publishing_stages:
         return  # nobody publishes yet
     deadline = time.monotonic() + timeout
     while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
         late = swarm.missing(t, stage)
-        if swarm.looked_at >= t and not late:
+        if swarm.looked_at_round >= t and not late:
             return
         if time.monotonic() > deadline:
             swarm.give_up(late)
-            more = f" and {len(late) - 8} others" * (len(late) > 8)
-            who = " ".join(sorted(late)[:8]) + more or "the folder's listing"
+            who = " ".join(sorted(late)[:8]) + f" and {len(late) - 8} others" * (len(late) > 8)
+            who = who or "the folder's listing"
             run.log.event("wait", f"round {t}: {who} not here after FETCH_TIMEOUT_SECONDS={timeout}", round=t)
             return
         swarm.wait()
@@ -299,10 +299,8 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
     if raw["prompt"] != question.text:
         return "prompt differs from the question"
     texts, finished = ([c[name] for c in raw["completions"]] for name in ("response", "finished"))
-    longest = run.codec.max_completion
-    is_short = max(map(len, texts)) <= 64 * longest  # tokens are shorter: spare the encoder
-    completions = is_short and run.codec.completions(texts, finished)
-    if not completions or not all(1 <= len(ids) <= longest for ids in completions):
+    longest, completions = run.codec.max_completion, run.codec.completions(texts, finished)
+    if not all(1 <= len(ids) <= longest for ids in completions):
         return f"completion empty or over {longest} tokens here"
     if max(map(max, completions)) >= run.codec.vocabulary:
         return "a token that this model does not have"
@@ -316,7 +314,7 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     config, began = run.config, time.monotonic()
     local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
     own = replay([r.group for r in local], node, config, t, stage)
-    floor = likelihood_floor(run, node) if external and run.config.EXTERNAL_FLOOR else -math.inf
+    floor = likelihood_floor(run, node) if external and config.EXTERNAL_FLOOR else -math.inf
     groups = own + [replace(r.group, floor=floor) for r in external]
     stats = update(
         node.model, node.optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS,
@@ -324,7 +322,7 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
         clip_high=config.CLIP_HIGH, num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows,
         pad_id=run.codec.eos_id, dtype=getattr(torch, config.DTYPE),
     )  # fmt: skip
-    run.max_rows, logps = min(run.max_rows, stats.pop("max_rows")), stats.pop("logps")
+    run.max_rows, logps = stats.pop("max_rows"), stats.pop("logps")  # of informative groups, own ones first
     rows = sum(len(group.completions) for group in own if group.is_informative)
     stats |= {"logp_own": average(logps[:rows]), "logp_external": average(logps[rows:])}  # how far off policy
     stats |= {"external_kept": average(logp >= floor for logp in logps[rows:])}
@@ -393,13 +391,12 @@ class Run:
     stop: "StopButton"
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one, see make_scratch
-    lock: object
+    max_rows: int  # completions per forward pass in the update
     done: int = -1  # last round finished
     saved: int = -1  # last round after which a checkpoint was to be made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
-    max_rows: int = 1024  # completions per forward pass in the update
     max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
     round_began: float = 0.0
     hanging: bool = False  # whether it was said that the folder does not answer
@@ -442,7 +439,7 @@ def wait_for_clock(run: Run, own: int) -> int:
         if swarm.superseded:
             run.log.event("end", f"a newer session of {', '.join(swarm.superseded)} runs; this one stops")
             raise Ended("superseded")
-        if swarm.hangs and not run.hanging:  # an error is told by the Swarm's thread; this one hangs itself
+        if swarm.hangs and not run.hanging:  # the Swarm's thread tells of errors; now it is stuck itself
             run.log.event("outage", "the shared folder does not answer; training goes on, writes are queued")
         run.hanging = swarm.hangs
         if swarm.down:  # alone for now, and no faster than usual, so as not to run away from the swarm
@@ -936,11 +933,6 @@ def carry(run: Run, path: str) -> None:
     local.unlink(missing_ok=True)
 
 
-def last_credible(store: DriveStore) -> int:
-    """A checkpoint after a later round, far above all that this experiment has done, is not believed."""
-    return max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1
-
-
 def resume(run: Run) -> None:
     """Load the newest checkpoint of this process that is readable; none at all means round 0.
 
@@ -948,7 +940,8 @@ def resume(run: Run) -> None:
     over by accident.
     """
     store, config, reason = run.store, run.config, None
-    for round_ in (rounds := store.checkpoints(config.NODE_ID, last_credible(store))):
+    last = max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1  # one of a later round is not believed
+    for round_ in (rounds := store.checkpoints(config.NODE_ID, last)):
         run.stop.check()
         path = checkpoint_path(config.NODE_ID, round_)
         try:
@@ -1033,11 +1026,11 @@ def restore(run: Run, file, round_: int) -> None:
 
 def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
+    folder = run.store.base / "models" / run.nodes[0].id
     for node in run.nodes:
         files = sorted(save_locally(run, node, "models").glob("*"))
         for file in files:
             run.swarm.post(carry, run, f"models/{node.id}/{file.name}")
-    folder = run.store.base / "models" / run.nodes[0].id
     decode, prompt = run.codec.tokenizer.decode, run.codec.prompt(make_question(run.tasks[0], 1))
     prompt = json.dumps(decode(prompt).removeprefix(decode(run.codec.bos)))  # which the pipeline adds
     model = json.dumps(str(folder))  # double quotes inside, single ones around
@@ -1160,6 +1153,10 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
     path, claim = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim"
     largest = (1 << 20) + sum(w.numel() * w.element_size() for w in model.state_dict().values())
     until = float("inf")  # as long as nobody was waited for
+
+    def make(_):
+        warm_start(model, codec, config, tasks, lambda line: (say(line), check_stop()))
+
     while True:
         check_stop()
         with contextlib.suppress(OSError, BadFile):
@@ -1175,7 +1172,7 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
                 time.sleep(0.5)
                 continue
         try:
-            warm_start(model, codec, config, tasks, lambda line: (say(line), check_stop()))
+            halving_on_oom(make, 1, 1, "the warm start")
             shared.write(path, pack_weights(model), keep=lambda old: load_weights(model, old))
         except OSError as error:
             say(f"the warm start cannot be shared, this node goes on with its own: {error}")
@@ -1208,7 +1205,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
     scratch, lock = make_scratch(config, log)
-    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, lock, max_rows=max_rows)
+    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, max_rows)
     try:
         prepare(run)
         train(run)
@@ -1355,7 +1352,7 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     store.create()
     stages = store.open_config({"MAX_STAGES": config.MAX_STAGES}, only_read=True).get("MAX_STAGES")
     if stages != config.MAX_STAGES:
-        todo = f"{store.base / 'config.json'} says {stages!r}; change that or EXPERIMENT_NAME"
+        todo = f"{store.base / 'config.json'} says {plain(stages)}; change that or EXPERIMENT_NAME"
         raise ConfigError(f"MAX_STAGES={config.MAX_STAGES}: {todo}")
     store.sweep()
     session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity()})

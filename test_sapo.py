@@ -495,7 +495,7 @@ def test_who_published_the_round_before_is_waited_for_unless_its_process_is_gone
         until(lambda t=round_: "n2" in swarm.groups_of(t))
         assert swarm.missing(round_, 0) == set(), "n3 did not publish the round before"
         swarm.round = round_ + 1
-        until(lambda: swarm.looked_at == swarm.round)
+        until(lambda: swarm.looked_at_round == swarm.round)
         assert swarm.missing(swarm.round, 0) == {"n2"}
     assert not swarm.alone and swarm.superseded == [] and swarm.close(patience=5) == 0
 

@@ -290,7 +290,7 @@ def test_a_file_that_arrives_late_is_read_and_old_rounds_are_forgotten(tmp_path)
     until(lambda: ours.groups_of(0))
     assert not ours.refused and len(events) == 1
     for ours.round in (2, 3):
-        until(lambda: ours.looked_at == ours.round)
+        until(lambda: ours.looked_at_round == ours.round)
         assert bool(ours.groups_of(0)) == (ours.round == 2)
     ours.close(patience=5)
 
@@ -383,7 +383,7 @@ def test_where_another_folder_takes_the_place_of_ones_own_nothing_is_written(tmp
     other = DriveStore(tmp_path / "other", store.base.name, "n1")
     other.create()
     swarm.start()
-    until(lambda: swarm.looked_at == 0)
+    until(lambda: swarm.looked_at_round == 0)
     away = store.base.rename(tmp_path / "away")
     for i in range(3):
         swarm.post(store.append, "logs/n1/order", f"{i}\n")
@@ -567,7 +567,7 @@ def test_a_peer_whose_file_could_not_be_used_is_not_waited_for_in_the_next_round
     put(store, "rollouts/round_000000/stage_0/never_registered.json", wire_file("never_registered", round=0))
     ours.start()
     ours.round = 1
-    until(lambda: ours.looked_at == 1)
+    until(lambda: ours.looked_at_round == 1)
     assert ours.missing(1, 0) == {"n2"}
     ours.close(patience=5)
 

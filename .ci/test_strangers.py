@@ -952,7 +952,7 @@ def test_files_that_take_long_to_read_make_nobody_wait_for_the_next_listing(tmp_
     swarm.start()
     for t in range(2, 10):
         swarm.round = t
-        while swarm.looked_at < t:
+        while swarm.looked_at_round < t:
             swarm.wait()
     assert len({key[0] for key in swarm.rollouts}) >= 4 and time.monotonic() - began < 12, "not 3 s for each"
     swarm.is_abandoned = True
