@@ -235,9 +235,10 @@ class Swarm:
         self._good_look = time.monotonic()  # loading a checkpoint may have taken minutes
         self._look()
         rounds = range(max(0, self.round - self.config.ROLLOUT_MAX_AGE), self.round)
-        for key in rollout_files(self.store, rounds if self.max_peers and len(self.nodes) > 1 else ()):
-            if key[2] in self.nodes:
-                self._fetch_one(key)
+        several = self.max_peers and len(self.nodes) > 1
+        for key in itertools.product(rounds if several else (), self.publishing_stages):
+            for node in self.nodes.keys() & self.store.nodes("rollouts", *key):
+                self._fetch_one((*key, node))
         self._lead = lead
         self._thread.start()
 
@@ -361,9 +362,10 @@ class Swarm:
                 self._jobs.remove(job)
 
     def _beats(self) -> list[Job]:
-        """A heartbeat of every node of this process that has registered."""
-        beats = [(n, dict(session=s, round=self.round, state=self.state)) for n, s in self.nodes.items() if s]
-        return [Job(self.store.heartbeat, beat) for beat in beats]
+        """A heartbeat of every node of this process that has registered, and that no newer session is of."""
+        ours = {n: s for n, s in self.nodes.items() if s and n not in self.superseded}
+        about = dict(round=self.round, state=self.state)
+        return [Job(self.store.heartbeat, (n, dict(session=s, **about))) for n, s in ours.items()]
 
     def _do(self, job: Job) -> bool:
         """Whether a job is done with. One that fails for its own path lets others pass, and is set aside."""
@@ -451,12 +453,12 @@ class Swarm:
         if key in self.rollouts or time.monotonic() < self.refused.get(key, 0.0):
             return
         config = self.config
-        most = 2 * config.NUM_TRAIN_SAMPLES * len(self.nodes)  # groups; more than is ever drawn of a peer
-        tokens = config.NUM_TRAIN_SAMPLES * config.LOCAL_OVERSAMPLE * config.NUM_GENERATIONS
-        tokens *= config.MAX_NEW_TOKENS * config.MAX_STAGES  # of a file of one's own
+        own = config.NUM_TRAIN_SAMPLES * config.LOCAL_OVERSAMPLE * config.MAX_STAGES  # groups of an own file
+        most = own if key[2] in self.nodes else 2 * config.NUM_TRAIN_SAMPLES * len(self.nodes)  # are kept
+        tokens = own * config.NUM_GENERATIONS * config.MAX_NEW_TOKENS
         try:
             groups = self.store.fetch(*key, 2**20 + 2**8 * tokens)
-            if key[2] not in self.nodes and len(groups) > most:
+            if len(groups) > most:
                 groups = random.sample(groups, most)
         except (OSError, ValueError) as error:  # BadFile is a ValueError
             if key not in self.refused:
@@ -616,6 +618,7 @@ def rollout_files(store, rounds) -> list[tuple]:
 
 def reward_rows(store, known: dict | None = None) -> list[dict]:
     """Every reward of a registered node, in order, as pandas likes it; `known` remembers old rounds."""
+    store.max_stages = begun_with(store, "MAX_STAGES", store.max_stages)
     known, clock, nodes = {} if known is None else known, store.clock()[0], store.sessions()
     rounds = [r for r in store.rounds("rewards") if r <= clock]
     for round_ in rounds:

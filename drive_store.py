@@ -132,15 +132,15 @@ class DriveStore:
     Paths are relative to `base`. All but can_write and read_heartbeat raise OSError while there is no folder.
     """
 
-    def __init__(self, root, experiment: str | None, owner: str = "reader"):
+    def __init__(self, root, experiment: str | None, owner: str = "reader", max_stages: int = 100):
         self.root = Path(root)
         inside = experiment is not None
         self.place = ("experiments", check_name(experiment, "EXPERIMENT_NAME")) if inside else ()
         self.base = self.root.joinpath(*self.place)
         self.owner = check_name(owner, "NODE_ID")
-        self.tmp = f"tmp/{owner}"
+        self.tmp, self.max_stages = f"tmp/{owner}", max_stages
         self.skipped = Counter()  # reason -> how often a file was unusable
-        self._rewards = {}  # path -> a reward file: write-once, so it is read once
+        self._rewards = {}  # (round, stage, node) -> a reward file of late: write-once, so it is read once
         self._sessions = {}  # name in peers/ -> (node, session), or None; judged at first sight
         self._figures = dict.fromkeys((*COUNTS, *FIGURES))  # names of figures, see sane_reward
 
@@ -360,9 +360,9 @@ class DriveStore:
         return [int(n[6:]) for n in self.names(kind) if re.fullmatch(r"round_\d{6}", n, re.ASCII)]
 
     def stages(self, kind: str, round_: int) -> list[int]:
-        """Stages that have a folder in this round, ascending (up to 100)."""
+        """Stages that have a folder in this round, ascending."""
         names = set(self.names(f"{kind}/{bucket(round_)}"))
-        return [stage for stage in range(100) if f"stage_{stage}" in names]
+        return [stage for stage in range(self.max_stages) if f"stage_{stage}" in names]
 
     def nodes(self, kind: str, round_: int, stage: int) -> list[str]:
         """Nodes that have a file NODE.json in a stage's folder; copies such as "n1 (1).json" do not match."""
@@ -497,18 +497,19 @@ class DriveStore:
 
         limit: of the first so many nodes of a stage. Its folder is opened once for all of them.
         """
-        rows = []
+        rows, self._rewards = [], {key: row for key, row in self._rewards.items() if key[0] > round_ - 10}
         for stage in self.stages("rewards", round_):
             where = stage_folder("rewards", round_, stage)
             there = [node for node in self.nodes("rewards", round_, stage) if node in nodes][:limit]
             gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)  # swapped meanwhile
             with gone, self.folder(where) if there else contextlib.nullcontext() as folder:
                 for node in there:
-                    path, about = f"{where}/{node}.json", dict(node_id=node, round=round_, stage=stage)
-                    if (row := self._rewards.get(path)) is None:
-                        row = sane_reward(self.read_matching(path, folder) or {}, self._figures, **about)
+                    about = dict(node_id=node, round=round_, stage=stage)
+                    if (row := self._rewards.get((round_, stage, node))) is None:
+                        data = self.read_matching(f"{where}/{node}.json", folder)
+                        row = sane_reward(data or {}, self._figures, **about)
                     if row is not None:  # else it may be on its way
-                        self._rewards[path] = row
+                        self._rewards[round_, stage, node] = row
                         rows.append(row)
         return rows
 

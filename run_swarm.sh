@@ -43,7 +43,7 @@ prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE wha
     printf '%s\n' "[$1] $line" >> "$2" || true  # LOG_DIR may be full
     [[ $quiet && $line == *" round "*" | reward "* ]] && continue
     [[ $quiet && $1 != worker_0 && $line =~ $once ]] && continue
-    [ -z "$line" ] || printf '%s\n' "[$1] $line"
+    [ -z "$line" ] || printf '%s\n' "[$1] $line" || true
   done
 }
 

@@ -39,7 +39,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
     from coordinator import process_identity, recent, report_files, report_text, reward_rows
     from coordinator import rounds_to_keep, short_time, summarize, validate_experiment, without_seat
     from coordinator import write_winners
-    from drive_store import MAX_GAP, BadFile, DriveStore, StoreError
+    from drive_store import MAX_GAP, MAX_JSON_BYTES, BadFile, DriveStore, StoreError
     from drive_store import bucket, check_name, is_name, is_number, parse_json
 
 
@@ -895,7 +895,7 @@ def save_checkpoint(run: Run) -> None:
             raise RuntimeError("too many externals: lower NUM_TRANSPLANT_TREES or ROLLOUT_MAX_AGE")
         save_file(tensors, run.scratch / "saving", {"about": written})
         (run.scratch / "saving").rename(local)  # whole, for the other thread
-        for older in {*waiting_checkpoints(run.scratch)} - {local}:
+        for older in {*run.scratch.glob("checkpoints/*/*")} - {local}:
             older.unlink(missing_ok=True)
         run.swarm.post(carry_checkpoint, run, run.done)
         run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
@@ -907,9 +907,9 @@ def checkpoint_path(process: str, round_: int) -> str:
     return f"checkpoints/{bucket(round_)}/{process}.safetensors"
 
 
-def waiting_checkpoints(scratch: Path) -> list[Path]:
-    """Checkpoints on their way to the shared folder. Local files lie below `scratch` as they will there."""
-    return [*scratch.glob("checkpoints/*/*.safetensors")]
+def waiting_files(scratch: Path) -> list[Path]:
+    """Checkpoints and models on their way to the shared folder. They lie in `scratch` as they will there."""
+    return [*scratch.glob("checkpoints/*/*"), *scratch.glob("models/*/*")]
 
 
 def carry_checkpoint(run: Run, round_: int) -> None:
@@ -939,8 +939,10 @@ def resume(run: Run) -> None:
     ConfigError or StoreError if there are checkpoints, or were, and none can be used: a swarm never starts
     over by accident.
     """
-    store, config, reason = run.store, run.config, None
-    last = max(store.clock()[0], store.last_rewarded()) + MAX_GAP - 1  # one of a later round is not believed
+    store, config, reason, clock = run.store, run.config, None, run.store.clock()[0]
+    last = max(clock, store.last_rewarded()) + MAX_GAP - 1
+    if store.rounds("checkpoints")[-1:] > [last]:
+        run.log.say(f"checkpoints after round {last} are too far above the swarm's {clock} to be believed")
     for round_ in (rounds := store.checkpoints(config.NODE_ID, last)):
         run.stop.check()
         path = checkpoint_path(config.NODE_ID, round_)
@@ -957,28 +959,29 @@ def resume(run: Run) -> None:
             continue
         run.done = run.saved = round_
         run.checkpoints = [r for r in reversed(rounds) if r <= round_]
-        run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
+        ahead = f", ahead of the swarm's round {clock}" * (round_ > clock)
+        run.log.event("resume", f"from the checkpoint after round {round_}{ahead}", round=round_)
         return
     if isinstance(reason, ConfigError):
         raise reason
-    if reason or lost_checkpoints(run):
+    if reason or had_checkpoint(run):
         found = f"none of {config.NODE_ID}'s can be used ({plain(reason)}): restore one"
         missing = f"{config.NODE_ID} trained here, and has no checkpoint: restore it or LOCAL_NODES"
         todo = f"{found if reason else missing}, or take another NODE_ID or EXPERIMENT_NAME"
         raise StoreError(f"{store.base / 'checkpoints'}: {todo}. Nothing was changed")
 
 
-def lost_checkpoints(run: Run) -> bool:
-    """Whether there must have been a checkpoint, of this process that has none to go on from."""
-    store, config, ids = run.store, run.config, {node.id for node in run.nodes}
-    if store.checkpoints(config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids):
+def had_checkpoint(run: Run) -> bool:
+    """Whether this process, that finds no checkpoint to go on from, once had one: its log says so."""
+    store, ids, known = run.store, {node.id for node in run.nodes}, b""
+    if store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids):
         return True  # of rounds that are not believed; of a run that ended
-    if not (store.sessions().keys() & ids or any(store.names(f"logs/{node_id}") for node_id in ids)):
-        return False  # it was never here
-    every = begun_with(store, "CHECKPOINT_INTERVAL", config.CHECKPOINT_INTERVAL)
-    if lost := sum(bool(store.rewards(t, ids)) for t in store.rounds("rewards")) > every:
-        return lost
-    run.log.event("resume", "it came to no checkpoint before: it begins with new weights")
+    with contextlib.suppress(FileNotFoundError, BadFile):
+        known = store.read_bytes(f"logs/{run.config.NODE_ID}/training_events.jsonl", 4 * MAX_JSON_BYTES)
+    if b'"event": "checkpoint"' in known:
+        return True
+    if known or store.sessions().keys() & ids:
+        run.log.event("resume", "none of its checkpoints came here: it begins with new weights")
     return False
 
 
@@ -1124,7 +1127,7 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
     if not ((nodes := without_seat(store.sessions())) or store.rounds("rewards")):
-        others = ", ".join(list_experiments(config.GDRIVE_PATH))
+        others = ", ".join(sorted({*list_experiments(config.GDRIVE_PATH)} - {config.EXPERIMENT_NAME}))
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
     last = begun_with(store, "MAX_ROUNDS", math.inf)
@@ -1186,7 +1189,7 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
 def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     """Load, resume, train, save. Returns how it ended: finished, incomplete, stopped or superseded."""
     stop.check()  # the imports took a while
-    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID)
+    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID, config.MAX_STAGES)
     store.create()
     announce(config, store, log.say)
     tasks = join_experiment(config, store, log.say, only_read=True)
@@ -1204,7 +1207,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
-    scratch, lock = make_scratch(config, log)
+    scratch, lock = make_scratch(store, log)
     run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, max_rows)
     try:
         prepare(run)
@@ -1253,25 +1256,29 @@ def new_node(node_id: str, model, config: Config) -> Node:
     return Node(node_id, own, new_optimizer(own, config))
 
 
-def make_scratch(config: Config, log: Log) -> tuple[Path, object]:
+def make_scratch(store: DriveStore, log: Log) -> tuple[Path, object]:
     """A local folder for files on their way to the shared one, and its lock, open while this process lives.
 
-    Those that ended processes left are deleted; one with a checkpoint that did not arrive is kept and named.
+    Those that ended processes left are deleted; one with files that did not arrive is kept, and named by the
+    next start of its node.
     """
+    whose = f"{os.path.realpath(store.base)} {store.owner}"
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=f"sapo-{config.EXPERIMENT_NAME}-"))
+        scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
+        lock = open(scratch / "lock", "w")
     except OSError as error:
         raise ConfigError(f"TMPDIR={tempfile.gettempdir()}: no folder can be made there ({error})") from error
-    lock = open(scratch / "lock", "w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    for path in scratch.parent.glob("sapo-*-????????/lock"):
-        with contextlib.suppress(OSError), open(path, "r+") as theirs:  # in use, or another user's
-            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if waiting_checkpoints(path.parent):
-                todo = "its checkpoints/ did not reach the experiment's folder: copy them there, or delete it"
-                log.say(f"left by a process that ended: {path.parent}; {todo}")
-            elif os.fstat(theirs.fileno()).st_mtime < time.time() - 60:  # else just made, not yet locked
-                shutil.rmtree(path.parent)
+    print(whose, file=lock, end="", flush=True)
+    for path in scratch.parent.glob("sapo-????????/lock"):
+        with contextlib.suppress(OSError, ValueError), open(path, "r+") as theirs:
+            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: in use
+            if not (waiting := waiting_files(path.parent)):
+                if os.fstat(theirs.fileno()).st_mtime < time.time() - 60:  # else just made, not yet locked
+                    shutil.rmtree(path.parent)
+            elif theirs.read(len(whose) + 1) == whose:
+                todo = "This start does not use it; copy it there before one that shall, or delete it"
+                log.say(f"{waiting[0]} was left by an earlier start and did not reach {store.base}. {todo}")
     return scratch, lock
 
 
@@ -1315,12 +1322,12 @@ def prepare(run: Run) -> None:
 
 def close(run: Run) -> bool:
     """Write what is still queued and say goodbye; whether all of it arrived. Nothing is given up silently."""
-    run.stop.pressed = max(1, run.stop.pressed)  # one more gives up
     if run.log.bar is not None:
         with contextlib.suppress(OSError, ValueError):
             run.log.bar.close()
         run.log.bar = None
     if uploads():
+        run.stop.pressed = 1  # one more is the last
         run.log.say("waiting for the Hub (Ctrl-C gives up)")
     deadline = time.monotonic() + (HUB_PATIENCE if run.swarm.state == "done" else 120.0)
     with contextlib.suppress(KeyboardInterrupt):
@@ -1331,11 +1338,12 @@ def close(run: Run) -> bool:
     pending = True  # as long as it is not known
     with contextlib.suppress(KeyboardInterrupt):
         if pending := run.swarm.close(patience=10.0):
+            run.stop.pressed = 1
             run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
             pending = run.swarm.close(patience=300.0)
     if run.swarm.set_aside:
         run.log.say(f"set aside, because they cannot be written: {len(run.swarm.set_aside)} files")
-    waiting = [*waiting_checkpoints(run.scratch), *run.scratch.glob("models/*/*")]
+    waiting = waiting_files(run.scratch)
     lost = pending or len(waiting) or len(run.swarm.set_aside)
     lost = lost or run.saved not in (-1, *run.checkpoints)  # not even saved here
     if lost:
@@ -1348,7 +1356,7 @@ def close(run: Run) -> bool:
 
 def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     """Open rounds for the swarm; loads no model."""
-    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR)
+    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR, config.MAX_STAGES)
     store.create()
     stages = store.open_config({"MAX_STAGES": config.MAX_STAGES}, only_read=True).get("MAX_STAGES")
     if stages != config.MAX_STAGES:

@@ -293,7 +293,7 @@ def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive,
 
     assert in_another_process(work) == 9
     assert swarm(drive, "early") == 0
-    assert "no checkpoint before" in events_of(drive, "early", "resume")[0]["text"]
+    assert "none of its checkpoints" in events_of(drive, "early", "resume")[0]["text"]
     assert rewards_of(drive, "early").items() < rewards_of(drive, "unbroken").items(), "it replays"
 
 
@@ -569,7 +569,7 @@ def test_in_an_outage_only_the_newest_checkpoint_waits(drive, monkeypatch):
         elif run.done == 9:
             away.rename(folder)
         save(run)
-        waiting.append([path.parent.name[-1] for path in sapo.waiting_checkpoints(run.scratch)])
+        waiting.append([path.parent.name[-1] for path in run.scratch.glob("checkpoints/*/*")])
 
     def full(tensors, path, about):
         if json.loads(about["about"])["next_round"] == 7:
@@ -1174,13 +1174,11 @@ def test_only_a_worker_needs_torch(drive, unbroken, tmp_path, role):
 
 def test_what_did_not_reach_the_folder_survives_the_next_start(drive, unbroken, tmp_path, capsys):
     shutil.copytree(unbroken, folder := drive / "experiments/left")
-    config, log = SimpleNamespace(EXPERIMENT_NAME="left"), SimpleNamespace(bar=None, say=print)
-    (kept, lock), (left, its), (lives, _used) = (sapo.make_scratch(config, log) for _ in range(3))
+    store, log = DriveStore(drive, "left", "node"), SimpleNamespace(bar=None, say=print)
+    (kept, lock), (left, its), (lives, _used) = (sapo.make_scratch(store, log) for _ in range(3))
     newest, waits = (base / sapo.checkpoint_path("node", 13) for base in (folder, kept))
     waits.parent.mkdir(parents=True)
     newest.rename(waits)
-    (left / "models/n").mkdir(parents=True)  # killed at its end: they are made again
-    (left / "models/n/model.safetensors").write_bytes(b"half")
     swarm_ = SimpleNamespace(state="stopped", close=lambda patience: 3, set_aside={"a reward"})
     run = SimpleNamespace(log=log, swarm=swarm_, scratch=kept, saved=-1)
     run.stop, run.checkpoints = SimpleNamespace(pressed=0), []
@@ -1190,18 +1188,21 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(drive, unbroken, 
     assert "they cannot be written: 1 files" in text
     lock.close()
     its.close()
-    strange = "sapo-results", "sapo-0123456789ab", "sapo-x-of_mine_too"  # are no folders of ours
+    strange = "sapo-results", "sapo-0123456789ab", "sapo-of_mine_too"  # are no folders of ours
     for name in strange:
         (tmp_path / name).mkdir()
-    (tmp_path / "sapo-x-12345678").write_text("a file")
-    (tmp_path / "sapo-x-abcdefgh").symlink_to(left)
-    (tmp_path / "sapo-x-fifo_abc").mkdir()
-    os.mkfifo(tmp_path / "sapo-x-fifo_abc/lock")
-    sapo.make_scratch(config, log)
+    (tmp_path / "sapo-12345678").write_text("a file")
+    (tmp_path / "sapo-abcdefgh").symlink_to(left)
+    (tmp_path / "sapo-fifo_abc").mkdir()
+    os.mkfifo(tmp_path / "sapo-fifo_abc/lock")
+    sapo.make_scratch(DriveStore(drive, "left", "another"), log)
     assert left.exists(), "just made, and perhaps not yet locked"
-    assert f"left by a process that ended: {kept}; its checkpoints/ did not reach" in capsys.readouterr().out
+    assert "did not reach" not in capsys.readouterr().out, "this is another node's affair"
     os.utime(left / "lock", (1, 1))
+    os.utime(kept / "lock", (1, 1))
     assert swarm(drive, "left", MAX_ROUNDS=15) == 0
+    said = f"{waits} was left by an earlier start and did not reach {folder}. This start does not use it"
+    assert said in capsys.readouterr().out
     assert waits.exists() and lives.exists() and not left.exists()
     assert all((tmp_path / name).is_dir() for name in strange)
     assert events_of(drive, "left", "resume")[-1]["round"] == 11
@@ -1209,6 +1210,42 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(drive, unbroken, 
     shutil.rmtree(folder / "checkpoints/round_000014")
     assert swarm(drive, "left", MAX_ROUNDS=15) == 0
     assert events_of(drive, "left", "resume")[-1]["round"] == 13
+
+
+@pytest.mark.parametrize("begun, own, refused", [(3, 50, False), (50, 3, True)])
+def test_whether_there_was_a_checkpoint_is_no_matter_of_another_nodes_interval(
+    drive, monkeypatch, capsys, begun, own, refused
+):
+    """The interval of whoever began the experiment counted: refused for good, or begun again."""
+    name, settings = f"interval_{own}", dict(MAX_ROUNDS=12, NODE_ID="b", LOCAL_NODES=1, **UNTRAINED)
+
+    def work():
+        at_call(monkeypatch, "finish_round", 8, lambda: os._exit(9))
+        swarm(drive, name, CHECKPOINT_INTERVAL=own, **settings)
+
+    assert in_another_process(work) == 9
+    folder = drive / "experiments" / name
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    config = json.loads((folder / "config.json").read_text()) | {"CHECKPOINT_INTERVAL": begun}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert swarm(drive, name, CHECKPOINT_INTERVAL=own, **settings) == (2 if refused else 0)
+    said = "trained here, and has no checkpoint" if refused else "none of its checkpoints came here"
+    assert said in capsys.readouterr().out
+
+
+def test_one_stop_while_the_last_files_are_written_loses_none_of_them(drive, monkeypatch):
+    """It counted as the second one, and the final checkpoint and model were given up."""
+    fsync = os.fsync
+
+    def slow(fd):
+        if os.fstat(fd).st_size > 10**5 and not pressed:
+            pressed.append(os.kill(os.getpid(), signal.SIGINT))
+        fsync(fd)
+
+    pressed = []
+    at_call(monkeypatch, "close", 1, lambda: monkeypatch.setattr(os, "fsync", slow))
+    assert swarm(drive, "pressed", MAX_ROUNDS=2, **UNTRAINED) == 0 and pressed
+    assert (drive / "experiments/pressed/models/node_0/model.safetensors").exists()
 
 
 def test_a_tokenizer_with_several_templates_is_saved_as_files_only(tmp_path):
@@ -1393,7 +1430,7 @@ def test_what_a_superseded_process_did_not_write_is_kept_and_so_is_the_checkpoin
     settings = dict(LOCAL_NODES=1, NODE_ID="node", MAX_ROUNDS=6, CHECKPOINT_INTERVAL=2, CHECKPOINT_KEEP=1)
     assert swarm(drive, "robbed", **settings, **UNTRAINED) == 3
     assert DriveStore(drive, "robbed").checkpoints("node") == [3]
-    waits = [path.parent.name for path in tmp_path.glob("sapo-robbed-*/*/*/*.safetensors")]
+    waits = [path.parent.name for path in tmp_path.glob("sapo-*/*/*/*.safetensors")]
     assert sorted(waits) == ["node", "round_000005"]
 
 
@@ -1412,7 +1449,8 @@ def test_who_joined_late_and_was_killed_at_once_begins_again_and_is_not_refused(
     assert store.submit_reward(13, 0, "zed", reward)
     settings = dict(NODE_ID="zed", LOCAL_NODES=1, MAX_ROUNDS=16, COORDINATOR_ROUND_INTERVAL=0.2)
     assert swarm(drive, "late", FETCH_TIMEOUT_SECONDS=0, **settings) == 0
-    assert "no checkpoint before" in events_of(drive, "late", "resume", "zed")[0]["text"] and folder.exists()
+    assert "none of its checkpoints" in events_of(drive, "late", "resume", "zed")[0]["text"]
+    assert folder.exists()
 
 
 def test_what_a_checkpoint_says_of_other_rounds_is_forgotten(drive, unbroken):
