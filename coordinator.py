@@ -747,6 +747,8 @@ def summarize(store, known: dict | None = None) -> dict | None:
         raise ValueError(f"rewards of only {len(found)} of {rounds} rounds")
     settings = {n: config[n] for n in config if n not in NO_SETTING} | {"nodes": nodes, "rounds": rounds}
     by_round = [found.get(t, []) for t in range(rounds)]
+    held = [row for row in rows if "held_out" in row]
+    last_tenth = min([0.9 * rounds, *(row["round"] for row in held[-1:])])  # or the last evaluation
     curve = [average(row["reward"] for row in now) or 0.0 for now in by_round]
     spent = [sum(row.get("completions", 0) for row in now) / nodes for now in by_round]
     return {
@@ -759,7 +761,7 @@ def summarize(store, known: dict | None = None) -> dict | None:
         "task": json.dumps({n: settings[n] for n in sorted(settings) if n not in OF_SHARING}),
         "per_node": sum(row["reward"] for row in rows) / nodes,
         "final": smooth(curve)[-1],
-        "held_out": average(row.get("held_out") for row in rows if row["round"] >= 0.9 * rounds),
+        "held_out": average(row["held_out"] for row in held if row["round"] >= last_tenth),
         "completions": sum(spent),
         "missing": 1 - len(rows) / (nodes * rounds * begun_with(store, "MAX_STAGES", 1)),
         "curve": curve,
@@ -799,9 +801,9 @@ def advantage(runs: list[dict], lone: list[dict]) -> dict:
     """Gain over the baseline, interval and p: Student's t, assuming log ratios roughly normal over seeds."""
     seeds = [rows_by("seed", group).items() for group in (runs, lone)]  # two runs of one seed count once
     ours, base = ({seed: average(r["per_node"] for r in same) for seed, same in group} for group in seeds)
-    if not base or min(base.values()) < 1e-3:
-        return {"note": "baseline near 0" if base else "no baseline with the same settings"}
-    ours, base = ({seed: math.log(max(x, 1e-3)) for seed, x in g.items()} for g in (ours, base))
+    if not base or min(*ours.values(), *base.values()) < 1e-3:
+        return {"note": "a run earned nothing: no ratio" if base else "no baseline with the same settings"}
+    ours, base = ({seed: math.log(x) for seed, x in g.items()} for g in (ours, base))
     pairs = [ours[seed] - base[seed] for seed in ours if seed in base]
     if len(pairs) < 3:
         gain = math.expm1(average(ours.values()) - average(base.values()))

@@ -594,10 +594,9 @@ class Codec:
         """Chat template where the model has one; else plain text with `num_shots` solved examples."""
         if self.tokenizer.chat_template:
             system, user = SYSTEM_PROMPTS["default"], question.text
-            try:
+            if self.has_system_role:
                 return self.chat({"role": "system", "content": system}, {"role": "user", "content": user})
-            except Exception:  # templates without a system role raise
-                return self.chat({"role": "user", "content": system + "\n" + user})
+            return self.chat({"role": "user", "content": system + "\n" + user})
         seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
         shots = [lucky_question(question.task, seed) for seed in seeds]
         solved = [f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots]
@@ -609,6 +608,14 @@ class Codec:
     def chat(self, *turns: dict) -> list[int]:
         ids = self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
         return ids[-self.max_prompt :]
+
+    @functools.cached_property
+    def has_system_role(self) -> bool:
+        """Whether the chat template knows it: some raise an exception, some leave it out without a word."""
+        turns = [{"role": role, "content": f"as {role}"} for role in ("system", "user")]
+        with contextlib.suppress(Exception):
+            return "as system" in self.tokenizer.apply_chat_template(turns, tokenize=False)
+        return False
 
     def encode(self, text: str | list[str]) -> list:
         """Text, or texts each on its own, -> ids. "<|im_end|>" in a peer's text is no special token."""
@@ -693,12 +700,13 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     size = model.config.get_text_config().vocab_size
     codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest, size)
     try:
-        if not (prompt := codec.prompt(lucky_question(tasks[0], 1))):
-            raise ValueError("it is empty")
+        prompts = [codec.prompt(lucky_question(tasks[0], seed)) for seed in range(9)]
+        if all(prompt == prompts[0] for prompt in prompts):
+            raise ValueError("it is the same for every question")
     except Exception as error:  # whatever a template's author did
         what = "its chat template makes no prompt"
         raise ValueError(f"MODEL_NAME={name!r}: {what} ({one_line(error)})") from error
-    if (highest := max(*prompt, eos_id, tokenizer.vocab_size - 1)) >= size:
+    if (highest := max(*prompts[0], eos_id, tokenizer.vocab_size - 1)) >= size:
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer has token {highest}, the model {size} in all")
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
     return model, codec
@@ -715,8 +723,9 @@ def exact_positions(model) -> int:
     names = "max_position_embeddings", "max_seq_len", "max_target_positions"
     positions = min((x for name in names if (x := getattr(shape, name, None) or 0) > 0), default=4096)
     rope = getattr(shape, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        positions = min(positions, rope.get("original_max_position_embeddings") or positions)
+    for each in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # of a type of layers
+        if each.get("rope_type") in ("dynamic", "longrope"):
+            positions = min(positions, each.get("original_max_position_embeddings") or positions)
     return positions
 
 

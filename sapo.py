@@ -524,7 +524,7 @@ class StopButton:
         if self.pressed > 1:
             raise KeyboardInterrupt
         with contextlib.suppress(OSError, RuntimeError):  # a closed terminal; a print that was interrupted
-            print("\nstopping after this round; once more to exit at once", flush=True)
+            print("\nstopping (a round is finished first); once more to exit at once", flush=True)
 
 
 # -------- The log ---------------------------------------------------------------------------------
@@ -654,7 +654,7 @@ class Config:
     NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage", low=1, high=100)
     LOSS_TYPE: str = var("dapo", "per token, per completion, by MAX_NEW_TOKENS", "dapo grpo dr_grpo")
     MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass; auto: by memory", low=1, high=65536)
-    DTYPE: str = var("auto", "to compute in; auto: bfloat16 if the hardware can", "auto float32 bfloat16")
+    DTYPE: str = var("auto", "to compute in; auto: bfloat16 if the hardware can", "float32 bfloat16")
     DEVICE: str = var("auto", "cuda, cuda:1, mps or cpu; auto: the first there is")
     COORDINATOR_ROUND_INTERVAL: float = var(60.0, "seconds of a round, at the latest", low=0.01, high=86400)
     ROUND_ADVANCE: str = var("hybrid", "interval over, all submitted, or either", "time completion hybrid")
@@ -1472,13 +1472,12 @@ def main(environ=None) -> int:
         config, notes = read_config(environ)
         log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
         say, to_go_on = log.say, f"; to go on:\n  {log.resume_line}"
-        if config.NODE_ROLE in ("worker", "coordinator"):
+        run = {"worker": run_worker, "coordinator": run_coordinator}.get(config.NODE_ROLE)
+        if run:
             say(config_table(config, config.VERBOSE))
-            for note in notes + unseen_globals(environ):
-                say(f"note: {note}")
-            outcome = (run_worker if config.NODE_ROLE == "worker" else run_coordinator)(config, log, stop)
-        else:
-            outcome = run_reader(config, stop)
+        for note in notes + unseen_globals(environ):
+            say(f"note: {note}")
+        outcome = run(config, log, stop) if run else run_reader(config, stop)
         return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
     except (Ended, KeyboardInterrupt):
         say(f"stopped{to_go_on}")

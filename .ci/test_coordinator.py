@@ -522,6 +522,35 @@ def test_runs_that_differ_in_any_setting_are_never_averaged_and_only_the_seed_ma
     assert "LOSS_TYPE=grpo" in labels and "A_NEW_ONE=1" in labels and "SEED" not in labels
 
 
+def test_no_ratio_is_told_where_a_run_earned_nothing(tmp_path):
+    """The logarithm of 0 was that of a constant, which decided the gain."""
+    for seed, reward in enumerate((0.9, 0.9, 0.9, 0.0)):
+        finished_run(tmp_path, f"a{seed}", [reward] * 20, SEED=seed)
+        lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0, SEED=seed)
+        finished_run(tmp_path, f"b{seed}", [0.5] * 20, **lone)
+    row = compare_experiments(tmp_path)[0]
+    assert row["improvement"] is None and "earned nothing" in row["note"]
+
+
+def test_evaluations_before_the_last_tenth_are_reported_where_there_are_no_later_ones(tmp_path):
+    store = finished_run(tmp_path, "early", [0.5] * 20)
+    for path in (store.base / "rewards").glob("*/*/*.json"):
+        data = json.loads(path.read_text())
+        if data["round"] in (5, 11):
+            path.write_text(json.dumps(data | {"held_out": data["round"] / 100}))
+    assert compare_experiments(tmp_path)[0]["held_out"] == pytest.approx(0.11)
+
+
+def test_stages_that_an_experiment_does_not_have_are_not_read(tmp_path):
+    """A stranger's made a node's own total 594 of 40, and memory grow by 6 MB a round."""
+    store = finished_run(tmp_path, "stages", [0.5] * 20)
+    for stage in range(1, 100):
+        store.submit_reward(3, stage, "n1", {"reward": 1.0})
+    rows = reward_rows(DriveStore(store.root, "stages"))
+    assert {row["stage"] for row in rows} == {0} and len(store._rewards) < 300
+    assert [row["stage"] for row in DriveStore(store.root, "stages", "w", 1).rewards(3, {"n1"})] == [0]
+
+
 def test_a_report_names_gain_interval_cost_and_baseline_and_is_written_in_every_form(tmp_path):
     ours, base = (0.40, 0.44, 0.52, 0.48), (0.20, 0.22, 0.24, 0.25)
     for seed, (high, low) in enumerate(zip(ours, base, strict=True)):

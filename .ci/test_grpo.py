@@ -418,16 +418,17 @@ def test_a_model_without_chat_template_sees_solved_examples_of_the_same_task():
             assert answer == f"<answer>{gcd(a, b)}</answer>"
 
 
-@pytest.mark.parametrize("refuses_system", ["true", "false"])
-def test_a_chat_model_sees_the_default_system_prompt_and_the_question(refuses_system):
-    refuse = "{% if m.role == 'system' and " + refuses_system + " %}{{ raise_exception('no') }}{% endif %}"
+@pytest.mark.parametrize("system_role", ["there", "refused", "left out"])
+def test_a_chat_model_sees_the_default_system_prompt_and_the_question(system_role):
     turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    template = "{% for m in messages %}" + refuse + turn + "{% endfor %}"
+    other = {"there": turn, "refused": "{{ raise_exception('no') }}", "left out": ""}[system_role]
+    turn = "{% if m.role == 'system' %}" + other + "{% else %}" + turn + "{% endif %}"
+    template = "{% for m in messages %}" + turn + "{% endfor %}"
     template += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     codec = tiny_codec(2, template, controls=("<|im_start|>", "<|im_end|>"))
     question = make_question("gcd", 5)
     assert len(codec.encode("<|im_end|>")) == 10  # that must not change how the next prompt is encoded
-    rules, alone = grpo.SYSTEM_PROMPTS["default"], refuses_system == "true"
+    rules, alone = grpo.SYSTEM_PROMPTS["default"], system_role != "there"
     between = "\n" if alone else "<|im_end|>\n<|im_start|>user\n"
     text = f"<|im_start|>{'user' if alone else 'system'}\n{rules}{between}{question.text}<|im_end|>\n"
     text += "<|im_start|>assistant\n"
@@ -505,13 +506,14 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
             "chat template makes no prompt .TemplateError: never",
         ),
         (dict(template="{% for m in messages %}"), "chat template makes no prompt .TemplateSyntaxError"),
-        (dict(template="{% if false %}x{% endif %}"), "makes no prompt .ValueError: it is empty"),
+        (dict(template="{% if false %}x{% endif %}"), "makes no prompt .ValueError: it is the same"),
         (
-            dict(added="<turn>", template="{{ messages[0].content }}<turn>"),
+            dict(added="<turn>", template="{{ messages[-1].content }}<turn>"),
             r"has token (\d+), the model \1 in all",
         ),
         (dict(added="<turn>", eos="<turn>"), r"has token (\d+), the model \1 in all"),
-        (dict(template="{{ messages[0].content }}"), None),
+        (dict(template="{{ messages[0].content }}"), "it is the same for every question"),
+        (dict(template="{{ messages[-1].content }}"), None),
     ]:
         spoiled(base_models / "llama", tmp_path / "spoiled", **spoil)
         config = config_of(MODEL_NAME=tmp_path / "spoiled", MAX_NEW_TOKENS=8)
@@ -522,6 +524,10 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
     sizes = dict(max_position_embeddings=512, original_max_position_embeddings=64, pad_token_id=0)
     assert exact_positions(other_lm("phi3", **sizes, rope_parameters=rope)) == 64
+    kinds = SimpleNamespace(max_position_embeddings=256, rope_parameters={"full_attention": None})
+    kinds.rope_parameters["full_attention"] = rope | {"original_max_position_embeddings": 32}
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: kinds))
+    assert exact_positions(model) == 32, "of one type of layers"
 
 
 def spoiled(source, folder, without="nothing", template=None, added=None, eos=None) -> None:

@@ -1248,6 +1248,30 @@ def test_one_stop_while_the_last_files_are_written_loses_none_of_them(drive, mon
     assert (drive / "experiments/pressed/models/node_0/model.safetensors").exists()
 
 
+@pytest.mark.parametrize("role", ["report", "validate", "monitor"])
+def test_readers_name_near_misses_too(drive, capsys, role):
+    sapo.main({"GDRIVE_PAHT": str(drive), "GDRIVE_PATH": str(drive / "none"), "NODE_ROLE": role})
+    assert "GDRIVE_PAHT is not a variable of this program: did you mean" in capsys.readouterr().out
+
+
+def test_own_rollouts_that_a_stranger_swelled_cost_a_start_little(drive, unbroken):
+    """Stages that there are not, and 4096 groups in a file, took gigabytes."""
+    shutil.copytree(unbroken, folder := drive / "experiments/swollen")
+    store = DriveStore(drive, "swollen", "node")
+    for node in ("node_0", "node_1"):
+        groups = {str(i): group_by_hand(i, right=1) for i in range(300)}
+        path = folder / f"rollouts/round_000012/stage_0/{node}.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"rollouts": groups}))
+        store.publish(12, 5, node, {}, groups)
+    config = config_of(LOCAL_NODES=2, NUM_TRAIN_SAMPLES=2, NUM_TRANSPLANT_TREES=2)
+    swarm = sapo.Swarm(store, dict.fromkeys(["node_0", "node_1"], ""), config, print, [])
+    swarm.round = 13
+    swarm._be_here = swarm._thread.start = lambda: None
+    swarm.start()
+    assert {key[1] for key in swarm.rollouts} == {0}
+    assert all(len(groups) <= 4 for groups in swarm.rollouts.values())
+
+
 def test_a_tokenizer_with_several_templates_is_saved_as_files_only(tmp_path):
     model, tokenizer = sapo.import_learner() or grpo.build_tiny(TASKS)
     tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tools": "{{ messages[0].content }}!"}
