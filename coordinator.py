@@ -618,7 +618,7 @@ def rollout_files(store, rounds) -> list[tuple]:
 
 def reward_rows(store, known: dict | None = None) -> list[dict]:
     """Every reward of a registered node, in order, as pandas likes it; `known` remembers old rounds."""
-    store.max_stages = begun_with(store, "MAX_STAGES", store.max_stages)
+    store.max_stages = min(100, begun_with(store, "MAX_STAGES", 100))
     known, clock, nodes = {} if known is None else known, store.clock()[0], store.sessions()
     rounds = [r for r in store.rounds("rewards") if r <= clock]
     for round_ in rounds:
@@ -763,7 +763,7 @@ def summarize(store, known: dict | None = None) -> dict | None:
         "final": smooth(curve)[-1],
         "held_out": average(row["held_out"] for row in held if row["round"] >= last_tenth),
         "completions": sum(spent),
-        "missing": 1 - len(rows) / (nodes * rounds * begun_with(store, "MAX_STAGES", 1)),
+        "missing": 1 - len(rows) / (nodes * rounds * store.max_stages),
         "curve": curve,
         "spent": list(itertools.accumulate(spent)),
     }
