@@ -66,6 +66,8 @@ class Life:
             self._seen = {node: seen for node, seen in self._seen.items() if node in self.sessions}
             self._evidence = {key: x for key, x in self._evidence.items() if key[0] in self.sessions}
             self.abouts = {key: x for key, x in self.abouts.items() if key[0] in self.sessions}
+            self.beats = {node: x for node, x in self.beats.items() if node in self.sessions}
+            self._next_beat = {node: x for node, x in self._next_beat.items() if node in self.sessions}
         for node, session in self.sessions.items():  # it begins with its start in milliseconds
             self.note(node, "session", session, age_of(int(session[:13]) / 1000))
         for node in self.sessions if nodes is None else self.sessions.keys() & set(nodes):
@@ -190,6 +192,7 @@ class Swarm:
         self._published = {}  # (round, stage) -> peers that have a file there
         self._chosen = {}  # round -> peers to read
         self.set_aside, self._gone = set(), set()  # writes that failed for good; awaited peers that died
+        self._told = set()  # reasons why sessions do not count
         self._jobs, self._lock, self._wake = deque(), threading.Lock(), threading.Event()
         self._wanted = self._there = False  # whether somebody waits for news; its own registration was seen
         self._lead = None  # what a coordinator does after each look
@@ -266,10 +269,12 @@ class Swarm:
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.
 
-        Chosen are peers that published the round before: who did not is not waited for again. Before anybody
-        else has published at all, registered peers are waited for once.
+        Chosen are peers that published this stage the round before: who did not is not waited for again.
+        Before anybody else has published at all, registered peers are waited for once.
         """
-        return self._awaited(round_) - self._published.get((round_, stage), set()) - self._gone
+        before, now = (self._published.get((r, stage), set()) for r in (round_ - 1, round_))
+        awaited = self._awaited(round_)
+        return (awaited & before if self.has_met else awaited) - now - self._gone
 
     def _awaited(self, round_: int) -> set[str]:
         if self.wait_from > round_:
@@ -415,6 +420,9 @@ class Swarm:
         if self.hangs:
             silence = time.monotonic() - self._good_look
             self.note("outage over", f"the shared folder answers again, after {silence:.0f} s")
+        for why in {w for w in self.store.skipped if w.startswith("session")} - self._told:
+            self._told.add(why)
+            self.note("clock", why)
         self._good_look, self.looked_at_round = time.monotonic(), round_
         if self._lead is not None:
             self._lead()
@@ -574,9 +582,11 @@ class Coordinator:
     def _look(self) -> tuple[list[str], list[str]]:
         """(workers that submitted this round, workers that live): listings first, then a few heartbeats."""
         swarm, store = self.swarm, self.store
+        if self.holding:  # whoever begins the experiment says how many stages a round has
+            store.max_stages = min(100, begun_with(store, "MAX_STAGES", self.config.MAX_STAGES))
         if swarm.clock > swarm.round:  # a worker that saw no coordinator opened it
             swarm.round, self.opened = swarm.clock, time.monotonic()
-        submitted = store.nodes("rewards", swarm.round, self.config.MAX_STAGES - 1)
+        submitted = store.nodes("rewards", swarm.round, store.max_stages - 1)
         submitted = [node for node in submitted if node in self.life.sessions]
         for kind, nodes in (("reward", submitted), ("rollouts", store.nodes("rollouts", swarm.round, 0))):
             for node in nodes:
@@ -613,7 +623,7 @@ def short_time(seconds: float) -> str:
 def rollout_files(store, rounds) -> list[tuple]:
     """(round, stage, node) of every rollout file in these rounds, in order."""
     stages = [(round_, stage) for round_ in rounds for stage in store.stages("rollouts", round_)]
-    return [(*where, node) for where in stages for node in store.nodes("rollouts", *where)]
+    return [(*where, node) for where in stages for node in store.nodes("rollouts", *where, look=False)]
 
 
 def reward_rows(store, known: dict | None = None) -> list[dict]:

@@ -361,12 +361,12 @@ class DriveStore:
 
     def stages(self, kind: str, round_: int) -> list[int]:
         """Stages that have a folder in this round, ascending."""
-        names = set(self.names(f"{kind}/{bucket(round_)}"))
+        names = set(self.names(f"{kind}/{bucket(round_)}", look=False))  # rounds have just been listed
         return [stage for stage in range(self.max_stages) if f"stage_{stage}" in names]
 
-    def nodes(self, kind: str, round_: int, stage: int) -> list[str]:
+    def nodes(self, kind: str, round_: int, stage: int, look: bool = True) -> list[str]:
         """Nodes that have a file NODE.json in a stage's folder; copies such as "n1 (1).json" do not match."""
-        files = [n for n in self.names(stage_folder(kind, round_, stage)) if n.endswith(".json")]
+        files = [n for n in self.names(stage_folder(kind, round_, stage), look) if n.endswith(".json")]
         return [n[:-5] for n in files if is_name(n[:-5]) and ".sync-conflict-" not in n]
 
     def open_config(self, settings: dict, only_read: bool = False) -> dict:
@@ -409,18 +409,18 @@ class DriveStore:
     def sessions(self) -> dict[str, str]:
         """Newest session of every node that ever registered, from names alone: one listing.
 
-        One that was first seen far ahead of its time never counts: it would stop a node when that comes.
+        One that was first seen far ahead of its time counts as old: it would stop a node when that comes.
         """
         names, latest = self.names("peers"), 1000 * (time.time() + MAX_CLOCK_SKEW)
         for name in names:
             if name not in self._sessions:
                 match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
                 self._sessions[name] = match.groups() if match and is_name(match[1]) else None
-                if match and int(match[2][:13]) >= latest:
-                    self.skipped["session an hour ahead of its time: set that clock, start it again"] += 1
-                    self._sessions[name] = None
+                if self._sessions[name] and int(match[2][:13]) >= latest:
+                    self.skipped["session an hour ahead of this clock: set the wrong one, start again"] += 1
+                    self._sessions[name] = (match[1], f"{1:013d}")
         self._sessions = {name: self._sessions[name] for name in names}
-        return dict(filter(None, self._sessions.values()))  # names are sorted: of a node the last
+        return dict(sorted(filter(None, self._sessions.values())))  # of a node the last
 
     def register(self, node_id: str, role: str, about: dict) -> str:
         """Announce a new session of this node; its id sorts after every one seen, whatever the clocks."""
@@ -500,7 +500,7 @@ class DriveStore:
         rows, self._rewards = [], {key: row for key, row in self._rewards.items() if key[0] > round_ - 10}
         for stage in self.stages("rewards", round_):
             where = stage_folder("rewards", round_, stage)
-            there = [node for node in self.nodes("rewards", round_, stage) if node in nodes][:limit]
+            there = [n for n in self.nodes("rewards", round_, stage, look=False) if n in nodes][:limit]
             gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)  # swapped meanwhile
             with gone, self.folder(where) if there else contextlib.nullcontext() as folder:
                 for node in there:

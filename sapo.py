@@ -272,6 +272,7 @@ def informative_pool(run: "Run", node: Node, round_: int, stage, rng, figures: d
             if key not in run.verified:  # the nodes of this process verify a group once for all
                 in_time = time.monotonic() - began < PEER_SECONDS
                 run.verified[key] = verify(run, raw) if in_time else "too slow to verify"
+                raw["completions"] = []  # not needed any more
             rollout = run.verified[key]
             if isinstance(rollout, str):
                 figures["rejected"] += 1
@@ -391,12 +392,12 @@ class Run:
     stop: "StopButton"
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one, see make_scratch
-    max_rows: int  # completions per forward pass in the update
     done: int = -1  # last round finished
     saved: int = -1  # last round after which a checkpoint was to be made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
+    max_rows: int = 1024  # completions per forward pass in the update
     max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
     round_began: float = 0.0
     hanging: bool = False  # whether it was said that the folder does not answer
@@ -454,7 +455,8 @@ def wait_for_clock(run: Run, own: int) -> int:
             return own
         if time.monotonic() > began + max(30.0, 2 * pace):
             began = float("inf")  # say it once
-            why = "the coordinator's rounds are long, or the folder shows old listings"
+            why = "the coordinator's rounds are long" if swarm.is_led else "others are expected (NUM_WORKERS)"
+            why += ", or the folder shows old listings"
             run.log.event("wait", f"round {own} is not open here yet: {why}", round=own)
         swarm.wait()
 
@@ -977,11 +979,12 @@ def had_checkpoint(run: Run) -> bool:
     if store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids):
         return True  # of rounds that are not believed; of a run that ended
     with contextlib.suppress(FileNotFoundError, BadFile):
-        known = store.read_bytes(f"logs/{run.config.NODE_ID}/training_events.jsonl", 4 * MAX_JSON_BYTES)
+        with store.open(f"logs/{run.config.NODE_ID}/training_events.jsonl") as file:
+            known = file.read(4 * MAX_JSON_BYTES)
     if b'"event": "checkpoint"' in known:
         return True
     if known or store.sessions().keys() & ids:
-        run.log.event("resume", "none of its checkpoints came here: it begins with new weights")
+        run.log.event("resume", "no checkpoint of it is known here: it begins with new weights")
     return False
 
 
@@ -1127,7 +1130,8 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
     if not ((nodes := without_seat(store.sessions())) or store.rounds("rewards")):
-        others = ", ".join(sorted({*list_experiments(config.GDRIVE_PATH)} - {config.EXPERIMENT_NAME}))
+        others = [name for name in list_experiments(config.GDRIVE_PATH) if name != config.EXPERIMENT_NAME]
+        others = ", ".join(others[:20]) + " …" * (len(others) > 20)
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
     last = begun_with(store, "MAX_ROUNDS", math.inf)
@@ -1208,7 +1212,7 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     del model  # every node has a copy
     swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
     scratch, lock = make_scratch(store, log)
-    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, max_rows)
+    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, max_rows=max_rows)
     try:
         prepare(run)
         train(run)
@@ -1295,8 +1299,6 @@ def prepare(run: Run) -> None:
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
     swarm.round = run.done + 1
     swarm.start()
-    for why in store.skipped:  # such as a clock that is hours behind another's
-        run.log.say(f"note: not used: {plain(why)}")
     nodes, end = {node.id: node for node in run.nodes}, min(swarm.clock, config.MAX_ROUNDS)
     for t in [t for t in store.rounds("rewards") if run.done < t < end and not swarm.alone]:
         run.stop.check()  # these rounds were finished before a kill, and are not replayed
@@ -1394,7 +1396,7 @@ def run_reader(config: Config, stop: StopButton) -> str:
         time.sleep(0.5)
         names = list_experiments(config.GDRIVE_PATH)
     if config.EXPERIMENT_NAME not in names:
-        there = f"there are: {', '.join(names)}" if names else "there is none"
+        there = f"there are: {', '.join(names[:20])}" + " …" * (len(names) > 20) if names else "there is none"
         print(f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; {there}")
         return "invalid"
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
@@ -1435,8 +1437,8 @@ def list_experiments(path) -> list[str]:
     """Names of the experiments below `path`. One with a coordinator alone has no config.json yet."""
     shared = DriveStore(path, None)
     names = [n for n in (shared.names("experiments") if os.path.isdir(path) else ()) if is_name(n)]
-    parts = {n: {*shared.names(f"experiments/{n}"), *shared.names(f"experiments/{n}/state")} for n in names}
-    return [n for n in names if parts[n] & {"config.json", "rounds"}]
+    inside = ((n, shared.names(f"experiments/{n}{p}", look=False)) for n in names for p in ("", "/state"))
+    return sorted({n for n, there in inside if {"config.json", "rounds"} & {*there}})
 
 
 def compare_experiments(path, names=None) -> list[dict]:
@@ -1444,7 +1446,9 @@ def compare_experiments(path, names=None) -> list[dict]:
     summaries = []
     for name in names or list_experiments(path):
         try:
-            summaries.append(summarize(DriveStore(path, name)))
+            summaries.append(summarize(store := DriveStore(path, name)))
+            for why in store.skipped:
+                print(f"experiment {name}: not used: {plain(why)}")
         except (ValueError, OSError, StoreError) as error:  # one that is damaged: the others are reported
             with contextlib.suppress(OSError):  # a full disk
                 print(f"experiment {name} is left out: {error}")

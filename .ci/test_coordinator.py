@@ -216,6 +216,60 @@ def test_a_lost_clock_is_resumed_from_the_rewards_and_a_signal_ends_the_coordina
     assert store.read_heartbeat(COORDINATOR)["state"] == "stopped"
 
 
+def test_a_coordinator_that_came_first_takes_the_stages_of_the_experiment(tmp_path):
+    """With another number it never saw a round submitted, or moved on after the first stage."""
+    for ours, theirs in ((2, 1), (1, 3)):
+        store = new_store(tmp_path / str(ours))
+        child = os.fork()
+        if child == 0:
+            settings = dict(NODE_ROLE="coordinator", MAX_STAGES=ours, MAX_ROUNDS=100)
+            os._exit(swarm(tmp_path / str(ours), "x", COORDINATOR_ROUND_INTERVAL=60, **settings))
+        try:
+            until(lambda store=store: store.clock()[0] == 0)
+            store.open_config({"MAX_STAGES": theirs})
+            store.register("n1", "worker", {})
+            for stage in range(theirs):
+                assert store.clock()[0] == 0, "it does not move on before the last stage"
+                store.submit_reward(0, stage, "n1", {"reward": 0.5})
+                time.sleep(0.5)
+            until(lambda store=store: store.clock()[0] == 1)
+        finally:
+            os.kill(child, signal.SIGTERM)
+            os.waitpid(child, 0)
+
+
+def test_a_node_whose_clock_is_two_hours_ahead_counts_and_is_named(tmp_path, monkeypatch):
+    """It trained and shared, and was in no report, until two hours later."""
+    store, now = new_store(tmp_path), time.time
+    store.register("n1", "worker", {})
+    monkeypatch.setattr(time, "time", lambda: now() + 7200)
+    session = new_store(tmp_path, "n2").register("n2", "worker", {})
+    monkeypatch.setattr(time, "time", now)
+    store.open_round(0, "n1")
+    for node in ("n1", "n2"):
+        store.submit_reward(0, 0, node, {"reward": 0.5})
+    assert {row["node_id"] for row in reward_rows(DriveStore(tmp_path, "x"))} == {"n1", "n2"}
+    ours, events = new_swarm(store)
+    ours.start()
+    until(lambda: any("hour ahead of this clock" in text for _, text in events))
+    assert ours.sessions["n2"] < session and ours.close(patience=5) == 0
+    assert len([text for _, text in events if "hour ahead" in text]) == 1, "it is said once"
+
+
+def test_who_publishes_once_a_round_is_not_awaited_in_the_stages_before(tmp_path):
+    store = new_store(tmp_path)
+    for peer, stages in (("n2", (0, 1)), ("n3", (1,))):
+        store.register(peer, "worker", process_identity())
+        for stage in stages:
+            place = f"rollouts/round_000000/stage_{stage}/{peer}.json"
+            put(store, place, wire_file(peer, round=0, stage=stage))
+    ours, _ = new_swarm(store, MAX_STAGES=2)
+    ours.round = 1
+    ours.start()
+    until(lambda: ours.looked_at_round == 1)
+    assert (ours.missing(1, 0), ours.missing(1, 1)) == ({"n2"}, {"n2", "n3"}) and ours.close(patience=5) == 0
+
+
 # -------- The Swarm's thread ------------------------------------------------------------------------------
 
 

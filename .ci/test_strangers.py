@@ -1000,14 +1000,15 @@ def test_a_folder_in_the_place_of_a_file_makes_way(tmp_path, once):
     assert store.read("rewards/a.json") == {"a": 1}
 
 
-def test_a_session_planted_ahead_of_its_time_never_counts(tmp_path):
+def test_a_session_planted_ahead_of_its_time_stops_nobody(tmp_path):
     store = DriveStore(tmp_path, "x", "n1")
     store.create()
     session = store.register("n1", "worker", {})
     (store.base / f"peers/n1.{1000 * (int(time.time()) + 3602)}-00000000.json").touch()
-    assert store.sessions() == {"n1": session}
+    (store.base / "peers/n2.9999999999999-00000000.json").touch()
+    assert store.sessions() == {"n1": session, "n2": "0000000000001"}
     time.sleep(3)
-    assert store.sessions() == {"n1": session}
+    assert store.sessions()["n1"] == session
 
 
 def test_a_new_name_in_every_round_costs_a_few_time_outs_only(tmp_path):

@@ -293,7 +293,7 @@ def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive,
 
     assert in_another_process(work) == 9
     assert swarm(drive, "early") == 0
-    assert "none of its checkpoints" in events_of(drive, "early", "resume")[0]["text"]
+    assert "no checkpoint of it is known" in events_of(drive, "early", "resume")[0]["text"]
     assert rewards_of(drive, "early").items() < rewards_of(drive, "unbroken").items(), "it replays"
 
 
@@ -1229,7 +1229,7 @@ def test_whether_there_was_a_checkpoint_is_no_matter_of_another_nodes_interval(
     config = json.loads((folder / "config.json").read_text()) | {"CHECKPOINT_INTERVAL": begun}
     (folder / "config.json").write_text(json.dumps(config))
     assert swarm(drive, name, CHECKPOINT_INTERVAL=own, **settings) == (2 if refused else 0)
-    said = "trained here, and has no checkpoint" if refused else "none of its checkpoints came here"
+    said = "trained here, and has no checkpoint" if refused else "no checkpoint of it is known"
     assert said in capsys.readouterr().out
 
 
@@ -1473,7 +1473,7 @@ def test_who_joined_late_and_was_killed_at_once_begins_again_and_is_not_refused(
     assert store.submit_reward(13, 0, "zed", reward)
     settings = dict(NODE_ID="zed", LOCAL_NODES=1, MAX_ROUNDS=16, COORDINATOR_ROUND_INTERVAL=0.2)
     assert swarm(drive, "late", FETCH_TIMEOUT_SECONDS=0, **settings) == 0
-    assert "none of its checkpoints" in events_of(drive, "late", "resume", "zed")[0]["text"]
+    assert "no checkpoint of it is known" in events_of(drive, "late", "resume", "zed")[0]["text"]
     assert folder.exists()
 
 
