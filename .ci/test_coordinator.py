@@ -67,9 +67,10 @@ def test_names_that_come_and_go_are_forgotten(tmp_path):
             place = f"peers/s{i}_{{}}.{session}.json"
             old, new = (store.base / place.format(look + j) for j in (-1, 0))
             old.rename(new) if look else new.touch()
+            put(store, f"heartbeats/s{i}_{look}.json", {"node_id": f"s{i}_{look}", "time": 1.0})
         life.refresh()
         life.note("ghost", "reward", look)
-    memory = (life._evidence, life._seen, life.abouts, life.beats)
+    memory = (life._evidence, life._seen, life.abouts, life.beats, life._next_beat)
     assert max(map(len, memory)) < 450 and life.is_live("n1")
 
 

@@ -1272,6 +1272,27 @@ def test_own_rollouts_that_a_stranger_swelled_cost_a_start_little(drive, unbroke
     assert all(len(groups) <= 4 for groups in swarm.rollouts.values())
 
 
+def test_a_log_of_any_size_tells_of_a_checkpoint(drive, unbroken):
+    """Over 32 MiB it was not read, and the node began again."""
+    shutil.copytree(unbroken, folder := drive / "experiments/long_log")
+    for name in ("checkpoints", "models"):
+        shutil.rmtree(folder / name)
+    with open(folder / "logs/node/training_events.jsonl", "a") as file:
+        file.write("x" * (33 << 20))
+    assert swarm(drive, "long_log", MAX_ROUNDS=15) == 2
+
+
+def test_folders_that_a_stranger_made_cost_a_start_no_minutes(tmp_path):
+    """Each name was asked for after a listing of all of them: 20,000 took eight minutes."""
+    for i in range(1000):
+        (tmp_path / f"experiments/e{i}/state/rounds").mkdir(parents=True)
+    listings, listdir = [], os.listdir
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "listdir", lambda fd: listings.append(len(names := listdir(fd))) or names)
+        assert len(sapo.list_experiments(tmp_path)) == 1000
+    assert sum(listings) < 10_000, "names that were listed in all"
+
+
 def test_a_tokenizer_with_several_templates_is_saved_as_files_only(tmp_path):
     model, tokenizer = sapo.import_learner() or grpo.build_tiny(TASKS)
     tokenizer.chat_template = {"default": "{{ messages[0].content }}", "tools": "{{ messages[0].content }}!"}
