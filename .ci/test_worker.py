@@ -1220,11 +1220,12 @@ def test_whether_there_was_a_checkpoint_is_no_matter_of_another_nodes_interval(
     """The interval of whoever began the experiment counted: refused for good, or begun again."""
     name, settings = f"interval_{own}", dict(MAX_ROUNDS=12, NODE_ID="b", LOCAL_NODES=1, **UNTRAINED)
 
-    def work():
-        at_call(monkeypatch, "finish_round", 8, lambda: os._exit(9))
-        swarm(drive, name, CHECKPOINT_INTERVAL=own, **settings)
+    def work():  # killed before the first checkpoint, or stopped with one
+        at_call(monkeypatch, "finish_round", 8, stop)
+        assert swarm(drive, name, CHECKPOINT_INTERVAL=own, **settings) == 130
 
-    assert in_another_process(work) == 9
+    stop = (lambda: os.kill(os.getpid(), signal.SIGINT)) if refused else (lambda: os._exit(9))
+    assert in_another_process(work) == (0 if refused else 9)
     folder = drive / "experiments" / name
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     config = json.loads((folder / "config.json").read_text()) | {"CHECKPOINT_INTERVAL": begun}
