@@ -368,9 +368,9 @@ class Swarm:
 
     def _beats(self) -> list[Job]:
         """A heartbeat of every node of this process that has registered, and that no newer session is of."""
-        ours = {n: s for n, s in self.nodes.items() if s and n not in self.superseded}
-        about = dict(round=self.round, state=self.state)
-        return [Job(self.store.heartbeat, (n, dict(session=s, **about))) for n, s in ours.items()]
+        about, replaced = dict(round=self.round, state=self.state), self.superseded
+        ours = [(n, dict(session=s, **about)) for n, s in self.nodes.items() if s and n not in replaced]
+        return [Job(self.store.heartbeat, beat) for beat in ours]
 
     def _do(self, job: Job) -> bool:
         """Whether a job is done with. One that fails for its own path lets others pass, and is set aside."""

@@ -432,9 +432,8 @@ def wait_for_clock(run: Run, own: int) -> int:
 
     Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
-    swarm, began, pace = run.swarm, time.monotonic(), average(run.paces)
-    if pace is None:  # nothing is known yet
-        pace = 0.0 if swarm.alone else run.config.COORDINATOR_ROUND_INTERVAL
+    swarm, began = run.swarm, time.monotonic()  # at first no pace is known
+    pace = average(run.paces or [0.0 if swarm.alone else run.config.COORDINATOR_ROUND_INTERVAL])
     while True:
         run.stop.check()
         if swarm.superseded:
@@ -978,9 +977,9 @@ def had_checkpoint(run: Run) -> bool:
     store, ids, known = run.store, {node.id for node in run.nodes}, b""
     if store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids):
         return True  # of rounds that are not believed; of a run that ended
-    with contextlib.suppress(FileNotFoundError, BadFile):
-        with store.open(f"logs/{run.config.NODE_ID}/training_events.jsonl") as file:
-            known = file.read(4 * MAX_JSON_BYTES)
+    log = f"logs/{run.config.NODE_ID}/training_events.jsonl"
+    with contextlib.suppress(FileNotFoundError, BadFile), store.open(log) as file:
+        known = file.read(4 * MAX_JSON_BYTES)
     if b'"event": "checkpoint"' in known:
         return True
     if known or store.sessions().keys() & ids:
@@ -1127,11 +1126,15 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
     return tasks
 
 
+def some(names: list[str], most: int = 20) -> str:
+    """The first of these names, for a sentence."""
+    return ", ".join(names[:most]) + " …" * (len(names) > most)
+
+
 def announce(config: Config, store: DriveStore, say) -> None:
     """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
     if not ((nodes := without_seat(store.sessions())) or store.rounds("rewards")):
-        others = [name for name in list_experiments(config.GDRIVE_PATH) if name != config.EXPERIMENT_NAME]
-        others = ", ".join(others[:20]) + " …" * (len(others) > 20)
+        others = some([n for n in list_experiments(config.GDRIVE_PATH) if n != config.EXPERIMENT_NAME])
         say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
         return
     last = begun_with(store, "MAX_ROUNDS", math.inf)
@@ -1139,7 +1142,7 @@ def announce(config: Config, store: DriveStore, say) -> None:
     if nodes and re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and store.clock()[0] >= last - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
         raise ConfigError(f"experiment {config.EXPERIMENT_NAME} has finished its {last} rounds: {todo}")
-    known = f"{', '.join(nodes[:8])}{' …' if len(nodes) > 8 else ''}" if nodes else "nobody yet"
+    known = some(nodes, 8) or "nobody yet"
     say(f"experiment {config.EXPERIMENT_NAME} is there already: round {store.clock()[0]}, nodes: {known}")
     if nodes and config.NODE_ID not in {node.rsplit("_", 1)[0] for node in nodes} | set(nodes):
         say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
@@ -1160,10 +1163,7 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
     path, claim = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim"
     largest = (1 << 20) + sum(w.numel() * w.element_size() for w in model.state_dict().values())
     until = float("inf")  # as long as nobody was waited for
-
-    def make(_):
-        warm_start(model, codec, config, tasks, lambda line: (say(line), check_stop()))
-
+    recipe = model, codec, config, tasks, lambda line: (say(line), check_stop())
     while True:
         check_stop()
         with contextlib.suppress(OSError, BadFile):
@@ -1179,7 +1179,7 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
                 time.sleep(0.5)
                 continue
         try:
-            halving_on_oom(make, 1, 1, "the warm start")
+            halving_on_oom(lambda _: warm_start(*recipe), 1, 1, "the warm start")
             shared.write(path, pack_weights(model), keep=lambda old: load_weights(model, old))
         except OSError as error:
             say(f"the warm start cannot be shared, this node goes on with its own: {error}")
@@ -1396,7 +1396,7 @@ def run_reader(config: Config, stop: StopButton) -> str:
         time.sleep(0.5)
         names = list_experiments(config.GDRIVE_PATH)
     if config.EXPERIMENT_NAME not in names:
-        there = f"there are: {', '.join(names[:20])}" + " …" * (len(names) > 20) if names else "there is none"
+        there = f"there are: {some(names)}" if names else "there is none"
         print(f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; {there}")
         return "invalid"
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
@@ -1447,11 +1447,11 @@ def compare_experiments(path, names=None) -> list[dict]:
     for name in names or list_experiments(path):
         try:
             summaries.append(summarize(store := DriveStore(path, name)))
-            for why in store.skipped:
-                print(f"experiment {name}: not used: {plain(why)}")
+            said = [f"experiment {name}: not used: {plain(why)}" for why in store.skipped]
         except (ValueError, OSError, StoreError) as error:  # one that is damaged: the others are reported
-            with contextlib.suppress(OSError):  # a full disk
-                print(f"experiment {name} is left out: {error}")
+            said = [f"experiment {name} is left out: {error}"]
+        with contextlib.suppress(OSError):  # a full disk
+            print("".join(f"{line}\n" for line in said), end="")
     return compare(summaries)
 
 
