@@ -63,11 +63,9 @@ class Life:
         """Look at the sessions (one listing), and at registration and heartbeat of `nodes` (None: all)."""
         self.sessions, now = self.store.sessions(), time.monotonic()
         if len(self._seen) > 2 * len(self.sessions) + 100:  # names that came and went, a stranger's
-            self._seen = {node: seen for node, seen in self._seen.items() if node in self.sessions}
-            self._evidence = {key: x for key, x in self._evidence.items() if key[0] in self.sessions}
-            self.abouts = {key: x for key, x in self.abouts.items() if key[0] in self.sessions}
-            self.beats = {node: x for node, x in self.beats.items() if node in self.sessions}
-            self._next_beat = {node: x for node, x in self._next_beat.items() if node in self.sessions}
+            for known in (self._seen, self._evidence, self.abouts, self.beats, self._next_beat):
+                for key in [k for k in known if (k if isinstance(k, str) else k[0]) not in self.sessions]:
+                    del known[key]
         for node, session in self.sessions.items():  # it begins with its start in milliseconds
             self.note(node, "session", session, age_of(int(session[:13]) / 1000))
         for node in self.sessions if nodes is None else self.sessions.keys() & set(nodes):
@@ -321,6 +319,8 @@ class Swarm:
         self.flush_log()
         self._jobs.extend(self._beats())
         self.post(self.store.delete, self.store.tmp)
+        for job in list(self._jobs):
+            job.again = 0.0  # now or never
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(patience)
@@ -363,7 +363,7 @@ class Swarm:
             self._next_beat = time.monotonic() + min(15.0, self.life.stale_after / 4)
             self.flush_log()
         for job in list(self._jobs):
-            if (time.monotonic() >= job.again or self._closing.is_set()) and self._do(job):
+            if time.monotonic() >= job.again and self._do(job):
                 self._jobs.remove(job)
 
     def _beats(self) -> list[Job]:
@@ -379,16 +379,16 @@ class Swarm:
             job.function(*job.args)
         except Exception as error:  # one job stops neither the queue nor training
             if isinstance(error, OSError):
-                now, closing = time.monotonic(), self._closing.is_set()
+                now, (most, pause) = time.monotonic(), (3, 1.0) if self._closing.is_set() else (7, 10.0)
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)  # there may be room for smaller files
-                known = now < self._could_write + 5.0 and not closing and not full  # one answers for many
+                known = now < self._could_write + pause / 2 and not full  # one answers for many
                 if not (known or self.store.can_write()):
                     raise
                 self._could_write = self._could_write if known else now
-                job.tries, job.again = job.tries + 1, now + 10.0
+                job.tries, job.again = job.tries + 1, now + pause
                 if full and job.tries == 1:
                     self.note("disk", f"{job} waits for room: {error}")
-                if full or (job.tries < 7 and not closing):
+                if full or job.tries < most:
                     return False
             if str(job) not in self.set_aside:  # once: it is said in a log, perhaps the very one that fails
                 self.set_aside.add(str(job))

@@ -393,7 +393,7 @@ class Run:
     tasks: list[str]
     scratch: Path  # local folder for files on their way to the shared one, see make_scratch
     done: int = -1  # last round finished
-    saved: int = -1  # last round after which a checkpoint was to be made
+    saved: int = -1  # last round after which a checkpoint was made
     checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
     verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
@@ -880,7 +880,7 @@ def save_checkpoint(run: Run) -> None:
     """
     if run.done <= run.saved:
         return  # it may be on its way
-    tensors, nodes, run.saved = {}, {}, run.done
+    tensors, nodes = {}, {}
     for node in run.nodes:
         mine = {name: x.cpu().contiguous() for name, x in training_state(node.model, node.optimizer).items()}
         tensors |= {f"{node.id}/{name}": tensor for name, tensor in mine.items()}
@@ -899,6 +899,7 @@ def save_checkpoint(run: Run) -> None:
         for older in {*run.scratch.glob("checkpoints/*/*")} - {local}:
             older.unlink(missing_ok=True)
         run.swarm.post(carry_checkpoint, run, run.done)
+        run.saved = run.done  # where that fails it is tried again when the next is due, and at the end
         run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
     except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
@@ -1346,8 +1347,8 @@ def close(run: Run) -> bool:
     if run.swarm.set_aside:
         run.log.say(f"set aside, because they cannot be written: {len(run.swarm.set_aside)} files")
     waiting = waiting_files(run.scratch)
-    lost = pending or len(waiting) or len(run.swarm.set_aside)
-    lost = lost or run.saved not in (-1, *run.checkpoints)  # not even saved here
+    unsaved = run.swarm.state != "running" and run.done not in (-1, *run.checkpoints)
+    lost = pending or len(waiting) or len(run.swarm.set_aside) or unsaved
     if lost:
         here = f"; what lies in {run.scratch} can be copied there" * bool(waiting)
         run.log.say(f"{'some' if lost is True else lost} writes did not reach the shared folder{here}")

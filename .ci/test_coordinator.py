@@ -320,6 +320,20 @@ def test_neither_a_bug_nor_an_obstacle_stops_the_queue(tmp_path):
     assert store.rewards(1, ["n1"]) and store.rewards(2, ["n1"]), "what was in their place made way"
 
 
+def test_a_write_that_fails_for_a_moment_at_the_end_is_tried_again(tmp_path):
+    ours, events = new_swarm(new_store(tmp_path))
+    tries = []
+
+    def for_a_moment():
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(errno.EIO, "input/output error")
+
+    ours.start()
+    ours.post(for_a_moment)
+    assert ours.close(patience=20) == 0 and len(tries) == 3 and not ours.set_aside and not events
+
+
 def test_a_full_disk_is_an_outage_in_which_nothing_that_is_said_is_lost(tmp_path, monkeypatch):
     store = new_store(tmp_path)
     ours, events = new_swarm(store)

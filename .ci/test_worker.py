@@ -584,21 +584,25 @@ def test_in_an_outage_only_the_newest_checkpoint_waits(drive, monkeypatch):
     assert waiting[2:9] == expected, "what waits is deleted only when a newer one is there"
 
 
-def test_a_checkpoint_that_the_local_disk_does_not_take_is_said_and_training_goes_on(drive, monkeypatch):
-    tries = itertools.count()
+@pytest.mark.parametrize("failing, status", [(3, 0), (9, 1)])  # of four: after each round, and at the end
+def test_a_checkpoint_that_the_local_disk_does_not_take_is_said_and_training_goes_on(
+    drive, monkeypatch, failing, status
+):
+    tries, name = itertools.count(), f"unsaved{failing}"
 
     def full(tensors, path, about):
-        if next(tries) < 2:
+        if next(tries) < failing:
             Path(path).write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
         save_file(tensors, path, about)
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    assert swarm(drive, "unsaved", CHECKPOINT_INTERVAL=1, **UNTRAINED) == 0
-    assert len(rows_of(drive, "unsaved")) == 6
-    texts = [event["text"] for event in events_of(drive, "unsaved", "error")]
-    assert len(texts) == 2 and all("No space left" in text for text in texts)
-    assert os.listdir(drive / "experiments/unsaved/checkpoints") == ["round_000002"]
+    assert swarm(drive, name, CHECKPOINT_INTERVAL=1, **UNTRAINED) == status
+    assert len(rows_of(drive, name)) == 6
+    texts = [event["text"] for event in events_of(drive, name, "error")]
+    assert len(texts) == min(failing, 4) and all("No space left" in text for text in texts)
+    saved = drive / f"experiments/{name}/checkpoints/round_000002"
+    assert saved.exists() == (status == 0) and len([*saved.parent.glob("*")]) <= 1
 
 
 def test_a_missing_signal_is_named_also_after_resuming(drive):
@@ -1181,7 +1185,7 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(drive, unbroken, 
     waits.parent.mkdir(parents=True)
     newest.rename(waits)
     swarm_ = SimpleNamespace(state="stopped", close=lambda patience: 3, set_aside={"a reward"})
-    run = SimpleNamespace(log=log, swarm=swarm_, scratch=kept, saved=-1)
+    run = SimpleNamespace(log=log, swarm=swarm_, scratch=kept, done=-1)
     run.stop, run.checkpoints = SimpleNamespace(pressed=0), []
     assert not sapo.close(run)
     text = capsys.readouterr().out
@@ -1559,7 +1563,7 @@ def test_a_second_stop_at_the_end_says_where_the_checkpoint_lies(monkeypatch, tm
             log=SimpleNamespace(bar=None, say=print), swarm=swarm, scratch=tmp_path / f"sapo-{waits}"
         )
         run.scratch.mkdir(exist_ok=True)
-        run.stop, run.checkpoints, run.saved = SimpleNamespace(pressed=1), [], -1
+        run.stop, run.checkpoints, run.done = SimpleNamespace(pressed=1), [], -1
         if waits:
             (run.scratch / "checkpoints/round_000004").mkdir(parents=True)
             (run.scratch / sapo.checkpoint_path("n", 4)).write_bytes(b"weights")
