@@ -204,7 +204,7 @@ class Swarm:
 
     @property
     def down(self) -> bool:
-        """Whether the folder fails or hangs: no good look for half a minute."""
+        """Whether the folder fails (an error since the last look) or hangs (no good look for 30 s)."""
         return self._failing is not None or time.monotonic() - self._good_look > 30.0
 
     @property
@@ -267,7 +267,7 @@ class Swarm:
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.
 
-        Chosen are peers that published this stage the round before: who did not is not waited for again.
+        Of them only those that published it the round before: who did not is not waited for again.
         Before anybody else has published at all, registered peers are waited for once.
         """
         before, now = (self._published.get((r, stage), set()) for r in (round_ - 1, round_))
@@ -281,14 +281,14 @@ class Swarm:
             return self._chosen.get(round_, set()) & self.sessions.keys()
         return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up
 
-    def give_up(self, late: set[str]) -> None:
+    def give_up(self, late: list[str]) -> None:
         """They were waited for in vain: the next wait is after 1, 2, 4 … rounds, whoever it was each time.
 
         So nobody can cost every round. ROLLOUT_MAX_AGE rounds at most: where the folder is always late, nodes
         must not run away from what the others publish.
         """
-        self.given_up |= late
-        again = self.round <= self.wait_from + 1  # as soon as somebody was awaited
+        self.given_up.update(late)
+        again = self.round <= self.wait_from + 1  # in the first round with a wait, or the one after it
         self.in_vain = self.in_vain + 1 if again else 1
         self.wait_from = self.round + min(2 ** (self.in_vain - 1), max(1, self.config.ROLLOUT_MAX_AGE))
 

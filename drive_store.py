@@ -6,7 +6,7 @@ Write-once  What the swarm's logic reads (clock, registrations, rollouts, reward
 Rewritten   current_state.json is for people, heartbeats are one sign of life among others; logs are appended.
             On a mounted drive such files may arrive late or never: nothing depends on them alone.
 Tolerant    A stranger may write anything. Readers bound size, type and depth; they parse or raise BadFile.
-            One's *own* unreadable state is a StoreError, never "round 0".
+            One's *own* unreadable config or checkpoint is a StoreError, never "round 0".
 Inside      No read, write, rename or delete leaves the folder: no part of a path is followed if it is a link.
 Impatient   A call does its work once or raises OSError (but `probe`): no threads, no retries. The caller
             decides how long to go on: the Swarm's thread (coordinator.py) for ever, a reader not at all.
@@ -18,6 +18,7 @@ show for a while; it does not parse, and is read again later. The README shows t
 import contextlib
 import errno
 import io
+import itertools
 import json
 import math
 import os
@@ -43,7 +44,7 @@ FIGURES = """reward timestamp informative_local answer_tag_rate truncated_rate m
     generate_seconds external_pool external_peers rejected external_short wait_seconds loss clip_fraction
     trained_tokens logp_own logp_external external_kept train_seconds""".split()
 MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
-MAX_GAP = 100  # a round this far above all others is a stranger's joke, not the clock
+MAX_GAP = 100  # a round further than this above the one before it is a stranger's joke, not the clock
 MAX_CLOCK_SKEW = 3600  # seconds: a session from further ahead is not counted
 AFRESH = "start a new EXPERIMENT_NAME"
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO must not hold up who opens it
@@ -84,11 +85,10 @@ def stage_folder(kind: str, round_: int, stage: int) -> str:
 
 
 def last_without_gap(rounds) -> int:
-    """The highest round that is not far above the one before it; -1 if there is none. {3, 4, 999999} -> 4."""
-    last = -1
-    for round_ in sorted(rounds):
-        last = round_ if last < 0 or round_ - last <= MAX_GAP else last
-    return last
+    """The last round before the first gap of more than MAX_GAP; -1 if there is none. {3, 4, 999999} -> 4."""
+    ordered = sorted(rounds)
+    gaps = (a for a, b in itertools.pairwise(ordered) if b - a > MAX_GAP)
+    return next(gaps, ordered[-1] if ordered else -1)
 
 
 def parts_of(data: bytes) -> int:
@@ -281,7 +281,7 @@ class DriveStore:
                     os.unlink(temp, dir_fd=tmp)
 
     def write_once(self, path: str, data: dict, keep=parse_json) -> bool:
-        """Write a JSON file unless one to `keep` is there; whether ours was written. Too large: BadFile."""
+        """Write a JSON file unless one that `keep` accepts is there; whether it was. Too large: BadFile."""
         return self.write(path, to_json(data), keep)
 
     def rewrite(self, path: str, data: dict) -> None:
@@ -558,13 +558,13 @@ def brief(data: dict, *names: str) -> dict:
 
 
 def sane_reward(data: dict, names: dict[str, None], **about) -> dict | None:
-    """`about` and the figures of a reward file, or None if they make no sense. names: theirs, at most 64."""
+    """`about` and the figures of a reward file, None if they make no sense. names: known, at most 64."""
     figures = [data.get("reward"), data.get("timestamp"), *(data.get(name, 0) for name in COUNTS)]
     sane = all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) and data["reward"] <= 1
     if not sane or not about.items() <= data.items():
         return None
-    fit = [n for n in data if is_number(data[n]) and re.fullmatch(r"\w{1,40}", n, re.ASCII)]
-    names.update(dict.fromkeys(fit[: max(0, 64 - len(names))]))
+    new = [n for n in data.keys() - names if is_number(data[n]) and re.fullmatch(r"\w{1,40}", n, re.ASCII)]
+    names.update(dict.fromkeys(sorted(new)[: max(0, 64 - len(names))]))
     return {name: data[name] for name in names if is_number(data.get(name))} | about  # rows share the names
 
 

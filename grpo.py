@@ -58,7 +58,7 @@ class Group:
 
     prompt       (P,) ids
     completions  G lists of ids, each at least one long; the first EOS, where there is one, is the last id
-    rewards      (G,) in [0, 1]; whoever builds the group scored them itself
+    rewards      (G,) in [0, 1]; computed in this process, never a peer's claim
     floor        a completion with a lower mean log-probability per token gets no gradient, but is counted
     """
 
@@ -136,7 +136,7 @@ def update(
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
     weights, lengths = row_weights(lengths, loss_type, max_new_tokens)[keep], lengths[keep]
     groups = [g for g in groups if g.is_informative]  # from here on B counts only their rows
-    stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=sum(lengths.tolist()))
+    stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=int(lengths.sum()))
     advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
     floors = torch.tensor([g.floor for g in groups for _ in g.completions])  # (B,)
     old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
@@ -316,7 +316,7 @@ def head_logits(model, hidden):
 
 
 def prefill(model, prompts: list[list[int]], pad_id: int, copies):
-    """Run N prompts once each: last hidden state (N, H), then of B rows KV cache and mask (B, P) or None.
+    """Run N prompts once each. Returns last hidden states (N, H), KV cache of B rows, mask (B, P) or None.
 
     copies: rows of the cache per prompt, a number or (N,). What all prompts begin with (a chat model's system
     prompt) is run once for all.

@@ -130,7 +130,7 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
 def sample_batch(run: "Run", node: Node, t: int, stage: int) -> "list[Question]":
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
-        run.stop.check()  # the only place within a round: it has not changed any weights yet
+        run.stop.check()  # the only place within a round: no weights have changed yet
     config, count = run.config, run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
     return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
 
@@ -208,23 +208,23 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
 
     Groups of older rounds, up to ROLLOUT_MAX_AGE back, fill gaps.
     """
-    config, began = run.config, time.monotonic()
+    config, figures, began = run.config, node.figures, time.monotonic()
     wanted, drawn = config.NUM_TRANSPLANT_TREES, []
-    figures = {"external_pool": 0, "external_peers": 0, "rejected": 0}
+    figures |= {"external_pool": 0, "external_peers": 0, "rejected": 0}
     if wanted > 0:
         wait_for_peers(run, t, stage)
         figures["rejected"] = sum(key[0] == t for key in list(run.swarm.refused))  # files; groups follow
         rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
-            pool = informative_pool(run, node, t - age, None if age else stage, rng, figures)
+            pool = informative_pool(run, node, t - age, None if age else stage, rng)
             figures["external_pool"] += len(pool)
             drawn += rng.sample(pool, min(wanted - len(drawn), len(pool)))
             if len(drawn) == wanted:
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    node.figures |= {**figures, "external_groups": len(drawn), "external_short": wanted - len(drawn)}
-    node.figures |= {"external_ages": [t - r.key[0] for r in drawn], "wait_seconds": time.monotonic() - began}
+    figures |= {"external_groups": len(drawn), "external_short": wanted - len(drawn)}
+    figures |= {"external_ages": [t - r.key[0] for r in drawn], "wait_seconds": time.monotonic() - began}
     return drawn
 
 
@@ -234,14 +234,13 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
     if stage not in swarm.publishing_stages:
         return  # nobody publishes yet
     deadline = time.monotonic() + timeout
-    while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
-        late = swarm.missing(t, stage)
+    while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # it has gone on
+        late = sorted(swarm.missing(t, stage))
         if swarm.looked_at_round >= t and not late:
             return
         if time.monotonic() > deadline:
             swarm.give_up(late)
-            who = " ".join(sorted(late)[:8]) + f" and {len(late) - 8} others" * (len(late) > 8)
-            who = who or "the folder's listing"
+            who = some(late, 8) or "the folder's listing"
             run.log.event("wait", f"round {t}: {who} not here after FETCH_TIMEOUT_SECONDS={timeout}", round=t)
             return
         swarm.wait()
@@ -250,12 +249,12 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
 PEER_SECONDS = 20.0  # for what one peer has published in a round: verifiers can be made slow
 
 
-def informative_pool(run: "Run", node: Node, round_: int, stage, rng, figures: dict) -> list[Rollout]:
+def informative_pool(run: "Run", node: Node, round_: int, stage, rng) -> list[Rollout]:
     """The groups of one round that this node may draw: verified, scored here, informative, not used before.
 
-    At most FETCH_MAX_PEERS peers, and I groups of each: flooding under one name buys no influence.
+    At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing. stage: None is all.
     """
-    config = run.config
+    config, figures = run.config, node.figures
     files = {peer: groups for peer, groups in run.swarm.groups_of(round_, stage).items() if peer != node.id}
     peers = sorted(files)
     if stage is None or len(peers) >= config.FETCH_MAX_PEERS:
@@ -332,7 +331,7 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
 
 
 def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the reward and the round's figures, now and then with held-out accuracy."""
+    """Step 6: publish the stage's reward and figures, now and then with held-out accuracy."""
     config, swarm, figures = run.config, run.swarm, node.figures
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
         figures["held_out"] = held_out_accuracy(run, node, t)
@@ -368,11 +367,16 @@ def likelihood_floor(run: "Run", node: Node) -> float:
 
     A stranger's answers behind words that nobody here says can be 90% of an update (cf. arXiv:2605.22537).
     """
-    config, means, dtype = run.config, [], getattr(torch, run.config.DTYPE)
-    for pairs, _ in micro_batches([r.group for r in node.rollouts], run.max_rows):
+    config, groups, pad_id = run.config, [r.group for r in node.rollouts], run.codec.eos_id
+    dtype, rows = getattr(torch, config.DTYPE), sum(len(group.completions) for group in groups)
+
+    def attempt(rows_at_once):
         with torch.no_grad(), torch.autocast(node.model.device.type, dtype, enabled=dtype != torch.float32):
-            logp, mask = shared_prompt_logps(node.model, pairs, config.TEMPERATURE, run.codec.eos_id)
-        means += (logp.sum(1) / mask.sum(1)).tolist()
+            batches = (pairs for pairs, _ in micro_batches(groups, rows_at_once))
+            found = [shared_prompt_logps(node.model, b, config.TEMPERATURE, pad_id) for b in batches]
+        return [mean for logp, mask in found for mean in (logp.sum(1) / mask.sum(1)).tolist()]
+
+    means, run.max_rows = halving_on_oom(attempt, run.max_rows, rows, "the floor")
     return [*sorted(means), math.inf][int(config.EXTERNAL_FLOOR * len(means))]  # inf: a share of 1, all
 
 
@@ -415,8 +419,8 @@ def next_round(run: Run) -> int | None:
     t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
     if t >= config.MAX_ROUNDS:
         if not run.history:
-            there = f"the experiment is at round {t}, MAX_ROUNDS={config.MAX_ROUNDS}"
-            run.log.event("end", f"already finished: {there}; raise it, or choose another EXPERIMENT_NAME")
+            there = f"already finished: all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
+            run.log.event("end", f"{there}; raise it, or choose another EXPERIMENT_NAME")
         return None
     if t > own:
         missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
@@ -428,7 +432,7 @@ def next_round(run: Run) -> int | None:
 
 
 def wait_for_clock(run: Run, own: int) -> int:
-    """The clock's round if it is open; where nobody leads this process opens its own next one.
+    """The clock's round as soon as it is `own` or later; `own` where nobody leads, or the folder is away.
 
     Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
@@ -461,9 +465,9 @@ def wait_for_clock(run: Run, own: int) -> int:
 
 
 def grace(run: Run) -> float:
-    """Seconds without a coordinator after which a worker opens rounds itself.
+    """Seconds without a live coordinator (`Life.is_live`) after which a worker opens rounds itself.
 
-    Longer where others have registered of whom nothing has come yet: they may only be slow to show.
+    Longer at first, where NUM_WORKERS are expected or others registered of whom nothing has come yet.
     """
     config, registered = run.config, len(without_seat(run.swarm.sessions))
     if config.LOCAL_NODES > 1:
@@ -1033,16 +1037,15 @@ def restore(run: Run, file, round_: int) -> None:
 def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     folder = run.store.base / "models" / run.nodes[0].id
-    for node in run.nodes:
-        files = sorted(save_locally(run, node, "models").glob("*"))
-        for file in files:
-            run.swarm.post(carry, run, f"models/{node.id}/{file.name}")
+    local = [save_locally(run, node, "models") for node in run.nodes]
+    for file in [file for each in local for file in sorted(each.glob("*"))]:
+        run.swarm.post(carry, run, f"models/{file.parent.name}/{file.name}")
     decode, prompt = run.codec.tokenizer.decode, run.codec.prompt(make_question(run.tasks[0], 1))
     prompt = json.dumps(decode(prompt).removeprefix(decode(run.codec.bos)))  # which the pipeline adds
     model = json.dumps(str(folder))  # double quotes inside, single ones around
     ask = f'pipeline("text-generation", {model})({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
-    if files:  # else it was said why not
+    if local[0].exists():  # else it was said why not
         run.log.say(f"final model: {folder}\n  try it: python -c {code}")
 
 
@@ -1129,7 +1132,7 @@ def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> 
 
 def some(names: list[str], most: int = 20) -> str:
     """The first of these names, for a sentence."""
-    return ", ".join(names[:most]) + " …" * (len(names) > most)
+    return ", ".join(names[:most]) + f" and {len(names) - most} others" * (len(names) > most)
 
 
 def announce(config: Config, store: DriveStore, say) -> None:
@@ -1234,7 +1237,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         arrived = stop.pressed < 2 and close(run)
         swarm.is_abandoned = True
         lock.close()  # in a notebook this process lives on
-    return "superseded" if swarm.superseded else outcome if arrived or outcome != "finished" else "incomplete"
+    outcome = "superseded" if swarm.superseded else outcome
+    return "incomplete" if outcome == "finished" and not arrived else outcome
 
 
 def check_memory(config: Config, model, say) -> int:

@@ -682,8 +682,9 @@ def test_a_peer_has_twenty_seconds_of_a_rounds_scoring_whatever_the_others_need(
 
     monkeypatch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(sapo, "verify", slowly)
-    pool = sapo.informative_pool(run, run.nodes[0], 2, 0, random.Random(0), figures := Counter())
-    assert sorted(r.key[2] for r in pool) == ["p", "q", "q"] and figures["rejected"] == 1
+    run.nodes[0].figures = Counter()
+    pool = sapo.informative_pool(run, run.nodes[0], 2, 0, random.Random(0))
+    assert sorted(r.key[2] for r in pool) == ["p", "q", "q"] and run.nodes[0].figures["rejected"] == 1
     assert run.log.events == [("reject", "p: too slow to verify")]
 
 
