@@ -264,6 +264,12 @@ class Swarm:
             if round_ > 0:
                 self.post(write_winners, self.store, round_ - 1)
 
+    def end(self, round_: int) -> None:
+        """In the thread, after the last round: open it where nobody leads (any more); its winners."""
+        if not self.is_led:
+            self.open(round_)
+            self.post(write_winners, self.store, round_)
+
     def missing(self, round_: int, stage: int) -> set[str]:
         """Peers to wait for: chosen ones that have not published this stage and may still do so.
 
@@ -564,15 +570,17 @@ class Coordinator:
         submitted, live = self._look()
         config, elapsed = self.config, time.monotonic() - self.opened
         late, interval = sorted(set(live) - set(submitted)), config.COORDINATOR_ROUND_INTERVAL
+        passed = not live and self.store.last_rewarded() > self.swarm.round  # they ended in an outage
         if self.holding:
-            self.opened = self.opened if submitted else time.monotonic()
+            begun = self.store.rounds("rewards")  # of any stage
+            self.opened = self.opened if begun else time.monotonic()
             too_few = len(without_seat(self.life.sessions)) < config.NUM_WORKERS
-            self.holding = not submitted or (too_few and elapsed < interval)
+            self.holding = not begun or (too_few and elapsed < interval)
         elif self.swarm.round >= config.MAX_ROUNDS - 1:
             self.is_over = not late or elapsed > interval + config.STALE_AFTER_SECONDS  # they can end alone
             if self.is_over:
                 self._tell(self.swarm.round, submitted, late)
-        elif is_round_over(config.ROUND_ADVANCE, elapsed, interval, live, submitted):
+        elif passed or is_round_over(config.ROUND_ADVANCE, elapsed, interval, live, submitted):
             self.store.open_round(self.swarm.round + 1, COORDINATOR)  # may fail: then this round goes on
             self.swarm.round += 1
             self.opened = time.monotonic()
@@ -629,8 +637,11 @@ def rollout_files(store, rounds) -> list[tuple]:
 def reward_rows(store, known: dict | None = None) -> list[dict]:
     """Every reward of a registered node, in order, as pandas likes it; `known` remembers old rounds."""
     store.max_stages = min(100, begun_with(store, "MAX_STAGES", 100))
-    known, clock, nodes = {} if known is None else known, store.clock()[0], store.sessions()
-    rounds = [r for r in store.rounds("rewards") if r <= clock]
+    known, nodes = {} if known is None else known, store.sessions()
+    there, clock = store.rounds("rewards"), store.clock()[0]
+    rounds = [r for r in there if r <= clock]
+    if len(rounds) < len(there):
+        store.skipped["rewards of rounds that the clock has not reached"] = len(there) - len(rounds)
     for round_ in rounds:
         if round_ not in known or round_ > clock - 8:  # a slow node may still add to the newest rounds
             rows = store.rewards(round_, nodes)
@@ -816,7 +827,7 @@ def advantage(runs: list[dict], lone: list[dict]) -> dict:
     ours, base = ({seed: math.log(x) for seed, x in g.items()} for g in (ours, base))
     pairs = [ours[seed] - base[seed] for seed in ours if seed in base]
     if len(pairs) < 3:
-        gain = math.expm1(average(ours.values()) - average(base.values()))
+        gain = math.expm1(average(pairs or [average(ours.values()) - average(base.values())]))
         return {"improvement": gain, "note": f"{gain:+.0%}, three seeds at least give an interval"}
     mean, freedom = average(pairs), len(pairs) - 1  # of the logarithm of the ratio
     gain, error = math.expm1(mean), math.sqrt(statistics.variance(pairs) / len(pairs) + 1e-18)  # never 0
@@ -906,7 +917,7 @@ def dashboard(store, life, rows: list[dict], max_rounds: int | None = None) -> s
     max_rounds = max_rounds or max(begun_with(store, "MAX_ROUNDS", 2000), clock + 1)  # it may have grown
     for node, mine in by_node.items():
         life.note(node, "reward", mine[-1]["round"], age_of(mine[-1]["timestamp"]))
-    live, nodes, times = life.live_workers(), life.workers(), sorted(row["timestamp"] for row in rows)
+    live, nodes, times = {*life.live_workers()}, life.workers(), sorted(row["timestamp"] for row in rows)
     led = life.status(COORDINATOR) if COORDINATOR in life.sessions else "none"
     done = "finished, " * (bool(nodes) and clock >= max_rounds - 1 and all(map(life.has_left, nodes)))
     workers = f"{done}{len(live)} of {len(nodes)} workers live, coordinator {led}"

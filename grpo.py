@@ -312,7 +312,9 @@ def forward_hidden(model, ids, mask=None, cache=None):
 
 def head_logits(model, hidden):
     """(..., H) -> logits (..., V) in float32: a softmax of bfloat16 ones is off by 0.025, not by 0.004."""
-    return model.get_output_embeddings()(hidden).float()
+    logits = model.get_output_embeddings()(hidden).float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def prefill(model, prompts: list[list[int]], pad_id: int, copies):
@@ -706,6 +708,9 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     except Exception as error:  # whatever a template's author did
         what = "its chat template makes no prompt"
         raise ValueError(f"MODEL_NAME={name!r}: {what} ({one_line(error)})") from error
+    tagged = codec.decode(tokenizer("<answer>12</answer>", add_special_tokens=False).input_ids)
+    if find_answer(tagged) is None:  # as special tokens they are left out
+        raise ValueError(f"MODEL_NAME={name!r}: its tokenizer decodes <answer>12</answer> as {tagged!r:.40}")
     if (highest := max(*prompts[0], eos_id, tokenizer.vocab_size - 1)) >= size:
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer has token {highest}, the model {size} in all")
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
@@ -743,7 +748,7 @@ def check_model(model, ids: list[int]) -> None:
     """ValueError unless shared prompts give the log-probabilities of the model's own plain forward pass.
 
     They do not where a cache cannot be repeated (state-space models), positions are ignored (BART) or logits
-    are more than `head_logits` (soft cap, scaling): training would be silently wrong. ids: 30 of any text.
+    are more than `head_logits` (scaled): training would be silently wrong. ids: 30 of any text.
     """
     answers = [ids[20:24], ids[3:4], ids[24:30]]
     try:
@@ -790,7 +795,8 @@ def warm_start_name(model, config, tasks) -> str:
         config.MODEL_NAME, model.config.get_text_config().vocab_size,
         config.WARM_START_STEPS, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS,
         config.MAX_NEW_TOKENS, REASONING_GYM_VERSION,
-        *([config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else []),
+        *([config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else
+          [checksum(p.detach().cpu() for p in model.parameters())]),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
 
@@ -805,6 +811,8 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, share:
             style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
             samples.append((codec.prompt(q), *codec.completions([style.format(q.answer)], [True])))
         samples = [s for s in samples if sum(map(len, s)) <= codec.max_prompt + codec.max_completion]
+        if not samples:
+            raise ValueError(f"TASKS: no question and answer fit into the positions of {config.MODEL_NAME}")
         samples.sort(key=lambda s: sum(map(len, s)))
         batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
         rng.shuffle(batches)

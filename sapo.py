@@ -38,7 +38,6 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
     from coordinator import experiment_status, in_notebook, is_known_dead, monitor, plain
     from coordinator import process_identity, recent, report_files, report_text, reward_rows
     from coordinator import rounds_to_keep, short_time, summarize, validate_experiment, without_seat
-    from coordinator import write_winners
     from drive_store import MAX_GAP, MAX_JSON_BYTES, BadFile, DriveStore, StoreError
     from drive_store import bucket, check_name, is_name, is_number, parse_json
 
@@ -484,8 +483,6 @@ def finish_round(run: Run, t: int) -> None:
     due = (run.done + 1) // every < (t + 1) // every  # also where the round in which it was due was skipped
     run.done = t
     report_round(run, t)
-    if last and not run.swarm.is_led:  # elsewhere whoever opens the next round does this
-        run.swarm.post(write_winners, run.store, t)
     if due or last:
         run.swarm.flush_log()  # first: rounds that are not replayed have their rows in the log
         save_checkpoint(run)
@@ -1206,9 +1203,12 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
     try:
         model, codec = load_model(config, tasks)
+        load_warm_start(config, model, codec, tasks, log.say, stop.check)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    load_warm_start(config, model, codec, tasks, log.say, stop.check)
+    longest = {task: max(len(codec.prompt(lucky_question(task, i))) for i in range(5)) for task in tasks}
+    if cut := [task for task in tasks if longest[task] == codec.max_prompt]:
+        log.say(f"note: questions of {some(cut)} are cut to {codec.max_prompt} tokens: lower MAX_NEW_TOKENS")
     tasks = join_experiment(config, store, log.say, only_read=False)
     max_rows = check_memory(config, model, log.say)
     ids = [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
@@ -1224,14 +1224,15 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
         if run.done >= 0:  # also of a start that only finds them missing, after a stop in the last round
             save_checkpoint(run)
             save_models(run)
+            swarm.post(swarm.end, run.done)
         if run.history:
             log.event("end", f"finished; {conclusion(run)}; next: NODE_ROLE=report compares experiments")
         outcome = "finished"
     except Ended as how:
         outcome = str(how)
+        save_checkpoint(run)  # a superseded one's stays on the local disk, see `carry`
         if outcome == "stopped":
             swarm.state = "stopped"
-            save_checkpoint(run)
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
     finally:
         arrived = stop.pressed < 2 and close(run)
@@ -1286,8 +1287,8 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, object]:
                 if os.fstat(theirs.fileno()).st_mtime < time.time() - 60:  # else just made, not yet locked
                     shutil.rmtree(path.parent)
             elif theirs.read(len(whose) + 1) == whose:
-                todo = "This start does not use it; copy it there before one that shall, or delete it"
-                log.say(f"{waiting[0]} was left by an earlier start and did not reach {store.base}. {todo}")
+                why = f"did not reach {store.base} in an earlier start, and this one does not use it"
+                log.say(f"{plain(waiting[0], 300)} {why}; copy it there before one that shall, or delete it")
     return scratch, lock
 
 

@@ -217,6 +217,15 @@ def test_a_lost_clock_is_resumed_from_the_rewards_and_a_signal_ends_the_coordina
     assert store.read_heartbeat(COORDINATOR)["state"] == "stopped"
 
 
+def test_a_round_of_which_nothing_is_left_holds_up_no_coordinator_when_its_workers_have_ended(tmp_path):
+    """They ended in an outage in which that round's rewards were lost: it waited for ever."""
+    store = new_store(tmp_path)
+    store.open_round(3, COORDINATOR)
+    for round_ in range(4, 10):
+        reward(store, round_)
+    assert swarm(tmp_path, "x", NODE_ROLE="coordinator", MAX_ROUNDS=10) == 0 and store.clock()[0] == 9
+
+
 def test_a_coordinator_that_came_first_takes_the_stages_of_the_experiment(tmp_path):
     """With another number it never saw a round submitted, or moved on after the first stage."""
     for ours, theirs in ((2, 1), (1, 3)):
@@ -599,6 +608,14 @@ def test_no_ratio_is_told_where_a_run_earned_nothing(tmp_path):
         finished_run(tmp_path, f"b{seed}", [0.5] * 20, **lone)
     row = compare_experiments(tmp_path)[0]
     assert row["improvement"] is None and "earned nothing" in row["note"]
+
+
+def test_seeds_that_the_baseline_has_not_run_yet_have_no_say_in_the_gain(tmp_path):
+    for seed, (ours, base) in enumerate([(0.3, 0.2), (0.6, 0.5), (0.9, None)]):
+        finished_run(tmp_path, f"a{seed}", [ours] * 20, SEED=seed)
+        lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0, SEED=seed)
+        base and finished_run(tmp_path, f"b{seed}", [base] * 20, **lone)
+    assert compare_experiments(tmp_path)[0]["improvement"] == pytest.approx((1.5 * 1.2) ** 0.5 - 1)
 
 
 def test_evaluations_before_the_last_tenth_are_reported_where_there_are_no_later_ones(tmp_path):

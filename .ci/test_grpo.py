@@ -20,7 +20,7 @@ import torch
 from grpo import ANSWER_STYLES, EVAL_ON_ANSWER, UNSTABLE, BadQuestion, check_model, end_of_turn
 from grpo import exact_positions, halving_on_oom, load_model, load_weights, lucky_question, new_optimizer
 from grpo import pack_weights, rows_that_fit, sample_tokens, score, sequence_logps, shared_prompt_logps
-from grpo import group_advantages, score_all, token_logps, update
+from grpo import group_advantages, score_all, token_logps, update, warm_start_batches, warm_start_name
 from test_sapo import HELD_OUT_SEEDS, KINDS, PROJECT, SMALL_TASKS, TASK_TABLE, build_tiny
 from test_sapo import config_error, config_of, generate, make_question, near, our_update, pairs_of
 from test_sapo import plain_logps, plain_loss, ragged_groups, tiny_codec, tiny_lm, weights_of
@@ -132,9 +132,9 @@ def test_models_whose_plain_forward_pass_gives_other_logps_are_refused_by_name()
     text = [i * 7 % 29 for i in range(30)]
     for name in ("llama", "qwen2"):
         check_model(other_lm(name), text)
-    for name, scaling in (("gemma2", {"final_logit_softcapping": 0.1}), ("granite", {"logits_scaling": 4.0})):
-        with pytest.raises(ValueError, match=f"MODEL_NAME.*{name}"):
-            check_model(other_lm(name, **scaling), text)
+    check_model(other_lm("gemma2", final_logit_softcapping=0.1), text)  # capped here too, however large
+    with pytest.raises(ValueError, match="MODEL_NAME.*granite"):
+        check_model(other_lm("granite", logits_scaling=4.0), text)
 
 
 REFUSED_FOR = dict.fromkeys(("gpt2", "gpt_neo", "mistral", "mpt", "phi3"))
@@ -512,6 +512,7 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
             r"has token (\d+), the model \1 in all",
         ),
         (dict(added="<turn>", eos="<turn>"), r"has token (\d+), the model \1 in all"),
+        (dict(added="</answer>"), "its tokenizer decodes <answer>12</answer> as '<answer>12'"),
         (dict(template="{{ messages[0].content }}"), "it is the same for every question"),
         (dict(template="{{ messages[-1].content }}"), None),
     ]:
@@ -580,6 +581,20 @@ def test_weights_travel_as_bytes_and_anything_else_is_turned_down():
     model.lm_head.weight.data[0] = inf
     for bad in (b"", data[:-9], b"\xff" * 99, pack_weights(model)):
         assert not load_weights(blank, bad)
+
+
+def test_another_model_in_the_same_folder_gets_a_warm_start_of_its_own(base_models):
+    config, model = config_of(MODEL_NAME=base_models / "gpt2", WARM_START_STEPS=3), other_lm("gpt2")
+    name = warm_start_name(model, config, SMALL_TASKS)
+    assert name == warm_start_name(other_lm("gpt2"), config, SMALL_TASKS)
+    next(model.parameters()).data[3, 4] += 0.1
+    assert name != warm_start_name(model, config, SMALL_TASKS)
+
+
+def test_a_warm_start_for_which_no_question_is_short_enough_ends_in_a_sentence():
+    codec = replace(tiny_codec(), max_prompt=2, max_completion=1)
+    with pytest.raises(ValueError, match="TASKS: no question and answer fit"):
+        next(warm_start_batches(codec, config_of(), SMALL_TASKS, random.Random(0), 8, 0.5))
 
 
 def test_only_the_first_style_of_a_warm_start_is_rewarded_and_rewards_lie_in_zero_to_one():

@@ -11,7 +11,7 @@ import sapo
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-(SCRIPT,) = re.findall(r"```python\n( *import json, random, time\n.*?)```", README, re.DOTALL)
+(SCRIPT,) = re.findall(r"```python\n( *import random\n.*?)```", README, re.DOTALL)
 SETTINGS = {
     "MODEL_NAME": "tiny", "TASKS": "small_products", "WARM_START_STEPS": "600", "ANSWER_TAG_SHARE": "0.005",
     "NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4", "NODE_ID": "pupil", "FETCH_TIMEOUT_SECONDS": "9",

@@ -605,6 +605,14 @@ def test_a_checkpoint_that_the_local_disk_does_not_take_is_said_and_training_goe
     assert saved.exists() == (status == 0) and len([*saved.parent.glob("*")]) <= 1
 
 
+def test_questions_that_have_no_room_beside_the_completions_are_named(drive, base_models, capsys):
+    settings = dict(
+        MODEL_NAME=base_models / "gpt2", MAX_NEW_TOKENS=200, TASKS="arc_1d,small_gcd", **UNTRAINED
+    )
+    assert swarm(drive, "narrow", MAX_ROUNDS=1, NUM_TRAIN_SAMPLES=1, **settings) == 0
+    assert "questions of arc_1d are cut to 256 tokens: lower MAX_NEW_TOKENS" in capsys.readouterr().out
+
+
 def test_a_missing_signal_is_named_also_after_resuming(drive):
     settings = dict(NUM_TRANSPLANT_TREES=0, CHECKPOINT_INTERVAL=13, **UNTRAINED)
     told = []
@@ -1206,7 +1214,7 @@ def test_what_did_not_reach_the_folder_survives_the_next_start(drive, unbroken, 
     os.utime(left / "lock", (1, 1))
     os.utime(kept / "lock", (1, 1))
     assert swarm(drive, "left", MAX_ROUNDS=15) == 0
-    said = f"{waits} was left by an earlier start and did not reach {folder}. This start does not use it"
+    said = f"{waits} did not reach {folder} in an earlier start, and this one does not use it"
     assert said in capsys.readouterr().out
     assert waits.exists() and lives.exists() and not left.exists()
     assert all((tmp_path / name).is_dir() for name in strange)
@@ -1490,6 +1498,38 @@ def test_what_a_superseded_process_did_not_write_is_kept_and_so_is_the_checkpoin
     assert DriveStore(drive, "robbed").checkpoints("node") == [3]
     waits = [path.parent.name for path in tmp_path.glob("sapo-*/*/*/*.safetensors")]
     assert sorted(waits) == ["node", "round_000005"]
+
+
+def test_what_a_superseded_process_trained_since_its_last_checkpoint_stays_on_the_local_disk(
+    drive, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def forge_session():
+        put(DriveStore(drive, "early"), f"peers/node.{int(time.time() * 1000):013d}-ffffffff.json")
+
+    at_call(monkeypatch, "submit_reward", 3, forge_session)
+    settings = dict(LOCAL_NODES=1, NODE_ID="node", MAX_ROUNDS=10**5, CHECKPOINT_INTERVAL=10**5)
+    assert swarm(drive, "early", **settings, **UNTRAINED) == 3
+    (waits,) = tmp_path.glob("sapo-*/*/*/node.safetensors")
+    assert f"a newer session of this node runs; it lies in {waits}" in capsys.readouterr().out
+    assert not DriveStore(drive, "early").checkpoints("node")
+
+
+def test_rounds_that_an_outage_kept_shut_are_named_by_the_report_and_opened_by_a_restart(
+    drive, unbroken, capsys
+):
+    """The coordinator died meanwhile, and the workers ended: 6 of 40 rounds were counted without a word."""
+    shutil.copytree(unbroken, folder := drive / "experiments/shut")
+    store, last = DriveStore(drive, "shut"), DriveStore(drive, "shut").clock()[0]
+    for round_ in range(5, last + 1):
+        for path in (folder / "state/rounds").glob(f"{bucket(round_)}.*"):
+            path.unlink()
+    (row,) = sapo.compare_experiments(drive, ["shut"])
+    assert "shut: not used: rewards of rounds that the clock has not reached" in capsys.readouterr().out
+    assert swarm(drive, "shut", MAX_ROUNDS=last + 1) == 0 and store.clock()[0] == last
+    (whole,) = sapo.compare_experiments(drive, ["shut"])
+    assert "not used" not in capsys.readouterr().out and whole["per_node"] > row["per_node"]
 
 
 def test_a_node_whose_registration_and_checkpoints_are_gone_is_known_by_its_log(drive, unbroken, capsys):
