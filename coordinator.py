@@ -324,7 +324,7 @@ class Swarm:
         """Write what is queued, end the thread; how many writes did not get through in `patience` seconds."""
         self.flush_log()
         self._jobs.extend(self._beats())
-        self.post(self.store.delete, self.store.tmp)
+        self.post(self.store.sweep)
         for job in list(self._jobs):
             job.again = 0.0  # now or never
         self._closing.set()
@@ -711,7 +711,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     rounds = range(min(max_rounds, clock + 1))
     unpaid = sorted(set(rounds) - {row["round"] for row in rows})
     silent = sorted(set(rounds) - {t for t, *_ in rollout_files(store, store.rounds("rollouts"))})
-    late = [node for node, mine in by_node.items() if mine[-1]["round"] != last]
+    late = [node for node, mine in by_node.items() if mine[-1]["round"] < last]
     few = [node for node, mine in by_node.items() if len({row["round"] for row in mine}) < max_rounds / 2]
     bare = [row for row in rows if not row.get("completions") or not row.get("local_groups")]
     alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0

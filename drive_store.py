@@ -139,6 +139,7 @@ class DriveStore:
         self.base = self.root.joinpath(*self.place)
         self.owner = check_name(owner, "NODE_ID")
         self.tmp, self.max_stages = f"tmp/{owner}", max_stages
+        self.left = []  # names in self.tmp when this process began
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # (round, stage, node) -> a reward file of late: write-once, so it is read once
         self._sessions = {}  # name in peers/ -> (node, session), or None; judged at first sight
@@ -154,6 +155,7 @@ class DriveStore:
         for part in ("peers", "state", "rollouts", "rewards"):
             with self.folder(part, make=True):
                 pass
+        self.left = self.names(self.tmp)
 
     @contextlib.contextmanager
     def folder(self, path: str = "", make: bool = False, look: bool = False):
@@ -335,14 +337,16 @@ class DriveStore:
         began = time.monotonic()
         while not (shown := new in self.names(self.tmp)) and time.monotonic() < began + patience:
             time.sleep(0.05)
-        self.sweep()
+        self.sweep(new, f"{old}.link")
         seen = f"after {time.monotonic() - began:.2f} s" if shown else f"not within {patience:g} s"
         return f"links: {links}, rename: yes, a listing shows a new file {seen}"
 
-    def sweep(self) -> None:
-        """Delete what a killed process of this owner left in tmp/OWNER."""
-        with self.folder("tmp", make=True):  # where that is a file or a link, a folder takes its place
-            self.delete(self.tmp)
+    def sweep(self, *more: str) -> None:
+        """Delete what lay in tmp/OWNER when this process began, and `more`; what came since may be in use."""
+        with self.folder(self.tmp, make=True):  # where a file or a link is, a folder takes its place
+            pass
+        for name in (*self.left, *more, "-"):  # "-" is none: the folder goes too, if it is empty
+            self.delete(f"{self.tmp}/{name}", prune=True)
 
     def can_write(self) -> bool:
         """Whether the folder takes a small file now: then a write that fails does so for its own path."""
@@ -422,10 +426,17 @@ class DriveStore:
         self._sessions = {name: self._sessions[name] for name in names}
         return dict(sorted(filter(None, self._sessions.values())))  # of a node the last
 
-    def register(self, node_id: str, role: str, about: dict) -> str:
-        """Announce a new session of this node; its id sorts after every one seen, whatever the clocks."""
-        previous = int(self.sessions().get(node_id, "0")[:13])
-        session = f"{max(int(time.time() * 1000), previous + 1):013d}-{secrets.token_hex(4)}"
+    def new_session(self, *nodes: str) -> str:
+        """An id that sorts after every one of these nodes seen, whatever the clocks.
+
+        One for all nodes of a process: of two processes the same one is the newer for each of them.
+        """
+        previous = max(int(self.sessions().get(node, "0")[:13]) for node in nodes)
+        return f"{max(int(time.time() * 1000), previous + 1):013d}-{secrets.token_hex(4)}"
+
+    def register(self, node_id: str, role: str, about: dict, session: str = "") -> str:
+        """Announce a session of this node, a new one if none is given; returns its id."""
+        session = session or self.new_session(node_id)
         data = {"node_id": node_id, "role": role, "session": session, "registered_at": time.time(), **about}
         self.write_once(f"peers/{node_id}.{session}.json", data)
         return session

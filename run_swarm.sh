@@ -36,6 +36,7 @@ trap stop_all INT TERM HUP  # HUP: the terminal was closed
 
 prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all say is shown once
   trap '' INT TERM HUP
+  exec 2>/dev/null  # where the terminal is closed this would be the very pipe that is read here
   local quiet= once='^(memory:|the folder:|to resume:|final model:|  try it:|note:|'
   once+='  [0-9]+ others|[ *] [A-Z_]+ {2})'
   [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* ]] && quiet=1

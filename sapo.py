@@ -1053,7 +1053,8 @@ def save_locally(run: Run, node: Node, folder: str) -> Path:
         run.codec.tokenizer.save_pretrained(local, save_jinja_files=False)  # several would be a folder
     except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no copy of the model: {local}: {error}")
-        return local / "incomplete"  # nothing to go on with; what is there makes `close` count it
+        run.swarm.set_aside.add(str(local))  # `close` counts it
+        return local / "incomplete"  # nothing to go on with
     return local
 
 
@@ -1300,8 +1301,9 @@ def prepare(run: Run) -> None:
     about = {"model": config.MODEL_NAME, "device": config.DEVICE, **process_identity()}
     about |= {"cpus": os.cpu_count(), "torch": torch.__version__, "transformers": transformers.__version__}
     about |= {"python": platform.python_version(), "reasoning_gym": REASONING_GYM_VERSION}
+    session = store.new_session(*swarm.nodes)
     for node in run.nodes:
-        swarm.nodes[node.id] = store.register(node.id, "worker", about)
+        swarm.nodes[node.id] = store.register(node.id, "worker", about, session)
         swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
     swarm.round = run.done + 1
     swarm.start()

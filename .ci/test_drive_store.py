@@ -372,3 +372,29 @@ def test_a_file_on_which_another_process_holds_a_lease_blocks_nobody(tmp_path):
             store.read("a.json")
         holder.kill()
     assert time.monotonic() < began + 5 and store.read("a.json") == {"a": 1}
+
+
+def test_of_two_starts_of_one_name_neither_deletes_what_the_other_writes(tmp_path):
+    """On a slow folder each swept the other's temp files away in mid-write, and both ended."""
+    killed = DriveStore(tmp_path, "x", "n1")
+    killed.create()
+    put(killed, "tmp/n1/left"), put(killed, "tmp/n1/round_000001/left")
+    one, other = (DriveStore(tmp_path, "x", "n1") for _ in range(2))
+    one.create(), other.create()
+    put(one, "tmp/n1/in_use")
+    assert "rename: yes" in other.probe()
+    assert one.names("tmp/n1") == ["in_use"]
+    one.delete("tmp/n1/in_use"), one.sweep()
+    assert one.names("tmp") == []
+
+
+def test_of_two_processes_with_several_nodes_the_same_one_is_newer_in_all_whoever_registers_last(tmp_path):
+    one, other = (DriveStore(tmp_path, "x", "n") for _ in range(2))
+    one.create()
+    sessions = [store.new_session("n_0", "n_1") for store in (one, other)]
+    one.register("n_0", "worker", {}, sessions[0])
+    for node in ("n_0", "n_1"):
+        other.register(node, "worker", {}, sessions[1])
+    one.register("n_1", "worker", {}, sessions[0])
+    assert set(one.sessions().values()) == {max(sessions)}
+    assert one.new_session("n_1", "n_2") > max(sessions)
