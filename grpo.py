@@ -641,6 +641,11 @@ class Codec:
         first = self.tokenizer("x").input_ids[:1]
         return first if first == [self.tokenizer.bos_token_id] else []
 
+    @functools.cached_property
+    def pad_id(self) -> int:
+        """Any real token. The row of a padding token may be zero: Gemma 3n makes gradients of NaN of that."""
+        return (self.encode("1") or [self.eos_id])[0]
+
     @property
     def few_shot(self) -> bool:
         return self.num_shots > 0 and not self.tokenizer.chat_template
@@ -680,7 +685,8 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         if name == "tiny":
             model, tokenizer = build_tiny(tasks)
         else:
-            access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None}
+            # False: where it is not given, a model with code of its own makes transformers ask the terminal
+            access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **access)
             access |= {"dtype": torch.float32, "output_loading_info": True}
             model, found = transformers.AutoModelForCausalLM.from_pretrained(name, **access)
@@ -691,7 +697,7 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         wanted = "expected tiny, a Hugging Face id or a local folder"
         raise ValueError(f"MODEL_NAME={name!r} cannot be loaded ({one_line(error)}): {wanted}") from error
     eos = model.generation_config.eos_token_id if model.generation_config else None
-    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None, -1}
     if not eos_ids:
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer names no end-of-sequence token")
     positions = exact_positions(model)
@@ -709,7 +715,7 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         what = "its chat template makes no prompt"
         raise ValueError(f"MODEL_NAME={name!r}: {what} ({one_line(error)})") from error
     tagged = codec.decode(tokenizer("<answer>12</answer>", add_special_tokens=False).input_ids)
-    if find_answer(tagged) is None:  # as special tokens they are left out
+    if (find_answer(tagged) or "").strip() != "12":  # special tokens are left out, words put apart
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer decodes <answer>12</answer> as {tagged!r:.40}")
     if (highest := max(*prompts[0], eos_id, tokenizer.vocab_size - 1)) >= size:
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer has token {highest}, the model {size} in all")
@@ -788,7 +794,7 @@ def new_optimizer(model, config) -> torch.optim.AdamW:
 # -------- Warm start, and weights in files ----------------------------------------------------------------
 
 
-def warm_start_name(model, config, tasks) -> str:
+def warm_start_name(model, codec: Codec, config, tasks) -> str:
     """Name of a warm start's weights: a hash of all that they depend on."""
     recipe = [
         2,  # raise it when anything below or in build_tiny changes
@@ -796,7 +802,8 @@ def warm_start_name(model, config, tasks) -> str:
         config.WARM_START_STEPS, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS,
         config.MAX_NEW_TOKENS, REASONING_GYM_VERSION,
         *([config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else
-          [checksum(p.detach().cpu() for p in model.parameters())]),
+          [checksum(p.detach().cpu() for p in model.parameters()),
+           codec.prompt(lucky_question(tasks[0], 1)), codec.completions(["<answer>1</answer>"], [True])]),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
 
@@ -839,7 +846,7 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
             lr = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
         else:
             lr = peak / 2 * (steps - step) / last_phase
-        logp, mask = sequence_logps(model, *zip(*batch, strict=True), pad_id=codec.eos_id)
+        logp, mask = sequence_logps(model, *zip(*batch, strict=True), pad_id=codec.pad_id)
         loss = -(logp * mask).sum() / mask.sum()  # negative log-likelihood: ordinary supervised fine-tuning
         optimizer.zero_grad()
         loss.backward()

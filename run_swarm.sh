@@ -54,7 +54,7 @@ start() {  # NAME VAR=VALUE…: one process in the background, in a process grou
   # Job control only here: the terminal's Ctrl-C must reach this script, which passes it on exactly once.
   # With job control on for good it would go to whatever command the script is just waiting for.
   set -m
-  env "$@" "$python" "$here/sapo.py" > >(prefixed "$name" "$log") 2>&1 &
+  env "$@" "$python" "$here/sapo.py" < /dev/null > >(prefixed "$name" "$log") 2>&1 &
   set +m
   pids+=($!) names+=("$name")
   [ "$stopping" -eq 0 ] || kill -INT $! 2>/dev/null || true  # Ctrl-C came before it was in the list
@@ -108,7 +108,7 @@ main() {
     [ "$stopping" -eq 0 ] || { echo "run_swarm: stopped; the same command goes on"; exit 130; }
     return
   fi
-  local pattern='^([0-9]+)/([0-9]+)(u?)(x([0-9]+))?$' name filter
+  local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$' name filter
   export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
   local number=0 pairs=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}})
   for config in "${pairs[@]:-}"; do  # before hours of training

@@ -165,7 +165,7 @@ def answer(run: "Run", node: Node, questions: "list[Question]", g: int, seed: in
     def attempt(rows_at_once):
         return generate(
             node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids,
-            torch.Generator().manual_seed(seed), codec.eos_id, rows_at_once, getattr(torch, config.DTYPE),
+            torch.Generator().manual_seed(seed), codec.pad_id, rows_at_once, getattr(torch, config.DTYPE),
             answered=codec.answered if codec.few_shot else None,  # None: no look at every token
         )  # fmt: skip
 
@@ -273,7 +273,7 @@ def informative_pool(run: "Run", node: Node, round_: int, stage, rng) -> list[Ro
                 raw["completions"] = []  # not needed any more
             rollout = run.verified[key]
             if isinstance(rollout, str):
-                figures["rejected"] += 1
+                figures["rejected"] += stage is not None  # an older round's were counted then
                 if (peer, rollout) not in run.reported:  # say it once
                     run.reported.add((peer, rollout))
                     run.log.event("reject", f"{peer}: {rollout}", peer=peer)
@@ -319,7 +319,7 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
         node.model, node.optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS,
         temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW,
         clip_high=config.CLIP_HIGH, num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows,
-        pad_id=run.codec.eos_id, dtype=getattr(torch, config.DTYPE),
+        pad_id=run.codec.pad_id, dtype=getattr(torch, config.DTYPE),
     )  # fmt: skip
     run.max_rows, logps = stats.pop("max_rows"), stats.pop("logps")  # of informative groups, own ones first
     rows = sum(len(group.completions) for group in own if group.is_informative)
@@ -366,7 +366,7 @@ def likelihood_floor(run: "Run", node: Node) -> float:
 
     A stranger's answers behind words that nobody here says can be 90% of an update (cf. arXiv:2605.22537).
     """
-    config, groups, pad_id = run.config, [r.group for r in node.rollouts], run.codec.eos_id
+    config, groups, pad_id = run.config, [r.group for r in node.rollouts], run.codec.pad_id
     dtype, rows = getattr(torch, config.DTYPE), sum(len(group.completions) for group in groups)
 
     def attempt(rows_at_once):
@@ -1040,7 +1040,8 @@ def save_models(run: Run) -> None:
     decode, prompt = run.codec.tokenizer.decode, run.codec.prompt(make_question(run.tasks[0], 1))
     prompt = json.dumps(decode(prompt).removeprefix(decode(run.codec.bos)))  # which the pipeline adds
     model = json.dumps(str(folder))  # double quotes inside, single ones around
-    ask = f'pipeline("text-generation", {model})({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})'
+    load = f'pipeline("text-generation", {model}, trust_remote_code=False)'
+    ask = f"{load}({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})"
     code = shlex.quote(f"from transformers import pipeline; print({ask})")
     if local[0].exists():  # else it was said why not
         run.log.say(f"final model: {folder}\n  try it: python -c {code}")
@@ -1161,7 +1162,8 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
     """
     if config.WARM_START_STEPS == 0:
         return
-    shared, name = DriveStore(config.GDRIVE_PATH, None, config.NODE_ID), warm_start_name(model, config, tasks)
+    shared = DriveStore(config.GDRIVE_PATH, None, config.NODE_ID)
+    name = warm_start_name(model, codec, config, tasks)
     path, claim = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim"
     largest = (1 << 20) + sum(w.numel() * w.element_size() for w in model.state_dict().values())
     until = float("inf")  # as long as nobody was waited for

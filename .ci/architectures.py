@@ -72,7 +72,7 @@ def judge(folder: str) -> tuple[str, str]:
         model, codec = grpo.load_model(config, ["small_gcd"])
     except ValueError as error:
         return "refused", str(error)
-    rng, worst = random.Random(3), 0.0
+    rng, worst, pad = random.Random(3), 0.0, codec.pad_id
 
     def some(length):
         return [rng.randrange(2, len(codec.tokenizer)) for _ in range(length)]
@@ -81,16 +81,17 @@ def judge(folder: str) -> tuple[str, str]:
     for prompts in ([some(3), some(11), some(40)], [common + some(n) for n in (1, 9, 30)]):
         pairs = [(prompt, [some(1), some(5), some(14)]) for prompt in prompts]
         with torch.no_grad():
-            ours, mask = grpo.shared_prompt_logps(model, pairs, 1.0)
+            ours, mask = grpo.shared_prompt_logps(model, pairs, 1.0, pad)
             theirs = []
             for prompt, answer in [(prompt, answer) for prompt, answers in pairs for answer in answers]:
                 logits = model(input_ids=torch.tensor([prompt + answer])).logits.float()
                 logp = logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
                 theirs.append(logp.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1))
         worst = max(worst, (ours[mask] - torch.cat(theirs)).abs().max().item())
-    drawn = grpo.generate(model, [[5, 6, 7], [8] * 9], 3, 8, 1.0, {0}, torch.Generator().manual_seed(0))
+    drawn = grpo.generate(model, [[5, 6, 7], [8] * 9], 3, 8, 1.0, {0}, torch.Generator().manual_seed(0), pad)
     groups = [grpo.Group(p, c, [0.0, 1.0, 0.0]) for p, c in zip(([5, 6, 7], [8] * 9), drawn, strict=True)]
-    norm = grpo.update(model, grpo.new_optimizer(model, config), groups, max_new_tokens=16)["grad_norm"]
+    optimizer = grpo.new_optimizer(model, config)
+    norm = grpo.update(model, optimizer, groups, max_new_tokens=16, pad_id=pad)["grad_norm"]
     return "exact" if worst < 2e-3 and norm > 0 else "wrong", f"{worst:.1g}, gradient norm {norm:.2g}"
 
 

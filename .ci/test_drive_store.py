@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from drive_store import BadFile, DriveStore, bucket, check_name, check_rollouts
@@ -372,6 +373,21 @@ def test_a_file_on_which_another_process_holds_a_lease_blocks_nobody(tmp_path):
             store.read("a.json")
         holder.kill()
     assert time.monotonic() < began + 5 and store.read("a.json") == {"a": 1}
+
+
+@pytest.mark.parametrize("lies", ["file", "link", "nothing"])
+def test_what_lies_in_the_place_of_a_folder_stops_no_deletion_in_it(tmp_path, lies):
+    store, outside = new_store(tmp_path / "drive"), tmp_path / "outside"
+    put_there = {
+        "file": Path.touch,
+        "link": lambda path: path.symlink_to(outside),
+        "nothing": lambda path: None,
+    }
+    outside.mkdir(), (outside / "n1.safetensors").touch()
+    (store.base / "checkpoints").mkdir()
+    put_there[lies](store.base / "checkpoints/round_000004")
+    store.delete("checkpoints/round_000004/n1.safetensors", True)
+    assert list(outside.iterdir())
 
 
 def test_of_two_starts_of_one_name_neither_deletes_what_the_other_writes(tmp_path):

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -585,10 +586,14 @@ def test_weights_travel_as_bytes_and_anything_else_is_turned_down():
 
 def test_another_model_in_the_same_folder_gets_a_warm_start_of_its_own(base_models):
     config, model = config_of(MODEL_NAME=base_models / "gpt2", WARM_START_STEPS=3), other_lm("gpt2")
-    name = warm_start_name(model, config, SMALL_TASKS)
-    assert name == warm_start_name(other_lm("gpt2"), config, SMALL_TASKS)
+    recipe = tiny_codec(), config, SMALL_TASKS
+    name = warm_start_name(model, *recipe)
+    assert name == warm_start_name(other_lm("gpt2"), *recipe)
+    template = tiny_codec(chat_template="{{ messages[-1].content }}")
+    assert name != warm_start_name(model, template, *recipe[1:])
+    assert name != warm_start_name(model, replace(tiny_codec(), eos_id=5), *recipe[1:])
     next(model.parameters()).data[3, 4] += 0.1
-    assert name != warm_start_name(model, config, SMALL_TASKS)
+    assert name != warm_start_name(model, *recipe)
 
 
 def test_a_warm_start_for_which_no_question_is_short_enough_ends_in_a_sentence():
@@ -603,3 +608,18 @@ def test_only_the_first_style_of_a_warm_start_is_rewarded_and_rewards_lie_in_zer
     for verdict, reward in ((float("nan"), 0), (inf, 0), (7, 1), (-3, 0), ("x", 0), (None, 0)):
         verifier = SimpleNamespace(score_answer=lambda answer, entry, verdict=verdict: verdict)
         assert score(replace(question, dataset=verifier), "<answer>1</answer>", "verifier") == reward
+
+
+def test_a_model_folder_with_code_of_its_own_is_refused_and_nobody_is_asked_to_run_it(
+    base_models, tmp_path, monkeypatch
+):
+    shutil.copytree(base_models / "gpt2", folder := tmp_path / "own")
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    settings = json.loads((folder / "config.json").read_text()) | {"model_type": "own", "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda *text: asked.append(text) or "y")
+    with pytest.raises(ValueError, match="MODEL_NAME=.*cannot be loaded"):
+        load_model(config_of(MODEL_NAME=folder, MAX_NEW_TOKENS=8), ["small_gcd"])
+    assert not asked and not (tmp_path / "ran").exists()

@@ -1506,14 +1506,14 @@ def test_what_a_superseded_process_trained_since_its_last_checkpoint_stays_on_th
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def forge_session():
-        put(DriveStore(drive, "early"), f"peers/node.{int(time.time() * 1000):013d}-ffffffff.json")
+        put(DriveStore(drive, "seized"), f"peers/node.{int(time.time() * 1000):013d}-ffffffff.json")
 
     at_call(monkeypatch, "submit_reward", 3, forge_session)
     settings = dict(LOCAL_NODES=1, NODE_ID="node", MAX_ROUNDS=10**5, CHECKPOINT_INTERVAL=10**5)
-    assert swarm(drive, "early", **settings, **UNTRAINED) == 3
+    assert swarm(drive, "seized", **settings, **UNTRAINED) == 3
     (waits,) = tmp_path.glob("sapo-*/*/*/node.safetensors")
     assert f"a newer session of this node runs; it lies in {waits}" in capsys.readouterr().out
-    assert not DriveStore(drive, "early").checkpoints("node")
+    assert not DriveStore(drive, "seized").checkpoints("node")
 
 
 def test_rounds_that_an_outage_kept_shut_are_named_by_the_report_and_opened_by_a_restart(
