@@ -318,12 +318,9 @@ class DriveStore:
     def delete(self, path: str, prune: bool = False) -> None:
         """Delete a file, a link, or a folder with all in it. prune: its folder too, if that is empty then."""
         parent, _, name = path.rpartition("/")
-        try:
-            with self.folder(parent) as folder:
-                delete_in(folder, name)
-        except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):  # it is not there
-                raise
+        gone = contextlib.suppress(FileNotFoundError, NotADirectoryError)  # a link is no directory either
+        with gone, self.folder(parent) as folder:
+            delete_in(folder, name)
         if prune:
             outer, _, inner = parent.rpartition("/")
             with contextlib.suppress(OSError), self.folder(outer) as folder:
