@@ -641,7 +641,8 @@ def reward_rows(store, known: dict | None = None) -> list[dict]:
     there, clock = store.rounds("rewards"), store.clock()[0]
     rounds = [r for r in there if r <= clock]
     if len(rounds) < len(there):
-        store.skipped["rewards of rounds that the clock has not reached"] = len(there) - len(rounds)
+        why = "rewards of rounds that the clock has not reached (a coordinator, once started, opens them)"
+        store.skipped[why] = len(there) - len(rounds)
     for round_ in rounds:
         if round_ not in known or round_ > clock - 8:  # a slow node may still add to the newest rounds
             rows = store.rewards(round_, nodes)

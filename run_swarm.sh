@@ -33,6 +33,7 @@ stop_all() {  # only what this script started; a second Ctrl-C makes them exit a
   for pid in ${pids[@]+"${pids[@]}"}; do kill -INT "$pid" 2>/dev/null || true; done
 }
 trap stop_all INT TERM HUP  # HUP: the terminal was closed
+trap '' PIPE  # nobody may read what is printed
 
 prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all say is shown once
   trap '' INT TERM HUP
@@ -83,7 +84,7 @@ run_experiment() {  # coordinator and workers, until all have ended; returns 1 a
       status=0
       wait "${pids[$i]}" || status=$?
       if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ] && [ "$failed" -ne 2 ]; then
-        echo "run_swarm: ${names[$i]} ended with exit code $status" >&2
+        echo "run_swarm: ${names[$i]} ended with exit code $status" >&2 || true
         failed=1
       fi
     done
@@ -121,7 +122,7 @@ main() {
       name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
       [ -z "${BASH_REMATCH[3]}" ] || filter=False
       number=$((number + 1))
-      echo "run_swarm: experiment $number of $((${#pairs[@]} * ${#seeds[@]})): $name"
+      echo "run_swarm: experiment $number of $((${#pairs[@]} * ${#seeds[@]})): $name" || true
       run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" \
         NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" EXTERNAL_FILTER=$filter \
         LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1

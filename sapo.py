@@ -901,7 +901,6 @@ def save_checkpoint(run: Run) -> None:
             older.unlink(missing_ok=True)
         run.swarm.post(carry_checkpoint, run, run.done)
         run.saved = run.done  # where that fails it is tried again when the next is due, and at the end
-        run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
     except Exception as error:  # a full disk: safetensors has a type of its own for it
         run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
 
@@ -919,8 +918,16 @@ def carry_checkpoint(run: Run, round_: int) -> None:
     """In the Swarm's thread: copy a checkpoint to the folder, delete older ones there."""
     path = checkpoint_path(run.config.NODE_ID, round_)
     if (run.scratch / path).exists():  # else a newer one waits in its place
+        header = ""
+        with contextlib.suppress(FileNotFoundError, BadFile), run.store.open(path) as file:
+            header = file.read(min(int.from_bytes(file.read(8), "little"), 2 * MAX_HEADER)).decode("latin-1")
+        nodes = {*re.findall(rf'"({re.escape(run.config.NODE_ID)}(?:_\d+)?)/', header)}
+        if nodes - run.swarm.nodes.keys():  # LOCAL_NODES=1 and =4 of one NODE_ID run at once
+            raise BadFile(f"one of {some(sorted(nodes))} is there; choose another NODE_ID")
         carry(run, path)
         run.checkpoints.append(round_)
+        run.log.event("checkpoint", f"after round {round_}", quiet=True, round=round_)
+        run.swarm.flush_log()  # by this row a later start knows that there was one
         while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
             older = checkpoint_path(run.config.NODE_ID, run.checkpoints.pop(0))
             run.swarm.post(run.store.delete, older, True)
@@ -1279,10 +1286,10 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, object]:
     try:
         scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
         lock = open(scratch / "lock", "w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        print(whose, file=lock, end="", flush=True)
     except OSError as error:
         raise ConfigError(f"TMPDIR={tempfile.gettempdir()}: no folder can be made there ({error})") from error
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    print(whose, file=lock, end="", flush=True)
     for path in scratch.parent.glob("sapo-????????/lock"):
         with contextlib.suppress(OSError, ValueError), open(path, "r+") as theirs:
             fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: in use

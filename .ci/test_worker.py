@@ -1516,6 +1516,28 @@ def test_what_a_superseded_process_trained_since_its_last_checkpoint_stays_on_th
     assert not DriveStore(drive, "seized").checkpoints("node")
 
 
+def test_one_name_with_other_nodes_replaces_no_checkpoint_of_theirs(
+    drive, unbroken, monkeypatch, tmp_path, capsys
+):
+    """LOCAL_NODES=1 and =4 of one NODE_ID at once: each replaced the other's, both ended with status 0."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = next((unbroken / "checkpoints").glob("*/node.safetensors"))
+    goal = drive / "experiments/two_sizes" / sapo.checkpoint_path("node", 1)
+
+    def meanwhile():
+        goal.parent.mkdir(parents=True)
+        shutil.copy(theirs, goal)
+
+    at_call(monkeypatch, "save_checkpoint", 2, meanwhile)
+    settings = dict(LOCAL_NODES=1, NODE_ID="node", MAX_ROUNDS=2, CHECKPOINT_INTERVAL=1, **UNTRAINED)
+    assert swarm(drive, "two_sizes", **settings) == 1
+    assert goal.read_bytes() == theirs.read_bytes()
+    (waits,) = tmp_path.glob("sapo-*/checkpoints/*/node.safetensors")
+    said = capsys.readouterr().out
+    assert "one of node_0, node_1 is there; choose another NODE_ID" in said and str(waits.parents[2]) in said
+    assert [event["round"] for event in events_of(drive, "two_sizes", "checkpoint")] == [0]
+
+
 def test_rounds_that_an_outage_kept_shut_are_named_by_the_report_and_opened_by_a_restart(
     drive, unbroken, capsys
 ):
