@@ -287,13 +287,13 @@ class Swarm:
             return self._chosen.get(round_, set()) & self.sessions.keys()
         return set(without_seat(self.sessions)) - self.nodes.keys() - self.given_up
 
-    def give_up(self, late: list[str]) -> None:
+    def give_up(self, late: set[str]) -> None:
         """They were waited for in vain: the next wait is after 1, 2, 4 … rounds, whoever it was each time.
 
         So nobody can cost every round. ROLLOUT_MAX_AGE rounds at most: where the folder is always late, nodes
         must not run away from what the others publish.
         """
-        self.given_up.update(late)
+        self.given_up |= late
         again = self.round <= self.wait_from + 1  # in the first round with a wait, or the one after it
         self.in_vain = self.in_vain + 1 if again else 1
         self.wait_from = self.round + min(2 ** (self.in_vain - 1), max(1, self.config.ROLLOUT_MAX_AGE))
@@ -570,7 +570,7 @@ class Coordinator:
         submitted, live = self._look()
         config, elapsed = self.config, time.monotonic() - self.opened
         late, interval = sorted(set(live) - set(submitted)), config.COORDINATOR_ROUND_INTERVAL
-        passed = not live and self.store.last_rewarded() > self.swarm.round  # they ended in an outage
+        passed = not (live or self.holding) and self.store.last_rewarded() > self.swarm.round  # in an outage
         if self.holding:
             begun = self.store.rounds("rewards")  # of any stage
             self.opened = self.opened if begun else time.monotonic()

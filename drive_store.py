@@ -18,7 +18,6 @@ show for a while; it does not parse, and is read again later. The README shows t
 import contextlib
 import errno
 import io
-import itertools
 import json
 import math
 import os
@@ -86,9 +85,10 @@ def stage_folder(kind: str, round_: int, stage: int) -> str:
 
 def last_without_gap(rounds) -> int:
     """The last round before the first gap of more than MAX_GAP; -1 if there is none. {3, 4, 999999} -> 4."""
-    ordered = sorted(rounds)
-    gaps = (a for a, b in itertools.pairwise(ordered) if b - a > MAX_GAP)
-    return next(gaps, ordered[-1] if ordered else -1)
+    last = -1
+    for round_ in sorted(rounds):
+        last = round_ if last < 0 or round_ - last <= MAX_GAP else last
+    return last
 
 
 def parts_of(data: bytes) -> int:

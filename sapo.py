@@ -234,12 +234,12 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
         return  # nobody publishes yet
     deadline = time.monotonic() + timeout
     while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # it has gone on
-        late = sorted(swarm.missing(t, stage))
+        late = swarm.missing(t, stage)
         if swarm.looked_at_round >= t and not late:
             return
         if time.monotonic() > deadline:
             swarm.give_up(late)
-            who = some(late, 8) or "the folder's listing"
+            who = some(sorted(late), 8) or "the folder's listing"
             run.log.event("wait", f"round {t}: {who} not here after FETCH_TIMEOUT_SECONDS={timeout}", round=t)
             return
         swarm.wait()
@@ -1042,7 +1042,7 @@ def save_models(run: Run) -> None:
     """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
     folder = run.store.base / "models" / run.nodes[0].id
     local = [save_locally(run, node, "models") for node in run.nodes]
-    for file in [file for each in local for file in sorted(each.glob("*"))]:
+    for file in sorted(file for path in local for file in path.glob("*")):
         run.swarm.post(carry, run, f"models/{file.parent.name}/{file.name}")
     decode, prompt = run.codec.tokenizer.decode, run.codec.prompt(make_question(run.tasks[0], 1))
     prompt = json.dumps(decode(prompt).removeprefix(decode(run.codec.bos)))  # which the pipeline adds
