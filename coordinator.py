@@ -486,7 +486,7 @@ class Swarm:
 def shortened(group: dict, config) -> dict:
     """A peer's group as it is kept: at most G completions, as one of this node's own.
 
-    A text of more than 64 characters a token is more than `verify` allows: it becomes one that it refuses.
+    A text of over 64 characters a token, more than `verify` allows, is replaced by one that it refuses.
     """
     drawn, longest = group["completions"], 128 * config.MAX_NEW_TOKENS
     if len(drawn) > config.NUM_GENERATIONS:
@@ -668,8 +668,8 @@ def plain(value, width: int = 100) -> str:
 
 
 def average(values) -> float | None:
-    """Mean of the values that are there, None where there are none. average([1, None, 2]) -> 1.5."""
-    there = [v for v in values if v is not None]
+    """Mean of the values that are there and finite, None without any. average([1, None, 2, nan]) -> 1.5."""
+    there = [v for v in values if v is not None and math.isfinite(v)]  # JSON holds no others
     return sum(there) / len(there) if there else None
 
 

@@ -129,7 +129,7 @@ def to_json(data: dict, indent: int | None = None) -> bytes:
 class DriveStore:
     """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
 
-    Paths are relative to `base`. All but can_write and read_heartbeat raise OSError while there is no folder.
+    Paths are relative to `base`. All but create, can_write, read_heartbeat raise OSError where it is missing.
     """
 
     def __init__(self, root, experiment: str | None, owner: str = "reader", max_stages: int = 100):
@@ -141,7 +141,7 @@ class DriveStore:
         self.tmp, self.max_stages = f"tmp/{owner}", max_stages
         self.left = []  # names in self.tmp when this process began
         self.skipped = Counter()  # reason -> how often a file was unusable
-        self._rewards = {}  # (round, stage, node) -> a reward file of late: write-once, so it is read once
+        self._rewards = {}  # (round, stage, node) -> a recent reward file: write-once, so it is read once
         self._sessions = {}  # name in peers/ -> (node, session), or None; judged at first sight
         self._figures = dict.fromkeys((*COUNTS, *FIGURES))  # names of figures, see sane_reward
 
@@ -161,8 +161,8 @@ class DriveStore:
     def folder(self, path: str = "", make: bool = False, look: bool = False):
         """Descriptor of a folder, opened part by part, never through a link. make: missing parts are made.
 
-        look: list a folder before opening a part of it (the first parts are there since `create`). An NFS
-        client that was asked for a missing name says "missing" for half a minute; a listing refreshes it.
+        look: list a folder before opening a part of it (the first part is there by now). An NFS client
+        that was asked for a missing name says "missing" for half a minute; a listing refreshes it.
         """
 
         def step(part, outer=None):
@@ -199,14 +199,14 @@ class DriveStore:
             with self.folder(path, look=look) as folder:
                 return sorted(os.listdir(folder))
         except OSError as error:
-            if error.errno not in NOT_A_FILE | {errno.ENOENT}:
-                raise
-            if error.errno != errno.ENOENT:
+            if error.errno in NOT_A_FILE:
                 self.skipped["not a folder that this user may read"] += 1
+            elif error.errno != errno.ENOENT:
+                raise
             return []
 
     def open(self, path: str, flags: int = os.O_RDONLY, mode: str = "rb", make: bool = False, within=None):
-        """Open a regular file, with one name only if it is to be written; else BadFile. Nothing blocks.
+        """Open a regular file; BadFile if it is none, or has a second name and is to be written. No waiting.
 
         within: descriptor of the file's folder, where many files of one folder are read.
         """
@@ -266,7 +266,7 @@ class DriveStore:
                     size = file.tell()
                 if keep is not None:
                     with contextlib.suppress(OSError):  # atomic and exclusive, where there are links
-                        # never what a link in the place of the temp file points to
+                        # a link in the place of the temp file: not what it points to
                         os.link(temp, name, src_dir_fd=tmp, dst_dir_fd=folder, follow_symlinks=False)
                         return True
                     with contextlib.suppress(BadFile, FileNotFoundError):
@@ -291,7 +291,7 @@ class DriveStore:
         self.write(path, to_json(data, indent=1))
 
     def append(self, path: str, text: str) -> None:
-        """Append to a log; a line torn by a crash is closed first. Where that cannot be, write it anew.
+        """Append to a log; a torn line is closed first. Where files cannot be appended to, write it anew.
 
         A log that has a second name, or is too large for that, is renamed and another begun.
         """
@@ -346,7 +346,7 @@ class DriveStore:
         """Delete what lay in tmp/OWNER when this process began, and `more`; what came since may be in use."""
         with self.folder(self.tmp, make=True):  # where a file or a link is, a folder takes its place
             pass
-        for name in (*self.left, *more, "-"):  # "-" is none: the folder goes too, if it is empty
+        for name in (*self.left, *more, "-"):  # no file is called "-": the folder goes too, if it is empty
             self.delete(f"{self.tmp}/{name}", prune=True)
 
     def can_write(self) -> bool:
@@ -375,7 +375,7 @@ class DriveStore:
         return [n[:-5] for n in files if is_name(n[:-5]) and ".sync-conflict-" not in n]
 
     def open_config(self, settings: dict, only_read: bool = False) -> dict:
-        """What the experiment was started with: the file that is there, else `settings`, now written.
+        """What the experiment was started with: the file there, else `settings`, written unless only_read.
 
         StoreError if that is damaged, or if the folder has another layout than this program's.
         """
@@ -394,7 +394,7 @@ class DriveStore:
         return began_with or settings
 
     def open_round(self, round_: int, by: str) -> None:
-        """Declare "round >= round_ is open". Idempotent: two writers of one round do no harm."""
+        """Declare this round open, and all before it. Idempotent: two writers of one round do no harm."""
         state, clock = {"stage": 0, "updated_at": time.time(), "updated_by": by}, self.clock()[0]
         for t in (*range(clock + MAX_GAP, round_, MAX_GAP), round_):  # a larger gap is not believed
             self.write_once(f"state/rounds/{bucket(t)}.{by}.json", {"round": t, **state})
@@ -414,7 +414,7 @@ class DriveStore:
     def sessions(self) -> dict[str, str]:
         """Newest session of every node that ever registered, from names alone: one listing.
 
-        One that was first seen far ahead of its time counts as old: it would stop a node when that comes.
+        One that was first seen an hour ahead of its time counts as old: it would stop a node when that comes.
         """
         names, latest = self.names("peers"), 1000 * (time.time() + MAX_CLOCK_SKEW)
         for name in names:
@@ -425,15 +425,15 @@ class DriveStore:
                     self.skipped["session an hour ahead of this clock: set the wrong one, start again"] += 1
                     self._sessions[name] = (match[1], f"{1:013d}")
         self._sessions = {name: self._sessions[name] for name in names}
-        return dict(sorted(filter(None, self._sessions.values())))  # of a node the last
+        return dict(sorted(filter(None, self._sessions.values())))  # of a node's sessions the last
 
     def new_session(self, *nodes: str) -> str:
-        """An id that sorts after every one of these nodes seen, whatever the clocks.
+        """An id that sorts after every session seen of these nodes, whatever the clocks.
 
         One for all nodes of a process: of two processes the same one is the newer for each of them.
         """
-        previous = max(int(self.sessions().get(node, "0")[:13]) for node in nodes)
-        return f"{max(int(time.time() * 1000), previous + 1):013d}-{secrets.token_hex(4)}"
+        previous = max((session for node, session in self.sessions().items() if node in nodes), default="0")
+        return f"{max(int(time.time() * 1000), int(previous[:13]) + 1):013d}-{secrets.token_hex(4)}"
 
     def register(self, node_id: str, role: str, about: dict, session: str = "") -> str:
         """Announce a session of this node, a new one if none is given; returns its id."""

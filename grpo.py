@@ -4,7 +4,7 @@ Read from the top: advantages -> loss -> update -> log-probabilities -> sampling
 `decode`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
 
 Symbols in the comments of this file:
-    N  questions (groups) in a batch        P  prompt length in tokens (left-padded where not common)
+    N  questions (groups) in a batch        P  prompt length in tokens (left-padded to the longest)
     G  completions of one question          T  completion length in tokens (right-padded)
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
 
@@ -129,8 +129,8 @@ def update(
 
     Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward
     pass; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
-    (mean), grad_norm (of the last step, before its cut), trained_tokens, max_rows (what fitted) and logps:
-    the mean log-probability per token of each completion of an informative group, at the start.
+    (mean), grad_norm (of the last step, not yet clipped), trained_tokens, max_rows (what fitted), logps: the
+    mean log-probability per token of each completion of an informative group, at the start.
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,), flat groups included
     keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
@@ -147,7 +147,7 @@ def update(
         optimizer.zero_grad()
         total = torch.zeros(2, dtype=torch.float64)
         for pairs, rows in micro_batches(groups, rows_at_once):
-            with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):  # weights: float32
+            with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):  # not the weights
                 logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
             if step == 0:  # the first of the loop below: the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
@@ -247,14 +247,14 @@ def generate(
 
 
 def decode(model, prompts, noise, temperature, eos_ids, pad_id=0, answered=None) -> list[list[int]]:
-    """The loop of `generate`: each prompt is run once, its KV cache is repeated. noise: (steps, N x G)."""
+    """One batch of `generate`, token by token: each prompt is run once, its cache repeated. noise: (T, B)."""
     device, (steps, rows) = model.device, noise.shape
     copies = rows // len(prompts)  # G
     hidden, cache, mask = prefill(model, prompts, pad_id, copies)
     logits = head_logits(model, hidden).repeat_interleave(copies, 0)  # (B, V)
     eos = torch.tensor(sorted(eos_ids), device=device)
     out = torch.full((rows, steps), -1, device=device)  # -1: nothing sampled
-    alive = torch.arange(rows, device=device)  # which completion each row of the batch is
+    alive = torch.arange(rows, device=device)  # row of the batch -> row of `out`
     running = torch.ones(rows, dtype=torch.bool, device=device)  # unfinished? Finished rows leave in bulk
     for step in range(steps):
         token = sample_tokens(logits, noise[step, alive], temperature)  # (rows alive,)

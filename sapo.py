@@ -129,7 +129,7 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
 def sample_batch(run: "Run", node: Node, t: int, stage: int) -> "list[Question]":
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
     if stage == 0:
-        run.stop.check()  # the only place within a round: no weights have changed yet
+        run.stop.check()  # the only safe place within a round: no weights have changed yet
     config, count = run.config, run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
     return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
 
@@ -212,7 +212,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
     figures |= {"external_pool": 0, "external_peers": 0, "rejected": 0}
     if wanted > 0:
         wait_for_peers(run, t, stage)
-        figures["rejected"] = sum(key[0] == t for key in list(run.swarm.refused))  # files; groups follow
+        figures["rejected"] = sum(key[0] == t for key in list(run.swarm.refused))  # files; groups are added
         rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
             pool = informative_pool(run, node, t - age, None if age else stage, rng)
@@ -228,12 +228,12 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
 
 
 def wait_for_peers(run: "Run", t: int, stage: int) -> None:
-    """Wait FETCH_TIMEOUT_SECONDS at most for those who published the round before; at first for everybody."""
+    """Wait FETCH_TIMEOUT_SECONDS at most for who published the last round; at first, once, for everybody."""
     swarm, timeout = run.swarm, run.config.FETCH_TIMEOUT_SECONDS
     if stage not in swarm.publishing_stages:
         return  # nobody publishes yet
     deadline = time.monotonic() + timeout
-    while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # it has gone on
+    while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
         late = swarm.missing(t, stage)
         if swarm.looked_at_round >= t and not late:
             return
@@ -245,13 +245,13 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
         swarm.wait()
 
 
-PEER_SECONDS = 20.0  # for what one peer has published in a round: verifiers can be made slow
+PEER_SECONDS = 20.0  # for verifying what one peer published in a round: verifiers can be made slow
 
 
 def informative_pool(run: "Run", node: Node, round_: int, stage, rng) -> list[Rollout]:
     """The groups of one round that this node may draw: verified, scored here, informative, not used before.
 
-    At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing. stage: None is all.
+    At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing. stage=None: all.
     """
     config, figures = run.config, node.figures
     files = {peer: groups for peer, groups in run.swarm.groups_of(round_, stage).items() if peer != node.id}
@@ -273,7 +273,7 @@ def informative_pool(run: "Run", node: Node, round_: int, stage, rng) -> list[Ro
                 raw["completions"] = []  # not needed any more
             rollout = run.verified[key]
             if isinstance(rollout, str):
-                figures["rejected"] += stage is not None  # an older round's were counted then
+                figures["rejected"] += stage is not None  # an older round's were counted in it
                 if (peer, rollout) not in run.reported:  # say it once
                     run.reported.add((peer, rollout))
                     run.log.event("reject", f"{peer}: {rollout}", peer=peer)
@@ -321,10 +321,10 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
         clip_high=config.CLIP_HIGH, num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows,
         pad_id=run.codec.pad_id, dtype=getattr(torch, config.DTYPE),
     )  # fmt: skip
-    run.max_rows, logps = stats.pop("max_rows"), stats.pop("logps")  # of informative groups, own ones first
-    rows = sum(len(group.completions) for group in own if group.is_informative)
-    stats |= {"logp_own": average(logps[:rows]), "logp_external": average(logps[rows:])}  # how far off policy
-    stats |= {"external_kept": average(logp >= floor for logp in logps[rows:])}
+    run.max_rows, logps = stats.pop("max_rows"), stats.pop("logps")  # logps: of informative groups, own first
+    own_rows = sum(len(group.completions) for group in own if group.is_informative)
+    stats |= {"logp_own": average(logps[:own_rows]), "logp_external": average(logps[own_rows:])}
+    stats |= {"external_kept": average(logp >= floor for logp in logps[own_rows:])}
     stats |= {"informative_groups": sum(group.is_informative for group in groups), "local_groups": len(own)}
     node.figures |= {**stats, "train_seconds": time.monotonic() - began}
 
@@ -466,7 +466,7 @@ def wait_for_clock(run: Run, own: int) -> int:
 def grace(run: Run) -> float:
     """Seconds without a live coordinator (`Life.is_live`) after which a worker opens rounds itself.
 
-    Longer at first, where NUM_WORKERS are expected or others registered of whom nothing has come yet.
+    Two, none with LOCAL_NODES; longer where NUM_WORKERS are expected, or of others nothing has come yet.
     """
     config, registered = run.config, len(without_seat(run.swarm.sessions))
     if config.LOCAL_NODES > 1:
@@ -501,7 +501,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  #
 
 
 class StopButton:
-    """Counts signals; looked at before a round changes weights (`check`). A second one exits at once."""
+    """Counts signals; `check` looks at it where no update is under way. A second one exits at once."""
 
     def __init__(self):
         self.pressed, self._since, self._old = 0, 0.0, {}
@@ -1164,8 +1164,8 @@ CLAIM_SECONDS = 600.0  # how long the others wait for whoever makes the warm sta
 def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda: None) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
-    warmstart/<recipe>.safetensors is write-once; a claim file keeps the others from making it too. It is
-    ignored when its maker died or took ten minutes (making it twice is harmless).
+    warmstart/<hash>.safetensors is write-once; a claim file keeps the others from making it too. The claim
+    is ignored when its maker died or took ten minutes (making it twice is harmless).
     """
     if config.WARM_START_STEPS == 0:
         return

@@ -16,7 +16,7 @@ import time
 
 import coordinator
 import pytest
-from coordinator import COORDINATOR, Life, boot_id, dashboard, experiment_status, is_known_dead
+from coordinator import COORDINATOR, Life, average, boot_id, dashboard, experiment_status, is_known_dead
 from coordinator import compare, summarize
 from coordinator import is_round_over, p_value, pid_start, process_identity, report_text
 from coordinator import report_files, reward_rows, validate_experiment, write_winners
@@ -56,6 +56,12 @@ def test_life_is_judged_by_the_readers_clock_and_by_any_evidence(tmp_path, monke
     beat("fresh", 0, session=sessions["fresh"], state="done")
     assert live_after(0) == [] and life.has_left("fresh"), "it said goodbye"
     assert store.register("fresh", "worker", {}) > sessions["fresh"] and live_after(0) == ["fresh"]
+
+
+def test_a_figure_that_is_no_number_keeps_no_reward_from_the_folder():
+    assert (
+        average([1, None, 2, math.nan, -math.inf]) == 1.5 and average([math.nan]) is None
+    )  # JSON has no NaN
 
 
 def test_names_that_come_and_go_are_forgotten(tmp_path):
