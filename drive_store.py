@@ -139,7 +139,7 @@ class DriveStore:
         self.base = self.root.joinpath(*self.place)
         self.owner = check_name(owner, "NODE_ID")
         self.tmp, self.max_stages = f"tmp/{owner}", max_stages
-        self.left = []  # names in self.tmp when this process began
+        self.leftovers = []  # names in self.tmp when this process began
         self.skipped = Counter()  # reason -> how often a file was unusable
         self._rewards = {}  # (round, stage, node) -> a recent reward file: write-once, so it is read once
         self._sessions = {}  # name in peers/ -> (node, session), or None; judged at first sight
@@ -155,7 +155,7 @@ class DriveStore:
         for part in ("peers", "state", "rollouts", "rewards"):
             with self.folder(part, make=True):
                 pass
-        self.left = self.names(self.tmp)
+        self.leftovers = self.names(self.tmp)
 
     @contextlib.contextmanager
     def folder(self, path: str = "", make: bool = False, look: bool = False):
@@ -165,16 +165,16 @@ class DriveStore:
         that was asked for a missing name says "missing" for half a minute; a listing refreshes it.
         """
 
-        def step(part, outer=None):
+        def enter(part, outer=None):
             fd = os.open(part, os.O_RDONLY | os.O_DIRECTORY | NO_LINK, dir_fd=outer)
             opened.callback(os.close, fd)
             return fd
 
         with contextlib.ExitStack() as opened:
             try:
-                fd = step(os.path.realpath(self.root))  # the user's own path may hold links
+                fd = enter(os.path.realpath(self.root))  # the user's own path may hold links
                 for part in self.place:
-                    fd = step(part, fd)
+                    fd = enter(part, fd)
             except FileNotFoundError as error:
                 gone = "no such experiment or shared folder (drive not mounted?)"
                 raise OSError(errno.ENOTCONN, gone, str(self.base)) from error
@@ -182,7 +182,7 @@ class DriveStore:
                 if look and depth > 0 and part not in os.listdir(fd):
                     raise FileNotFoundError(errno.ENOENT, "no such folder", path)
                 try:
-                    fd = step(part, fd)
+                    fd = enter(part, fd)
                 except OSError as error:
                     if not make or error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                         raise
@@ -190,7 +190,7 @@ class DriveStore:
                         os.unlink(part, dir_fd=fd)  # a file or link in the place of a folder of ours
                     with contextlib.suppress(FileExistsError):
                         os.mkdir(part, dir_fd=fd)
-                    fd = step(part, fd)
+                    fd = enter(part, fd)
             yield fd
 
     def names(self, path: str, look: bool = True) -> list[str]:
@@ -346,7 +346,7 @@ class DriveStore:
         """Delete what lay in tmp/OWNER when this process began, and `more`; what came since may be in use."""
         with self.folder(self.tmp, make=True):  # where a file or a link is, a folder takes its place
             pass
-        for name in (*self.left, *more, "-"):  # no file is called "-": the folder goes too, if it is empty
+        for name in (*self.leftovers, *more, "-"):  # "-": no file; an empty folder goes too
             self.delete(f"{self.tmp}/{name}", prune=True)
 
     def can_write(self) -> bool:

@@ -1,7 +1,7 @@
 """GRPO for one learner: sample completions of a question, score them, turn the rewards into a gradient.
 
 Read from the top: advantages -> loss -> update -> log-probabilities -> sampling. That is GRPO; it ends with
-`decode`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
+`generate_batch`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
 
 Symbols in the comments of this file:
     N  questions (groups) in a batch        P  prompt length in tokens (left-padded to the longest)
@@ -242,11 +242,11 @@ def generate(
     completions = []
     for batch, columns in zip(batches, noise.split(at_once * num_generations, dim=1), strict=True):
         with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
-            completions += decode(model, batch, columns, temperature, eos_ids, pad_id, answered)
+            completions += generate_batch(model, batch, columns, temperature, eos_ids, pad_id, answered)
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
 
-def decode(model, prompts, noise, temperature, eos_ids, pad_id=0, answered=None) -> list[list[int]]:
+def generate_batch(model, prompts, noise, temperature, eos_ids, pad_id=0, answered=None) -> list[list[int]]:
     """One batch of `generate`, token by token: each prompt is run once, its cache repeated. noise: (T, B)."""
     device, (steps, rows) = model.device, noise.shape
     copies = rows // len(prompts)  # G

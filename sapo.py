@@ -271,14 +271,14 @@ def informative_pool(run: "Run", node: Node, round_: int, stage, rng) -> list[Ro
                 in_time = time.monotonic() - began < PEER_SECONDS
                 run.verified[key] = verify(run, raw) if in_time else "too slow to verify"
                 raw["completions"] = []  # not needed any more
-            rollout = run.verified[key]
-            if isinstance(rollout, str):
+            found = run.verified[key]  # a Rollout, or a reason
+            if isinstance(found, str):
                 figures["rejected"] += stage is not None  # an older round's were counted in it
-                if (peer, rollout) not in run.reported:  # say it once
-                    run.reported.add((peer, rollout))
-                    run.log.event("reject", f"{peer}: {rollout}", peer=peer)
-            elif rollout.group.is_informative or not config.EXTERNAL_FILTER:
-                pool.append(rollout)
+                if (peer, found) not in run.reported:  # say it once
+                    run.reported.add((peer, found))
+                    run.log.event("reject", f"{peer}: {found}", peer=peer)
+            elif found.group.is_informative or not config.EXTERNAL_FILTER:
+                pool.append(found)
     return pool
 
 
@@ -473,8 +473,8 @@ def grace(run: Run) -> float:
         return 0.0
     if registered < config.NUM_WORKERS and not run.history:
         return config.COORDINATOR_ROUND_INTERVAL  # so many are expected
-    strange = config.NUM_TRANSPLANT_TREES > 0 and registered > 1 and not run.swarm.has_met
-    return max(2.0, config.FETCH_TIMEOUT_SECONDS) if strange else 2.0
+    unmet = config.NUM_TRANSPLANT_TREES > 0 and registered > 1 and not run.swarm.has_met
+    return max(2.0, config.FETCH_TIMEOUT_SECONDS) if unmet else 2.0
 
 
 def finish_round(run: Run, t: int) -> None:
