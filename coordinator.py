@@ -439,7 +439,7 @@ class Swarm:
         rounds = [round_] if self.looked_at_round == round_ else range(round_, oldest - 1, -1)
         keys = [*itertools.product(rounds, self.publishing_stages)]
         found = {key: set(self.store.nodes("rollouts", *key)) - self.nodes.keys() for key in keys}
-        self._published = published = recent(self._published, oldest) | found
+        self._published = published = recent(self._published, min(oldest, round_ - 1)) | found  # see missing
         began = time.monotonic()
         for r, stage in keys:
             for peer in sorted(published[r, stage] & self._choose(r)):

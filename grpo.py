@@ -59,13 +59,11 @@ class Group:
     prompt       (P,) ids
     completions  G lists of ids, each at least one long; the first EOS, where there is one, is the last id
     rewards      (G,) in [0, 1]; computed in this process, never a peer's claim
-    floor        a completion with a lower mean log-probability per token gets no gradient, but is counted
     """
 
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
-    floor: float = -math.inf
 
     @property
     def is_informative(self) -> bool:
@@ -138,7 +136,6 @@ def update(
     groups = [g for g in groups if g.is_informative]  # from here on B counts only their rows
     stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=int(lengths.sum()))
     advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
-    floors = torch.tensor([g.floor for g in groups for _ in g.completions])  # (B,)
     old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
@@ -152,7 +149,6 @@ def update(
             if step == 0:  # the first of the loop below: the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
             old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
-            a = a * (old.sum(1) / mask.sum(1) >= floors[rows].to(logp))  # below its floor: no gradient
             loss, clipped = grpo_loss(logp, old, a, mask, w, clip_low, clip_high)
             loss.backward()
             total += torch.stack([loss, clipped]).detach().cpu()
@@ -710,9 +706,10 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     try:
         prompts = [codec.prompt(lucky_question(tasks[0], seed)) for seed in range(9)]
         if all(prompt == prompts[0] for prompt in prompts):
-            raise ValueError("it is the same for every question")
+            raise ValueError("the prompt is the same for every question")
+        codec.decode([size - 1])  # a byte-level tokenizer in Python knows no spare ids
     except Exception as error:  # whatever a template's author did
-        what = "its chat template makes no prompt"
+        what = "its tokenizer or chat template cannot be used"
         raise ValueError(f"MODEL_NAME={name!r}: {what} ({one_line(error)})") from error
     tagged = codec.decode(tokenizer("<answer>12</answer>", add_special_tokens=False).input_ids)
     if (find_answer(tagged) or "").strip() != "12":  # special tokens are left out, words put apart
@@ -855,7 +852,7 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
         optimizer.step()
         if (step + 1) % max(1, steps // 10) == 0:
             left = (time.monotonic() - began) / (step + 1) * (steps - step - 1)
-            why = ", which rises on purpose: the rewarded form is made rare" * (step >= main)
+            why = ", as the rewarded form is made rare" * (step >= main and config.ANSWER_TAG_SHARE < 0.5)
             say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}{why} | eta {left:.0f}s")
     make_question.cache_clear()
 

@@ -222,7 +222,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    figures |= {"external_groups": len(drawn), "external_short": wanted - len(drawn)}
+    figures |= {"external_groups": len(drawn), "external_short": wanted - len(drawn), "external_kept": 1.0}
     figures |= {"external_ages": [t - r.key[0] for r in drawn], "wait_seconds": time.monotonic() - began}
     return drawn
 
@@ -303,8 +303,8 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
         return f"completion empty or over {longest} tokens here"
     if max(map(max, completions)) >= run.codec.vocabulary:
         return "a token that this model does not have"
-    rewards = score_all(question, texts, run.config.REWARD)
-    group = Group(run.codec.prompt(question), completions, rewards)
+    texts = [run.codec.decode(ids) for ids in completions]  # the reward is that of the tokens trained on
+    group = Group(run.codec.prompt(question), completions, score_all(question, texts, run.config.REWARD))
     return Rollout(question, group, texts, finished, raw["key"])
 
 
@@ -313,8 +313,7 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     config, began = run.config, time.monotonic()
     local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
     own = replay([r.group for r in local], node, config, t, stage)
-    floor = likelihood_floor(run, node) if external and config.EXTERNAL_FLOOR else -math.inf
-    groups = own + [replace(r.group, floor=floor) for r in external]
+    groups = own + without_unlikely(run, node, [r.group for r in external])
     stats = update(
         node.model, node.optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS,
         temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW,
@@ -324,7 +323,6 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     run.max_rows, logps = stats.pop("max_rows"), stats.pop("logps")  # logps: of informative groups, own first
     own_rows = sum(len(group.completions) for group in own if group.is_informative)
     stats |= {"logp_own": average(logps[:own_rows]), "logp_external": average(logps[own_rows:])}
-    stats |= {"external_kept": average(logp >= floor for logp in logps[own_rows:])}
     stats |= {"informative_groups": sum(group.is_informative for group in groups), "local_groups": len(own)}
     node.figures |= {**stats, "train_seconds": time.monotonic() - began}
 
@@ -361,22 +359,34 @@ def replay(groups: "list[Group]", node: Node, config: "Config", t: int, stage: i
     return useful + [past[i][1] for i in again] + flat[len(again) :]
 
 
-def likelihood_floor(run: "Run", node: Node) -> float:
-    """EXTERNAL_FLOOR: that share of the node's own completions has a lower mean log-probability per token.
+def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Group]":
+    """Externals without completions that are less likely, per token, than EXTERNAL_FLOOR of this node's own.
 
     A stranger's answers behind words that nobody here says can be 90% of an update (cf. arXiv:2605.22537).
+    They go before advantages are made: the rest of such a group would only teach what not to say.
     """
-    config, groups, pad_id = run.config, [r.group for r in node.rollouts], run.codec.pad_id
-    dtype, rows = getattr(torch, config.DTYPE), sum(len(group.completions) for group in groups)
+    if not (groups and run.config.EXTERNAL_FLOOR):
+        return groups
+    own = [r.group for r in node.rollouts]
+    dtype, rows = getattr(torch, run.config.DTYPE), sum(len(group.completions) for group in own + groups)
 
     def attempt(rows_at_once):
+        means = torch.zeros(rows)
         with torch.no_grad(), torch.autocast(node.model.device.type, dtype, enabled=dtype != torch.float32):
-            batches = (pairs for pairs, _ in micro_batches(groups, rows_at_once))
-            found = [shared_prompt_logps(node.model, b, config.TEMPERATURE, pad_id) for b in batches]
-        return [mean for logp, mask in found for mean in (logp.sum(1) / mask.sum(1)).tolist()]
+            for pairs, index in micro_batches(own + groups, rows_at_once):
+                logp, mask = shared_prompt_logps(node.model, pairs, run.config.TEMPERATURE, run.codec.pad_id)
+                means[index] = (logp.sum(1) / mask.sum(1)).cpu()
+        return means.tolist()
 
     means, run.max_rows = halving_on_oom(attempt, run.max_rows, rows, "the floor")
-    return [*sorted(means), math.inf][int(config.EXTERNAL_FLOOR * len(means))]  # inf: a share of 1, all
+    count = sum(len(group.completions) for group in own)
+    floor = [*sorted(means[:count]), math.inf][int(run.config.EXTERNAL_FLOOR * count)]  # inf: 1, all
+    likely, kept = deque(mean >= floor for mean in means[count:]), []
+    node.figures["external_kept"] = average(likely)
+    for group in groups:
+        pairs = [p for p in zip(group.completions, group.rewards, strict=True) if likely.popleft()]
+        kept += [Group(group.prompt, *map(list, zip(*pairs, strict=True)))] if pairs else []
+    return kept
 
 
 # -------- From round to round ---------------------------------------------------------------------
@@ -488,13 +498,18 @@ def finish_round(run: Run, t: int) -> None:
         save_checkpoint(run)
         push_to_hub(run, last)
     if config.ROLLOUT_CLEANUP_ENABLED:
-        before = min(t, run.swarm.clock) + 1 - rounds_to_keep(config)  # an outage may have led t far ahead
-        run.swarm.post(run.store.retire_rollouts, before, config.ROLLOUT_ARCHIVE_OLD)
+        run.swarm.post(retire, run)
     run.verified = recent(run.verified, t - config.ROLLOUT_MAX_AGE)
     if run.log.bar is not None:
         with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
             run.log.bar.update(t + 1 - run.log.bar.n)
     run.stop.check()
+
+
+def retire(run: Run) -> None:
+    """In the Swarm's thread: delete or archive old rollouts. An outage may have led this node far ahead."""
+    before = min(run.done, run.swarm.clock) + 1 - rounds_to_keep(run.config)
+    run.store.retire_rollouts(before, run.config.ROLLOUT_ARCHIVE_OLD)
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's time limit
@@ -585,7 +600,7 @@ def report_round(run: Run, t: int) -> None:
 
 def short_line(t: int, max_rounds: int, s: dict) -> str:
     held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
-    groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.2g} informative)"
+    groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.4g} informative)"
     wait = f" ({s['wait_seconds']:.1f}s wait)" if s["wait_seconds"] >= 0.1 else ""
     seconds = f"{s['generate_seconds'] + s['wait_seconds'] + s['train_seconds']:.1f}s{wait}"
     return f"{counted(t, max_rounds)} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
@@ -872,6 +887,8 @@ def resume_line(config: Config, environ) -> str:
 
 
 MAX_HEADER = 2**23  # characters of what a checkpoint says beside its tensors: unpacked 30 times as much
+HUB_PATIENCE = 1800.0  # seconds that the end of a run waits for uploads
+CLAIM_SECONDS = 600.0  # how long the others wait for whoever makes the warm start
 
 
 def save_checkpoint(run: Run) -> None:
@@ -918,12 +935,6 @@ def carry_checkpoint(run: Run, round_: int) -> None:
     """In the Swarm's thread: copy a checkpoint to the folder, delete older ones there."""
     path = checkpoint_path(run.config.NODE_ID, round_)
     if (run.scratch / path).exists():  # else a newer one waits in its place
-        header = ""
-        with contextlib.suppress(FileNotFoundError, BadFile), run.store.open(path) as file:
-            header = file.read(min(int.from_bytes(file.read(8), "little"), 2 * MAX_HEADER)).decode("latin-1")
-        nodes = {*re.findall(rf'"({re.escape(run.config.NODE_ID)}(?:_\d+)?)/', header)}
-        if nodes - run.swarm.nodes.keys():  # LOCAL_NODES=1 and =4 of one NODE_ID run at once
-            raise BadFile(f"one of {some(sorted(nodes))} is there; choose another NODE_ID")
         carry(run, path)
         run.checkpoints.append(round_)
         run.log.event("checkpoint", f"after round {round_}", quiet=True, round=round_)
@@ -983,16 +994,11 @@ def resume(run: Run) -> None:
 
 def had_checkpoint(run: Run) -> bool:
     """Whether this process, that finds no checkpoint to go on from, once had one: its log says so."""
-    store, ids, known = run.store, {node.id for node in run.nodes}, b""
-    if store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{node_id}") for node_id in ids):
+    store, log = run.store, f"logs/{run.config.NODE_ID}/training_events.jsonl"
+    if store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{node.id}") for node in run.nodes):
         return True  # of rounds that are not believed; of a run that ended
-    log = f"logs/{run.config.NODE_ID}/training_events.jsonl"
     with contextlib.suppress(FileNotFoundError, BadFile), store.open(log) as file:
-        known = file.read(4 * MAX_JSON_BYTES)
-    if b'"event": "checkpoint"' in known:
-        return True
-    if known or store.sessions().keys() & ids:
-        run.log.event("resume", "no checkpoint of it is known here: it begins with new weights")
+        return b'"event": "checkpoint"' in file.read(4 * MAX_JSON_BYTES)
     return False
 
 
@@ -1064,9 +1070,6 @@ def save_locally(run: Run, node: Node, folder: str) -> Path:
         run.swarm.set_aside.add(str(local))  # `close` counts it
         return local / "incomplete"  # nothing to go on with
     return local
-
-
-HUB_PATIENCE = 1800.0  # seconds that the end of a run waits for uploads
 
 
 def push_to_hub(run: Run, last: bool) -> None:
@@ -1158,9 +1161,6 @@ def announce(config: Config, store: DriveStore, say) -> None:
         say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
 
 
-CLAIM_SECONDS = 600.0  # how long the others wait for whoever makes the warm start
-
-
 def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda: None) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
@@ -1175,11 +1175,13 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
     largest = (1 << 20) + sum(w.numel() * w.element_size() for w in model.state_dict().values())
     until = float("inf")  # as long as nobody was waited for
     recipe = model, codec, config, tasks, lambda line: (say(line), check_stop())
-    while True:
-        check_stop()
+
+    def made() -> bool | None:
         with contextlib.suppress(OSError, BadFile):
-            if load_weights(model, shared.read_bytes(path, largest)):
-                return
+            return load_weights(model, shared.read_bytes(path, largest))
+
+    while not made():
+        check_stop()
         with contextlib.suppress(OSError, BadFile):
             if is_known_dead(shared.read(claim) or {}):
                 shared.delete(claim)
@@ -1190,8 +1192,9 @@ def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda:
                 time.sleep(0.5)
                 continue
         try:
-            halving_on_oom(lambda _: warm_start(*recipe), 1, 1, "the warm start")
-            shared.write(path, pack_weights(model), keep=lambda old: load_weights(model, old))
+            if not made():  # by who held the claim until just now
+                halving_on_oom(lambda _: warm_start(*recipe), 1, 1, "the warm start")
+                shared.write(path, pack_weights(model), keep=lambda old: load_weights(model, old))
         except OSError as error:
             say(f"the warm start cannot be shared, this node goes on with its own: {error}")
         finally:

@@ -21,10 +21,10 @@ import torch
 from grpo import ANSWER_STYLES, EVAL_ON_ANSWER, UNSTABLE, BadQuestion, check_model, end_of_turn
 from grpo import exact_positions, halving_on_oom, load_model, load_weights, lucky_question, new_optimizer
 from grpo import pack_weights, rows_that_fit, sample_tokens, score, sequence_logps, shared_prompt_logps
-from grpo import group_advantages, score_all, token_logps, update, warm_start_batches, warm_start_name
+from grpo import score_all, token_logps, update, warm_start_batches, warm_start_name
 from test_sapo import HELD_OUT_SEEDS, KINDS, PROJECT, SMALL_TASKS, TASK_TABLE, build_tiny
 from test_sapo import config_error, config_of, generate, make_question, near, our_update, pairs_of
-from test_sapo import plain_logps, plain_loss, ragged_groups, tiny_codec, tiny_lm, weights_of
+from test_sapo import plain_logps, ragged_groups, tiny_codec, tiny_lm, weights_of
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from tokenizers.decoders import ByteLevel
 from torch.nn.utils.rnn import pad_sequence
@@ -59,25 +59,6 @@ def test_a_batch_of_flat_groups_changes_no_weight_not_even_by_momentum():
     before = weights_of(model)
     stats = update(model, optimizer, ragged_groups(flat=range(4)), max_new_tokens=9)
     assert torch.equal(weights_of(model), before) and stats["trained_tokens"] == stats["loss"] == 0
-
-
-@pytest.mark.parametrize("max_rows", [99, 2])
-def test_completions_below_a_groups_floor_teach_nothing_and_count_in_the_denominator(max_rows, monkeypatch):
-    monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)
-    groups, model = ragged_groups(), tiny_lm()
-    logps = [plain_logps(model, g.prompt, c, 0.7) for g in groups for c in g.completions]
-    floor = sorted(row.mean().item() for row in logps[5:10])[2]  # of the five of group 2
-    advantages = [a for g in groups for a in group_advantages(g.rewards)]
-    muted = [row.mean() < floor and i in range(5, 10) for i, row in enumerate(logps)]
-    assert sum(a != 0 for a, mute in zip(advantages, muted, strict=True) if mute) >= 1
-    kept = [0.0 if mute else a for a, mute in zip(advantages, muted, strict=True)]
-    loss, _ = plain_loss(logps, [row.detach() for row in logps], kept, "dapo", 9)
-    loss.backward()
-    expected = weights_of(model) - 0.5 * torch.cat([p.grad.flatten() for p in model.parameters()])
-    groups[2] = replace(groups[2], floor=floor - 1e-6)
-    ours, stats = our_update(tiny_lm(), groups, max_rows=max_rows)
-    near(ours, expected)
-    assert not torch.allclose(our_update(tiny_lm(), ragged_groups())[0], expected, atol=1e-4)
 
 
 def test_the_step_is_cut_to_the_maximal_gradient_norm_and_left_out_where_the_gradient_is_not_finite():
@@ -504,17 +485,17 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
         (dict(without="layers.1."), "its files lack model.layers.1."),
         (
             dict(template="{{ raise_exception('never') }}"),
-            "chat template makes no prompt .TemplateError: never",
+            "chat template cannot be used .TemplateError: never",
         ),
-        (dict(template="{% for m in messages %}"), "chat template makes no prompt .TemplateSyntaxError"),
-        (dict(template="{% if false %}x{% endif %}"), "makes no prompt .ValueError: it is the same"),
+        (dict(template="{% for m in messages %}"), "chat template cannot be used .TemplateSyntaxError"),
+        (dict(template="{% if false %}x{% endif %}"), "cannot be used .ValueError: the prompt is the same"),
         (
             dict(added="<turn>", template="{{ messages[-1].content }}<turn>"),
             r"has token (\d+), the model \1 in all",
         ),
         (dict(added="<turn>", eos="<turn>"), r"has token (\d+), the model \1 in all"),
         (dict(added="</answer>"), "its tokenizer decodes <answer>12</answer> as '<answer>12'"),
-        (dict(template="{{ messages[0].content }}"), "it is the same for every question"),
+        (dict(template="{{ messages[0].content }}"), "the prompt is the same for every question"),
         (dict(template="{{ messages[-1].content }}"), None),
     ]:
         spoiled(base_models / "llama", tmp_path / "spoiled", **spoil)

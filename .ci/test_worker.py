@@ -293,7 +293,6 @@ def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive,
 
     assert in_another_process(work) == 9
     assert swarm(drive, "early") == 0
-    assert "no checkpoint of it is known" in events_of(drive, "early", "resume")[0]["text"]
     assert rewards_of(drive, "early").items() < rewards_of(drive, "unbroken").items(), "it replays"
 
 
@@ -524,21 +523,23 @@ def test_validate_passes_a_test_mode_run_and_what_is_missing_fails_it(drive):
     assert swarm(drive, "tested", NODE_ROLE="validate", **own) == 1
 
 
-def test_a_node_far_ahead_of_the_clock_retires_by_the_clock(drive, monkeypatch):
+@pytest.mark.parametrize(("clock", "before"), [(2, 2), (30, 9)])
+def test_a_node_far_ahead_of_the_clock_retires_by_the_clock(clock, before):
     """Back from an outage it deleted everybody's newest rollouts."""
-    retired, finish = [], sapo.finish_round
+    retired = []
+    store = SimpleNamespace(retire_rollouts=lambda *args: retired.append(args))
+    config = config_of(ROLLOUT_KEEP_LAST_N_ROUNDS=1, CHECKPOINT_INTERVAL=1, ROLLOUT_MAX_AGE=0)
+    sapo.retire(SimpleNamespace(done=9, config=config, store=store, swarm=SimpleNamespace(clock=clock)))
+    assert retired == [(before, False)]
 
-    def behind(run, t):
-        run.swarm._look = lambda: None  # the other thread would set the clock right
-        there, run.swarm.clock = run.swarm.clock, min(2, t)
-        finish(run, t)
-        run.swarm.clock = there
 
-    monkeypatch.setattr(sapo, "finish_round", behind)
-    monkeypatch.setattr(DriveStore, "retire_rollouts", lambda _, before, archive: retired.append(before))
-    settings = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1, CHECKPOINT_INTERVAL=1)
-    assert swarm(drive, "ahead", ROLLOUT_MAX_AGE=0, MAX_ROUNDS=6, **settings, **UNTRAINED) == 0
-    assert retired == [0, 1, 2, 2, 2, 2]
+def test_archives_that_cannot_be_made_are_said_once(drive, capsys):
+    (drive / "archives").write_text("a plain file in the user's own folder")
+    settings = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_ARCHIVE_OLD=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1)
+    assert swarm(drive, "no_archives", CHECKPOINT_INTERVAL=1, MAX_ROUNDS=12, **settings, **UNTRAINED) == 1
+    (drive / "archives").unlink()
+    said = capsys.readouterr().out
+    assert said.count("retire was set aside: ") == 1 and "\n1 writes did not reach" in said
 
 
 # -------- What may go wrong -------------------------------------------------------------------------------
@@ -1243,8 +1244,7 @@ def test_whether_there_was_a_checkpoint_is_no_matter_of_another_nodes_interval(
     config = json.loads((folder / "config.json").read_text()) | {"CHECKPOINT_INTERVAL": begun}
     (folder / "config.json").write_text(json.dumps(config))
     assert swarm(drive, name, CHECKPOINT_INTERVAL=own, **settings) == (2 if refused else 0)
-    said = "trained here, and has no checkpoint" if refused else "no checkpoint of it is known"
-    assert said in capsys.readouterr().out
+    assert ("trained here, and has no checkpoint" in capsys.readouterr().out) == refused
 
 
 def test_one_stop_while_the_last_files_are_written_loses_none_of_them(drive, monkeypatch):
@@ -1449,13 +1449,43 @@ def test_right_answers_behind_words_that_nobody_here_would_say_teach_nothing_wit
         (rows[name],) = rows_of(drive, name)
         assert rows[name]["external_groups"] == 2
     assert (rows["no-floor"]["external_kept"], rows["floor"]["external_kept"]) == (1, 0)
-    assert rows["no-floor"]["logp_external"] == rows["floor"]["logp_external"] < -2
+    assert rows["no-floor"]["logp_external"] < -2 and rows["floor"]["logp_external"] is None
     assert (
         rows["no-floor"]["informative_local"]
         == 0
         == rows["floor"]["grad_norm"]
         < rows["no-floor"]["grad_norm"]
     )
+
+
+def test_the_rest_of_a_group_whose_right_answers_a_floor_leaves_out_teaches_nothing(drive):
+    """It would only teach what not to say: the ordinary ones had the advantages of the whole group."""
+    groups = [group_by_hand(seed, TASKS[seed % 2], right=2) for seed in (1, 2)]
+    for group in groups:
+        for i, completion in enumerate(group["completions"]):
+            right = f"zq#}}<answer>{group['answer']}</answer>"
+            completion["response"] = right if i < 2 else f"The answer is {group['answer']}."
+    write_peer(drive, "half", "human", groups)
+    assert swarm(drive, "half", MAX_ROUNDS=1, LOCAL_NODES=1, NODE_ID="node", EXTERNAL_FLOOR=0.05) == 0
+    (row,) = rows_of(drive, "half")
+    assert (row["external_groups"], row["external_kept"], row["informative_local"]) == (2, 0.5, 0)
+    assert row["informative_groups"] == row["grad_norm"] == 0
+
+
+def test_an_answer_is_scored_as_the_tokens_that_are_trained_on(drive):
+    """Fullwidth digits are right for a verifier, and unknown to tiny: an empty answer was what it learned."""
+    group = group_by_hand(1, "small_products", right=2)
+    for completion in group["completions"][:2]:
+        wide = "".join(chr(ord(digit) - ord("0") + 0xFF10) for digit in group["answer"])
+        completion["response"] = f"<answer>{wide}</answer>"
+        assert score(make_question("small_products", 1), completion["response"]) == 1
+    write_peer(drive, "wide", "human", [group])
+    settings = dict(
+        MAX_ROUNDS=1, LOCAL_NODES=1, NODE_ID="node", TASKS="small_products", EXTERNAL_FILTER=False
+    )
+    assert swarm(drive, "wide", **settings) == 0
+    (row,) = rows_of(drive, "wide")
+    assert (row["external_groups"], row["informative_groups"]) == (1, row["informative_local"])
 
 
 def test_a_floor_leaves_nearly_all_that_equals_say(drive):
@@ -1516,28 +1546,6 @@ def test_what_a_superseded_process_trained_since_its_last_checkpoint_stays_on_th
     assert not DriveStore(drive, "seized").checkpoints("node")
 
 
-def test_one_name_with_other_nodes_replaces_no_checkpoint_of_theirs(
-    drive, unbroken, monkeypatch, tmp_path, capsys
-):
-    """LOCAL_NODES=1 and =4 of one NODE_ID at once: each replaced the other's, both ended with status 0."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    theirs = next((unbroken / "checkpoints").glob("*/node.safetensors"))
-    goal = drive / "experiments/two_sizes" / sapo.checkpoint_path("node", 1)
-
-    def meanwhile():
-        goal.parent.mkdir(parents=True)
-        shutil.copy(theirs, goal)
-
-    at_call(monkeypatch, "save_checkpoint", 2, meanwhile)
-    settings = dict(LOCAL_NODES=1, NODE_ID="node", MAX_ROUNDS=2, CHECKPOINT_INTERVAL=1, **UNTRAINED)
-    assert swarm(drive, "two_sizes", **settings) == 1
-    assert goal.read_bytes() == theirs.read_bytes()
-    (waits,) = tmp_path.glob("sapo-*/checkpoints/*/node.safetensors")
-    said = capsys.readouterr().out
-    assert "one of node_0, node_1 is there; choose another NODE_ID" in said and str(waits.parents[2]) in said
-    assert [event["round"] for event in events_of(drive, "two_sizes", "checkpoint")] == [0]
-
-
 def test_rounds_that_an_outage_kept_shut_are_named_by_the_report_and_opened_by_a_restart(
     drive, unbroken, capsys
 ):
@@ -1569,7 +1577,6 @@ def test_who_joined_late_and_was_killed_at_once_begins_again_and_is_not_refused(
     assert store.submit_reward(13, 0, "zed", reward)
     settings = dict(NODE_ID="zed", LOCAL_NODES=1, MAX_ROUNDS=16, COORDINATOR_ROUND_INTERVAL=0.2)
     assert swarm(drive, "late", FETCH_TIMEOUT_SECONDS=0, **settings) == 0
-    assert "no checkpoint of it is known" in events_of(drive, "late", "resume", "zed")[0]["text"]
     assert folder.exists()
 
 
