@@ -541,7 +541,7 @@ class Coordinator:
 
     swarm: a Swarm of the coordinator's seat, not yet started. Its thread beats, writes the log, says when the
     folder fails, and calls `step` after each look. Round 0 is held until the first reward (models take
-    minutes to download), and where NUM_WORKERS is set until so many have registered, one interval at most.
+    minutes to download), and where NUM_WORKERS is set the first one until so many live, an interval at most.
     """
 
     def __init__(self, swarm, config, say):
@@ -551,10 +551,10 @@ class Coordinator:
         if swarm.round < 0:  # none, or the state folder was lost: then the last rewarded one
             swarm.round = max(0, self.store.last_rewarded())
             self.store.open_round(swarm.round, COORDINATOR)
-        self.opened, self.holding = time.monotonic(), swarm.round == 0
-        how = f"({config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s)"
-        how += ", waiting for a first worker" * self.holding
-        self.say(f"coordinator: round {swarm.round} is open {how}")
+        more = swarm.round < config.MAX_ROUNDS - 1
+        self.opened, self.holding = time.monotonic(), swarm.round == 0 or (more and config.NUM_WORKERS > 0)
+        how = f"{config.ROUND_ADVANCE}, interval {config.COORDINATOR_ROUND_INTERVAL:g} s"
+        self.say(f"coordinator: round {swarm.round} is open ({how})" + ", waiting for workers" * self.holding)
 
     def run(self, should_stop) -> str:
         """Keep the clock until MAX_ROUNDS is reached and every worker is done. Returns how it ended."""
@@ -574,8 +574,7 @@ class Coordinator:
         if self.holding:
             begun = self.store.rounds("rewards")  # of any stage
             self.opened = self.opened if begun else time.monotonic()
-            too_few = len(without_seat(self.life.sessions)) < config.NUM_WORKERS
-            self.holding = not begun or (too_few and elapsed < interval)
+            self.holding = not begun or (len(live) < config.NUM_WORKERS and elapsed < interval)
         elif self.swarm.round >= config.MAX_ROUNDS - 1:
             self.is_over = not late or elapsed > interval + config.STALE_AFTER_SECONDS  # they can end alone
             if self.is_over:
@@ -601,7 +600,8 @@ class Coordinator:
                 self.life.note(node, kind, swarm.round)
         nodes = without_seat(self.life.sessions)
         quiet = sorted(set(nodes) - set(submitted))
-        self.life.refresh(random.sample(quiet, min(len(quiet), 4)))  # however many are silent
+        few = random.sample(quiet, min(len(quiet), 4))  # however many are silent
+        self.life.refresh(nodes if self.holding and self.config.NUM_WORKERS else few)
         return submitted, [node for node in nodes if self.life.is_live(node)]
 
     def _tell(self, round_: int, submitted: list[str], late: list[str]) -> None:

@@ -154,6 +154,26 @@ def test_the_clock_waits_in_round_0_for_as_many_workers_as_are_expected_or_one_i
     until(lambda: ended)
 
 
+def test_a_coordinator_that_goes_on_waits_for_as_many_workers_as_are_expected_or_one_interval(tmp_path):
+    """Whoever of run_swarm.sh was up first trained alone, and the others skipped its rounds."""
+    before = new_store(tmp_path)
+    for node in ("n1", "n2"):  # both have finished round 5, and stopped
+        session = before.register(node, "worker", {})
+        before.submit_reward(5, 0, node, {"reward": 0.5})
+        before.heartbeat(node, {"session": session, "state": "stopped"})
+    before.open_round(5, COORDINATOR)
+    store, ended, clock = start_clock(tmp_path, rounds=8, NUM_WORKERS=2, COORDINATOR_ROUND_INTERVAL=3)
+    time.sleep(1)  # n1 has come back: see start_clock
+    assert clock() == 5, "its reward of this round is there, and it is the only one who lives"
+    store.register("n2", "worker", {})
+    until(lambda: clock() == 6, 1.5)
+    for round_ in (6, 7):
+        until(lambda: clock() == round_)  # noqa: B023
+        for node in ("n1", "n2"):
+            reward(store, round_, node)
+    until(lambda: ended)
+
+
 def test_the_last_round_ends_though_a_peer_beats_for_ever_and_never_submits(tmp_path):
     settings = {"COORDINATOR_ROUND_INTERVAL": 0.2, "STALE_AFTER_SECONDS": 1}
     store, ended, clock = start_clock(tmp_path, rounds=2, strategy="hybrid", **settings)

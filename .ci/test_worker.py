@@ -533,11 +533,11 @@ def test_a_node_far_ahead_of_the_clock_retires_by_the_clock(clock, before):
     assert retired == [(before, False)]
 
 
-def test_archives_that_cannot_be_made_are_said_once(drive, capsys):
-    (drive / "archives").write_text("a plain file in the user's own folder")
+def test_archives_that_cannot_be_made_are_said_once(tmp_path, capsys):
+    (tmp_path / "archives").write_text("a plain file in the user's own folder")
     settings = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_ARCHIVE_OLD=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1)
-    assert swarm(drive, "no_archives", CHECKPOINT_INTERVAL=1, MAX_ROUNDS=12, **settings, **UNTRAINED) == 1
-    (drive / "archives").unlink()
+    settings |= dict(CHECKPOINT_INTERVAL=1, MAX_ROUNDS=12, ROLLOUT_MAX_AGE=1, **UNTRAINED)
+    assert swarm(tmp_path, "no_archives", **settings) == 1
     said = capsys.readouterr().out
     assert said.count("retire was set aside: ") == 1 and "\n1 writes did not reach" in said
 
