@@ -222,7 +222,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    figures |= {"external_groups": len(drawn), "external_short": wanted - len(drawn), "external_kept": 1.0}
+    figures |= {"external_groups": len(drawn), "external_short": wanted - len(drawn)}
     figures |= {"external_ages": [t - r.key[0] for r in drawn], "wait_seconds": time.monotonic() - began}
     return drawn
 
@@ -365,6 +365,7 @@ def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Gro
     A stranger's answers behind words that nobody here says can be 90% of an update (cf. arXiv:2605.22537).
     They go before advantages are made: the rest of such a group would only teach what not to say.
     """
+    node.figures["external_kept"] = 1.0
     if not (groups and run.config.EXTERNAL_FLOOR):
         return groups
     own = [r.group for r in node.rollouts]
@@ -381,12 +382,11 @@ def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Gro
     means, run.max_rows = halving_on_oom(attempt, run.max_rows, rows, "the floor")
     count = sum(len(group.completions) for group in own)
     floor = [*sorted(means[:count]), math.inf][int(run.config.EXTERNAL_FLOOR * count)]  # inf: 1, all
-    likely, kept = deque(mean >= floor for mean in means[count:]), []
-    node.figures["external_kept"] = average(likely)
-    for group in groups:
-        pairs = [p for p in zip(group.completions, group.rewards, strict=True) if likely.popleft()]
-        kept += [Group(group.prompt, *map(list, zip(*pairs, strict=True)))] if pairs else []
-    return kept
+    likely = [mean >= floor for mean in means[count:]]
+    node.figures["external_kept"], marks = average(likely), iter(likely)
+    pairs = [[p for p in zip(g.completions, g.rewards, strict=True) if next(marks)] for g in groups]
+    kept = zip(groups, pairs, strict=True)
+    return [Group(g.prompt, [c for c, _ in rest], [r for _, r in rest]) for g, rest in kept if rest]
 
 
 # -------- From round to round ---------------------------------------------------------------------

@@ -742,7 +742,8 @@ def test_no_completion_is_evaluated_or_opens_anything(warm, data, which, form, k
     finally:
         ARMED = False
     assert watched == []
-    assert all(0 <= reward <= 1 for reward in rollout.group.rewards) and len(rollout.texts) == len(texts)
+    assert all(0 <= reward <= 1 for reward in rollout.group.rewards)
+    assert rollout.texts == [codec.decode(ids) for ids in rollout.group.completions]
 
 
 CONTROLS = "<|im_start|> <|im_end|> <|endoftext|> [INST] </s> <s> <|eot_id|> <start_of_turn> <tool_call> <pad>".split()

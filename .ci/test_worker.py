@@ -40,7 +40,7 @@ from test_sapo import (
     rewards_of,
     rows_of,
 )
-from test_sapo import put, score, swarm, until, write_peer
+from test_sapo import plain_logps, put, ragged_groups, score, swarm, tiny_lm, until, write_peer
 from transformers import AutoTokenizer
 
 # -------- Settings ----------------------------------------------------------------------------------------
@@ -1472,6 +1472,24 @@ def test_the_rest_of_a_group_whose_right_answers_a_floor_leaves_out_teaches_noth
     assert row["informative_groups"] == row["grad_norm"] == 0
 
 
+@pytest.mark.parametrize("max_rows", [1, 3, 99])
+@pytest.mark.parametrize("floor", [0.05, 0.5, 1.0])
+def test_a_floor_leaves_out_the_same_completions_in_micro_batches_of_any_size(max_rows, floor):
+    (own, *theirs), model = ragged_groups(), tiny_lm()
+    means = [[plain_logps(model, g.prompt, c, 0.7).mean().item() for c in g.completions] for g in theirs]
+    mine = sorted(plain_logps(model, own.prompt, c, 0.7).mean().item() for c in own.completions)
+    least = [*mine, float("inf")][int(floor * len(mine))]
+    settings = SimpleNamespace(EXTERNAL_FLOOR=floor, DTYPE="float32", TEMPERATURE=0.7)
+    run = SimpleNamespace(config=settings, codec=SimpleNamespace(pad_id=0), max_rows=max_rows)
+    node = SimpleNamespace(model=model.eval(), rollouts=[SimpleNamespace(group=own)], figures={})
+    kept = sapo.without_unlikely(run, node, theirs)
+    rows = [list(zip(g.completions, g.rewards, m, strict=True)) for g, m in zip(theirs, means, strict=True)]
+    wanted = [[(c, r) for c, r, mean in group if mean >= least] for group in rows]
+    ours = [list(zip(g.completions, g.rewards, strict=True)) for g in kept]
+    assert ours == [group for group in wanted if group] and run.max_rows == max_rows
+    assert node.figures["external_kept"] == sum(map(len, wanted)) / sum(map(len, rows))
+
+
 def test_an_answer_is_scored_as_the_tokens_that_are_trained_on(drive):
     """Fullwidth digits are right for a verifier, and unknown to tiny: an empty answer was what it learned."""
     group = group_by_hand(1, "small_products", right=2)
@@ -1480,10 +1498,8 @@ def test_an_answer_is_scored_as_the_tokens_that_are_trained_on(drive):
         completion["response"] = f"<answer>{wide}</answer>"
         assert score(make_question("small_products", 1), completion["response"]) == 1
     write_peer(drive, "wide", "human", [group])
-    settings = dict(
-        MAX_ROUNDS=1, LOCAL_NODES=1, NODE_ID="node", TASKS="small_products", EXTERNAL_FILTER=False
-    )
-    assert swarm(drive, "wide", **settings) == 0
+    settings = dict(MAX_ROUNDS=1, LOCAL_NODES=1, NODE_ID="node", TASKS="small_products")
+    assert swarm(drive, "wide", EXTERNAL_FILTER=False, **settings) == 0
     (row,) = rows_of(drive, "wide")
     assert (row["external_groups"], row["informative_groups"]) == (1, row["informative_local"])
 
