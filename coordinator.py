@@ -137,7 +137,7 @@ def boot_id() -> str | None:
 def pid_start(pid: int) -> str | None:
     """Start time of a process in ticks since boot, None if it does not run (or is a zombie). Linux only."""
     with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # names: bytes
         return None if fields[0] in "ZX" else fields[19]
 
 

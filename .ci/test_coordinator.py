@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import coordinator
 import pytest
@@ -95,6 +96,13 @@ def test_a_dead_process_of_this_host_is_not_live_at_once(tmp_path):
     assert life.live_workers() == ["me"]
     assert is_known_dead({**process_identity(), "pid_start": "1"})  # the pid was given to another process
     strange = [{**about, "pid": pid} for pid in (None, "1", -1, 0, 10**30, [1])]
+    odd = os.fsencode(tmp_path / "a name cut ") + b"\xc3"  # to 15 bytes, within a character
+    shutil.copy(shutil.which("sleep"), odd)
+    child = subprocess.Popen([odd, "60"])
+    until(lambda: b"cut \xc3" in Path(f"/proc/{child.pid}/comm").read_bytes())
+    assert not is_known_dead({**about, "pid": child.pid, "pid_start": pid_start(child.pid)})
+    child.kill()
+    child.communicate()
     assert not any(map(is_known_dead, [{}, {**about, "host": "b"}, {**about, "boot_id": "b"}, *strange]))
 
 

@@ -208,7 +208,7 @@ def alive(session: int) -> dict[int, str]:
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
             if int(fields[3]) == session and fields[0] not in "ZX":
                 found[int(stat.parent.name)] = (stat.parent / "cmdline").read_text().replace("\0", " ")
         except OSError:
