@@ -671,20 +671,22 @@ def own_temp_folder(tmp_path, monkeypatch):
 @pytest.fixture(scope="session")
 def unbroken(drive):
     """A run of 14 rounds that nothing disturbed; its folder is copied, never changed."""
-    assert swarm(drive, "unbroken", MAX_ROUNDS=14) == 0
+    with pytest.MonkeyPatch.context() as patch:  # each checkpoint is waited for
+        patch.setattr(sapo, "push_to_hub", lambda run, _: until(lambda: not [*run.scratch.glob("*/*/*")]))
+        assert swarm(drive, "unbroken", MAX_ROUNDS=14) == 0
     return drive / "experiments" / "unbroken"
 
 
 def swarm(drive, name, **settings) -> int:
     """Run sapo.main with SMALL and these settings; returns its exit status."""
-    settings = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings}
-    return sapo.main({k: str(v) for k, v in settings.items()})
+    given = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name} | SMALL | settings
+    return sapo.main({k: str(v) for k, v in given.items()})
 
 
 def rows_of(drive, name, node="") -> list[dict]:
     """The reward files of an experiment, by round, stage and node."""
-    paths = sorted((drive / "experiments" / name).glob(f"rewards/*/*/{node}*.json"))
-    return [json.loads(path.read_text()) for path in paths]
+    there = f"experiments/{name}/rewards/*/*/{node}*.json"
+    return [json.loads(path.read_text()) for path in sorted(drive.glob(there))]
 
 
 def rewards_of(drive, name) -> dict:
@@ -698,8 +700,7 @@ def events_of(drive, name, kind, node="node") -> list[dict]:
 
 def checkpoint_of(drive, name, round_="??????") -> bytes:
     """The newest checkpoint, or that of a round. Equal contents are equal bytes."""
-    paths = (drive / "experiments" / name / "checkpoints").glob(f"round_{round_:0>6}/node.safetensors")
-    return max(paths).read_bytes()
+    return max(drive.glob(f"experiments/{name}/checkpoints/round_{round_:0>6}/*.safetensors")).read_bytes()
 
 
 def used_externals(drive, name, **which) -> set:
@@ -866,8 +867,7 @@ def test_a_worker_follows_the_coordinators_clock_and_says_which_rounds_it_missed
 
 
 def test_training_goes_on_without_the_folder_and_nothing_is_missing_afterwards(drive, monkeypatch, capfd):
-    folder = drive / "experiments/outage"
-    away = folder.with_name("outage_away")
+    folder, away = (drive / "experiments" / name for name in ("outage", "outage_away"))
 
     def bring_back():
         time.sleep(1)  # time enough to notice
