@@ -123,7 +123,7 @@ def is_known_dead(about: dict) -> bool:
     here, pid = (socket.gethostname(), boot_id()), about.get("pid")
     if None in here or (about.get("host"), about.get("boot_id")) != here:
         return False
-    return isinstance(pid, int) and 0 < pid < 2**31 and pid_start(pid) != about.get("pid_start")
+    return isinstance(pid, int) and 0 < pid < 2**31 and pid_start(pid) not in (None, about.get("pid_start"))
 
 
 @functools.cache
@@ -135,10 +135,15 @@ def boot_id() -> str | None:
 
 
 def pid_start(pid: int) -> str | None:
-    """Start time of a process in ticks since boot, None if it does not run (or is a zombie). Linux only."""
-    with contextlib.suppress(OSError):
+    """Start time of a process in ticks since boot, "ended" also of a zombie, None: unknown. Linux only."""
+    try:
+        os.kill(pid, 0)  # asks only: /proc may hide other users' processes (hidepid)
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # names: bytes
-        return None if fields[0] in "ZX" else fields[19]
+        return "ended" if fields[0] in "ZX" else fields[19]
+    except ProcessLookupError:
+        return "ended"
+    except OSError:
+        return None
 
 
 # -------- The swarm as a worker sees it -----------------------------------------------------------
@@ -486,13 +491,13 @@ class Swarm:
 def shortened(group: dict, config) -> dict:
     """A peer's group as it is kept: at most G completions, as one of this node's own.
 
-    A text of over 64 characters a token, more than `verify` allows, is replaced by one that it refuses.
+    A text of over 64 bytes for each token that `verify` allows is replaced by one that it refuses.
     """
     drawn, longest = group["completions"], 128 * config.MAX_NEW_TOKENS
     if len(drawn) > config.NUM_GENERATIONS:
         drawn = random.Random(str(group["key"])).sample(drawn, config.NUM_GENERATIONS)
     refused = {"response": "", "finished": False, "claimed": None}
-    return group | {"completions": [c if len(c["response"]) <= longest else refused for c in drawn]}
+    return group | {"completions": [c if sys.getsizeof(c["response"]) < longest else refused for c in drawn]}
 
 
 def without_seat(sessions) -> list[str]:
@@ -815,7 +820,8 @@ def compare(summaries: list[dict]) -> list[dict]:
     rows.sort(key=lambda row: (row["members"][0]["task"], -row["per_node"]))
     alike = Counter(row["label"][:30] for row in rows)  # what the table and the picture have room for
     for i, row in enumerate(rows, 1):
-        row["short"] = plain(row["label"][:30]) + f" #{i}" * (alike[row["label"][:30]] > 1)
+        number = f" #{i}" * (alike[row["label"][:30]] > 1)
+        row["short"], row["label"] = plain(row["label"][:30]) + number, row["label"] + number
     return rows
 
 

@@ -388,7 +388,7 @@ class DriveStore:
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
             raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or {AFRESH}") from error
-        if (began_with or {"layout": layout}).get("layout") != LAYOUT:  # names say it where no config does
+        if ({"layout": layout} if began_with is None else began_with).get("layout") != LAYOUT:
             why = "was written by another version of this program; nothing was changed"
             raise StoreError(f"{self.base} {why}: {AFRESH}")
         return began_with or settings
@@ -449,7 +449,8 @@ class DriveStore:
 
     def is_registered(self, node_id: str, session: str) -> bool:
         """Whether the folder holds this registration: another folder mounted in its place does not."""
-        if os.path.lexists(self.base / f"peers/{node_id}.{session}.json"):  # one call: it is asked often
+        peers = self.base / "peers"  # two calls, for it is asked often; a link holds no registrations
+        if os.path.lexists(peers / f"{node_id}.{session}.json") and not os.path.islink(peers):
             return True
         with self.folder():  # OSError where there is none
             return False

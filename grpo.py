@@ -625,7 +625,9 @@ class Codec:
         return [ids + [self.eos_id] * end for ids, end in zip(self.encode(texts), ends, strict=True)]
 
     def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        """Ids -> text, without the EOS: in some models it is no special token."""
+        ended = ids[-1:] and ids[-1] in self.eos_ids
+        return self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
 
     def answered(self, ids: list[int]) -> bool:
         """Whether a completion ends here without EOS: after solved examples a base model adds more."""
@@ -704,7 +706,7 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     size = model.config.get_text_config().vocab_size
     codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest, size)
     try:
-        prompts = [codec.prompt(lucky_question(tasks[0], seed)) for seed in range(9)]
+        prompts = [codec.prompt(lucky_question(task, seed)) for task in tasks for seed in range(5)]
         if all(prompt == prompts[0] for prompt in prompts):
             raise ValueError("the prompt is the same for every question")
         codec.decode([size - 1])  # a byte-level tokenizer in Python knows no spare ids
@@ -714,7 +716,7 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     tagged = codec.decode(tokenizer("<answer>12</answer>", add_special_tokens=False).input_ids)
     if (find_answer(tagged) or "").strip() != "12":  # special tokens are left out, words put apart
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer decodes <answer>12</answer> as {tagged!r:.40}")
-    if (highest := max(*prompts[0], eos_id, tokenizer.vocab_size - 1)) >= size:
+    if (highest := max(eos_id, tokenizer.vocab_size - 1, *map(max, prompts))) >= size:
         raise ValueError(f"MODEL_NAME={name!r}: its tokenizer has token {highest}, the model {size} in all")
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
     return model, codec

@@ -32,11 +32,11 @@ stop_all() {  # only what this script started; a second Ctrl-C makes them exit a
   stopping=1
   for pid in ${pids[@]+"${pids[@]}"}; do kill -INT "$pid" 2>/dev/null || true; done
 }
-trap stop_all INT TERM HUP  # HUP: the terminal was closed
+trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: a time limit of Slurm
 trap '' PIPE  # nobody may read what is printed
 
 prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all say is shown once
-  trap '' INT TERM HUP
+  trap '' INT TERM HUP USR1
   exec 2>/dev/null  # where the terminal is closed this would be the very pipe that is read here
   local quiet= once='^(memory:|the folder:|to resume:|final model:|  try it:|note:|'
   once+='  [0-9]+ others|[ *] [A-Z_]+ {2})'
@@ -104,9 +104,10 @@ main() {
     0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-200} ;;  # TEST_MODE has its own
   esac
   if [ -z "${CONFIGS:-}" ]; then
+    [ -z "${SEEDS:-}" ] || { echo "SEEDS=$SEEDS: goes with CONFIGS, such as CONFIGS=4/4; of one run set SEED"; exit 2; }
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
     run_experiment || exit 1
-    [ "$stopping" -eq 0 ] || { echo "run_swarm: stopped; the same command goes on"; exit 130; }
+    [ "$stopping" -eq 0 ] || { echo "run_swarm: stopped; the same command goes on" || true; exit 130; }
     return
   fi
   local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$' name filter

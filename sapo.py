@@ -264,11 +264,11 @@ def informative_pool(run: "Run", node: Node, round_: int, stage, rng) -> list[Ro
         groups = [raw for raw in files[peer] if raw["key"] not in node.trained]
         if len(groups) > config.NUM_TRAIN_SAMPLES:
             groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
-        began = time.monotonic()
+        began = time.thread_time()  # stands still while this process is suspended
         for raw in groups:
             key = raw["key"]
             if key not in run.verified:  # the nodes of this process verify a group once for all
-                in_time = time.monotonic() - began < PEER_SECONDS
+                in_time = time.thread_time() - began < PEER_SECONDS
                 run.verified[key] = verify(run, raw) if in_time else "too slow to verify"
                 raw["completions"] = []  # not needed any more
             found = run.verified[key]  # a Rollout, or a reason
@@ -303,6 +303,8 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
         return f"completion empty or over {longest} tokens here"
     if max(map(max, completions)) >= run.codec.vocabulary:
         return "a token that this model does not have"
+    if not all(run.codec.eos_ids.isdisjoint(ids[:-1]) for ids in completions):
+        return "a text that is the end of a turn here"
     texts = [run.codec.decode(ids) for ids in completions]  # the reward is that of the tokens trained on
     group = Group(run.codec.prompt(question), completions, score_all(question, texts, run.config.REWARD))
     return Rollout(question, group, texts, finished, raw["key"])
@@ -324,6 +326,7 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     own_rows = sum(len(group.completions) for group in own if group.is_informative)
     stats |= {"logp_own": average(logps[:own_rows]), "logp_external": average(logps[own_rows:])}
     stats |= {"informative_groups": sum(group.is_informative for group in groups), "local_groups": len(own)}
+    stats |= {"external_groups": len(groups) - len(own)}  # EXTERNAL_FLOOR: perhaps fewer than were drawn
     node.figures |= {**stats, "train_seconds": time.monotonic() - began}
 
 
@@ -426,14 +429,16 @@ def next_round(run: Run) -> int | None:
     """The round to work on now, None after the last one. Rounds that were missed meanwhile are skipped."""
     config, own = run.config, run.done + 1
     t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
+    if t > own:
+        last = min(t, config.MAX_ROUNDS) - 1
+        rest = f"going on with round {t}" if t < config.MAX_ROUNDS else "they were the last (MAX_ROUNDS)"
+        missed = f"rounds {own} to {last} were opened by the swarm meanwhile; {rest}"
+        run.log.event("skip", missed, first=own, last=last)
     if t >= config.MAX_ROUNDS:
-        if not run.history:
+        if t == own and not run.history:
             there = f"already finished: all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
             run.log.event("end", f"{there}; raise it, or choose another EXPERIMENT_NAME")
         return None
-    if t > own:
-        missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
-        run.log.event("skip", missed, first=own, last=t - 1)
     if run.history and not run.swarm.down:  # rounds of an outage wait for nobody: they set no pace
         run.paces.append(time.monotonic() - run.round_began)
     run.round_began, run.swarm.round = time.monotonic(), t
@@ -980,7 +985,7 @@ def resume(run: Run) -> None:
             continue
         run.done = run.saved = round_
         run.checkpoints = [r for r in reversed(rounds) if r <= round_]
-        ahead = f", ahead of the swarm's round {clock}" * (round_ > clock)
+        ahead = f", ahead of the swarm's round {clock}: rewards may be missing between" * (round_ > clock)
         run.log.event("resume", f"from the checkpoint after round {round_}{ahead}", round=round_)
         return
     if isinstance(reason, ConfigError):
@@ -993,9 +998,15 @@ def resume(run: Run) -> None:
 
 
 def had_checkpoint(run: Run) -> bool:
-    """Whether this process, that finds no checkpoint to go on from, once had one: its log says so."""
-    store, log = run.store, f"logs/{run.config.NODE_ID}/training_events.jsonl"
-    if store.checkpoints(run.config.NODE_ID) or any(store.names(f"models/{node.id}") for node in run.nodes):
+    """Whether this process, that finds no checkpoint to go on from, once had one: its log says so.
+
+    Or one of its nodes had, with another LOCAL_NODES: alone, or in a process with others (of one session).
+    """
+    store, name, ids = run.store, run.config.NODE_ID, [node.id for node in run.nodes]
+    log, sessions = f"logs/{name}/training_events.jsonl", store.sessions()
+    with_others = [*sessions.values()].count(sessions.get(name)) > 1
+    processes = [name, *ids, *[name.rpartition("_")[0]] * with_others]
+    if any(map(store.checkpoints, processes)) or any(store.names(f"models/{node}") for node in ids):
         return True  # of rounds that are not believed; of a run that ended
     with contextlib.suppress(FileNotFoundError, BadFile), store.open(log) as file:
         return b'"event": "checkpoint"' in file.read(4 * MAX_JSON_BYTES)
@@ -1222,7 +1233,8 @@ def run_worker(config: Config, log: Log, stop: StopButton) -> str:
     longest = {task: max(len(codec.prompt(lucky_question(task, i))) for i in range(5)) for task in tasks}
     if cut := [task for task in tasks if longest[task] == codec.max_prompt]:
         log.say(f"note: questions of {some(cut)} are cut to {codec.max_prompt} tokens: lower MAX_NEW_TOKENS")
-    tasks = join_experiment(config, store, log.say, only_read=False)
+    if join_experiment(config, store, log.say, only_read=False) != tasks:
+        raise ConfigError(f"TASKS in {store.base / 'config.json'} changed during this start: start it again")
     max_rows = check_memory(config, model, log.say)
     ids = [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
     nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
@@ -1301,7 +1313,8 @@ def make_scratch(store: DriveStore, log: Log) -> tuple[Path, object]:
                     shutil.rmtree(path.parent)
             elif theirs.read(len(whose) + 1) == whose:
                 why = f"did not reach {store.base} in an earlier start, and this one does not use it"
-                log.say(f"{plain(waiting[0], 300)} {why}; copy it there before one that shall, or delete it")
+                todo = "a copy there is gone on from (rewards before it that are not there stay missing)"
+                log.say(f"{plain(waiting[0], 300)} {why}; {todo}; or delete it")
     return scratch, lock
 
 

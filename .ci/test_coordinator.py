@@ -81,7 +81,7 @@ def test_names_that_come_and_go_are_forgotten(tmp_path):
 
 
 @pytest.mark.skipif(boot_id() is None, reason="only Linux tells")
-def test_a_dead_process_of_this_host_is_not_live_at_once(tmp_path):
+def test_a_dead_process_of_this_host_is_not_live_at_once(tmp_path, monkeypatch):
     store = new_store(tmp_path)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     about = {**process_identity(), "pid": child.pid, "pid_start": pid_start(child.pid)}
@@ -95,6 +95,10 @@ def test_a_dead_process_of_this_host_is_not_live_at_once(tmp_path):
     child.communicate()
     assert life.live_workers() == ["me"]
     assert is_known_dead({**process_identity(), "pid_start": "1"})  # the pid was given to another process
+    with monkeypatch.context() as patch:  # another user's process that /proc hides
+        patch.setattr(os, "kill", lambda *_: (_ for _ in ()).throw(PermissionError))
+        assert not is_known_dead({**about, "pid": 2**22 + 1})
+    assert is_known_dead({**about, "pid": 2**22 + 1})
     strange = [{**about, "pid": pid} for pid in (None, "1", -1, 0, 10**30, [1])]
     odd = os.fsencode(tmp_path / "a name cut ") + b"\xc3"  # to 15 bytes, within a character
     shutil.copy(shutil.which("sleep"), odd)
@@ -631,6 +635,14 @@ def test_runs_that_differ_in_any_setting_are_never_averaged_and_only_the_seed_ma
     assert sorted(row["runs"] for row in rows) == [1, 1, 3]
     labels = " ".join(row["label"] for row in rows)
     assert "LOSS_TYPE=grpo" in labels and "A_NEW_ONE=1" in labels and "SEED" not in labels
+
+
+def test_settings_that_a_label_has_no_room_for_are_told_apart_by_a_number(tmp_path):
+    for i in range(3):
+        finished_run(tmp_path, f"e{i}", **{f"A{name:020}": i // 2 for name in range(20)}, THE_LAST=i)
+    rows = compare_experiments(tmp_path)
+    assert len({row["label"] for row in rows}) == len({row["short"] for row in rows}) == 3
+    assert sum(row["label"].endswith(f" #{i}") for i, row in enumerate(rows, 1)) == 2
 
 
 def test_no_ratio_is_told_where_a_run_earned_nothing(tmp_path):

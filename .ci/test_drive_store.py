@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from drive_store import BadFile, DriveStore, bucket, check_name, check_rollouts
+from drive_store import BadFile, DriveStore, StoreError, bucket, check_name, check_rollouts
 from drive_store import parse_json
 from test_sapo import BIG, contents, in_another_process, new_store, put, wire_file
 
@@ -402,6 +402,23 @@ def test_of_two_starts_of_one_name_neither_deletes_what_the_other_writes(tmp_pat
     assert one.names("tmp/n1") == ["in_use"]
     one.delete("tmp/n1/in_use"), one.sweep()
     assert one.names("tmp") == []
+
+
+def test_registrations_behind_a_link_are_none(tmp_path):
+    """Listings know nobody there: a node that still found itself was alone and ran away."""
+    store = new_store(tmp_path)
+    session = store.register("n1", "worker", {})
+    assert store.is_registered("n1", session)
+    (store.base / "peers").rename(store.base / "elsewhere")
+    (store.base / "peers").symlink_to("elsewhere")
+    assert not store.is_registered("n1", session) and store.sessions() == {}
+
+
+def test_an_empty_config_agrees_with_nothing(tmp_path):
+    put(new_store(tmp_path), "config.json", b"{}")
+    with pytest.raises(StoreError, match="EXPERIMENT_NAME"):
+        new_store(tmp_path).open_config({"SEED": 2})
+    assert new_store(tmp_path).read("config.json") == {}
 
 
 def test_of_two_processes_with_several_nodes_the_same_one_is_newer_in_all_whoever_registers_last(tmp_path):

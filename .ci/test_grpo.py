@@ -493,6 +493,10 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
             dict(added="<turn>", template="{{ messages[-1].content }}<turn>"),
             r"has token (\d+), the model \1 in all",
         ),
+        (
+            dict(added="<turn>", template="{{ messages[-1].content.replace('bits', '<turn>') }}"),
+            r"has token (\d+), the model \1 in all",
+        ),
         (dict(added="<turn>", eos="<turn>"), r"has token (\d+), the model \1 in all"),
         (dict(added="</answer>"), "its tokenizer decodes <answer>12</answer> as '<answer>12'"),
         (dict(template="{{ messages[0].content }}"), "the prompt is the same for every question"),
@@ -501,7 +505,7 @@ def test_a_model_that_cannot_be_used_is_refused_with_the_variable_to_change(base
         spoiled(base_models / "llama", tmp_path / "spoiled", **spoil)
         config = config_of(MODEL_NAME=tmp_path / "spoiled", MAX_NEW_TOKENS=8)
         with pytest.raises(ValueError, match=message) if message else nullcontext():
-            load_model(config, ["small_gcd"])
+            load_model(config, ["small_gcd", "small_count_bits"])
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
     assert exact_positions(other_lm("llama", max_position_embeddings=192, rope_parameters=rope)) == 48
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}

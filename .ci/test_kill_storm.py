@@ -499,10 +499,11 @@ def is_stopped_in_order(script: Script, drive: Path) -> None:
     Witness(drive).all_is_whole()
 
 
-def test_a_signal_ends_a_whole_run_swarm_with_checkpoints_and_status_130(drive):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_a_whole_run_swarm_with_checkpoints_and_status_130(drive, number):
     script = Script(drive).start()
     script.until_both_train()
-    script.signal(signal.SIGINT)
+    script.signal(number)
     is_stopped_in_order(script, drive)
     assert script.shows(r"worker_\d end: stopped before round", 2)
 

@@ -680,12 +680,24 @@ def test_a_peer_has_twenty_seconds_of_a_rounds_scoring_whatever_the_others_need(
         now[0] += {"p": 21.0, "q": 9.0}[raw["key"][2]]
         return verify_one(run, raw)
 
-    monkeypatch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(sapo, "time", SimpleNamespace(thread_time=lambda: now[0]))
     monkeypatch.setattr(sapo, "verify", slowly)
     run.nodes[0].figures = Counter()
     pool = sapo.informative_pool(run, run.nodes[0], 2, 0, random.Random(0))
     assert sorted(r.key[2] for r in pool) == ["p", "q", "q"] and run.nodes[0].figures["rejected"] == 1
     assert run.log.events == [("reject", "p: too slow to verify")]
+
+
+def test_a_text_that_is_the_end_of_a_turn_here_is_refused_and_none_is_shared(root):
+    """To some tokenizers "</s>" in a text is EOS, and to some models EOS is an ordinary word."""
+    ends = replace(CODEC, eos_ids={0, CODEC.encode("#")[0]}, eos_id=CODEC.encode("#")[0])
+    run, raw = replace(reading_run(root), codec=ends), group_by_hand(1) | {"key": (2, 0, "p", 0)}
+    rollout = verify(run, raw)
+    assert all(ids[-1] == ends.eos_id for ids in rollout.group.completions)
+    assert [ends.decode(ids) for ids in rollout.group.completions] == rollout.texts
+    assert sum(rollout.group.rewards) == 1 and not any("#" in text for text in rollout.texts)
+    raw["completions"][0]["response"] = "#" + raw["completions"][0]["response"]
+    assert verify(run, raw) == "a text that is the end of a turn here"
 
 
 def test_a_strangers_question_that_would_take_minutes_is_refused(root):

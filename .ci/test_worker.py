@@ -25,7 +25,7 @@ import pytest
 import sapo
 import torch
 from coordinator import COORDINATOR
-from drive_store import COUNTS, FIGURES, BadFile, DriveStore, bucket
+from drive_store import COUNTS, FIGURES, LAYOUT, BadFile, DriveStore, bucket
 from safetensors import safe_open
 from safetensors.torch import save_file
 from test_grpo import base_models  # noqa: F401
@@ -258,6 +258,52 @@ def test_what_is_planted_where_ones_own_checkpoints_will_be_and_above_costs_none
     for round_ in (5, 7):
         path = drive / f"experiments/planted/checkpoints/{bucket(round_)}/node.safetensors"
         assert read_state(path)[0]["next_round"] == round_ + 1
+
+
+@pytest.mark.parametrize("name, others", [("node_0", {"LOCAL_NODES": 1}), ("a", {"LOCAL_NODES": 2})])
+def test_a_node_does_not_begin_again_because_it_ran_with_others_or_alone(
+    drive, unbroken, capsys, name, others
+):
+    folder = drive / f"experiments/regrouped_{name}"
+    if name == "node_0":  # it ran in a process with node_1
+        shutil.copytree(unbroken, folder)
+    else:
+        assert swarm(drive, folder.name, NODE_ID="a_0", LOCAL_NODES=1, MAX_ROUNDS=5) == 0
+    shutil.rmtree(folder / "models")  # as where it was killed before its end
+    before = contents(folder / "rewards")
+    assert swarm(drive, folder.name, NODE_ID=name, MAX_ROUNDS=20, **others) == 2
+    assert f"{name} trained here, and has no checkpoint: restore it or LOCAL_NODES" in capsys.readouterr().out
+    assert contents(folder / "rewards") == before
+    assert swarm(drive, folder.name, NODE_ID="node_new", LOCAL_NODES=1, MAX_ROUNDS=20) == 0, (
+        "another may join"
+    )
+
+
+def test_tasks_that_change_during_a_start_are_not_trained_on(drive, monkeypatch, capsys):
+    """Tokenizer and warm start are made for the tasks of the first look."""
+
+    def meanwhile(*_):
+        there = dict(layout=LAYOUT, SEED=42, REWARD="exact", MAX_STAGES=1, TASKS="small_gcd")
+        put(store, "config.json", there)
+
+    store = DriveStore(drive, "other_tasks")
+    monkeypatch.setattr(sapo, "load_warm_start", meanwhile)
+    assert swarm(drive, "other_tasks", TASKS="auto") == 2
+    text = capsys.readouterr().out
+    assert "config.json changed during this start: start it again" in text
+    assert not [*store.base.glob("rollouts/*")]
+
+
+def test_a_node_that_comes_too_late_does_not_say_that_it_trained_all_rounds(drive, capsys):
+    store = DriveStore(drive, "too_late")
+    for round_ in range(3):
+        put(store, f"state/rounds/{bucket(round_)}.other.json")
+        put(store, f"rewards/{bucket(round_)}/stage_0/other.json")
+    put(store, "peers/other.1700000000000-00000000.json")
+    assert swarm(drive, "too_late", NODE_ID="late", LOCAL_NODES=1, MAX_ROUNDS=2, **UNTRAINED) == 0
+    text = capsys.readouterr().out
+    assert "skip: rounds 0 to 1 were opened by the swarm meanwhile; they were the last (MAX_ROUNDS)" in text
+    assert "already finished" not in text
 
 
 @pytest.mark.parametrize("how", ["deleted", "link", "file"])
@@ -968,7 +1014,7 @@ def test_run_swarm_spreads_its_workers_over_the_gpus_and_names_missing_packages(
     assert done.returncode == 1 and "pip install torch transformers reasoning-gym" in done.stderr
 
 
-@pytest.mark.parametrize("variable, value", [("LOG_DIR", __file__), ("CONFIGS", " ")])
+@pytest.mark.parametrize("variable, value", [("LOG_DIR", __file__), ("CONFIGS", " "), ("SEEDS", "1 2")])
 def test_run_swarm_refuses_what_it_cannot_use_before_anything_is_started(variable, value, tmp_path):
     environ = {**os.environ, "PYTHON": sys.executable, "GDRIVE_PATH": str(tmp_path), variable: value}
     command = ["bash", str(PROJECT / "run_swarm.sh")]
@@ -1447,7 +1493,7 @@ def test_right_answers_behind_words_that_nobody_here_would_say_teach_nothing_wit
         settings = dict(MAX_ROUNDS=1, LOCAL_NODES=1, NODE_ID="node", EXTERNAL_FLOOR=floor)
         assert swarm(drive, name, **settings) == 0
         (rows[name],) = rows_of(drive, name)
-        assert rows[name]["external_groups"] == 2
+    assert (rows["no-floor"]["external_groups"], rows["floor"]["external_groups"]) == (2, 0)
     assert (rows["no-floor"]["external_kept"], rows["floor"]["external_kept"]) == (1, 0)
     assert rows["no-floor"]["logp_external"] < -2 and rows["floor"]["logp_external"] is None
     assert (
