@@ -407,8 +407,8 @@ class Swarm:
         return True
 
     def _be_here(self) -> None:
-        """OSError if this process's registration has been seen and is gone: that is another folder."""
-        here = self.store.is_registered(*next(iter(self.nodes.items())))
+        """OSError if this process's registrations have been seen and one is gone: that is another folder."""
+        here = all(self.store.is_registered(*pair) for pair in self.nodes.items())
         if self._there and not here:
             why = "this node is not registered there: another folder in its place? If not, start it again"
             raise OSError(errno.ENOTCONN, why)
@@ -738,7 +738,7 @@ def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
     for node in by_node:
         folders = f"logs/{node}", f"models/{node}"
         paths = [store.base / folder / name for folder in folders for name in store.names(folder)]
-        files = {path.name for path in paths if path.lstat().st_size > 0}
+        files = {path.name for path in paths if os.access(path, os.R_OK) and path.lstat().st_size > 0}
         files = {"weights" if name.endswith(".safetensors") else name for name in files}
         lacking = ", ".join(sorted({"metrics.jsonl", "config.json", "tokenizer.json", "weights"} - files))
         checks.append((not lacking, f"logs/{node} and models/{node} lack {lacking}"))

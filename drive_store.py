@@ -387,7 +387,7 @@ class DriveStore:
                 self.write("config.json", to_json({"layout": LAYOUT, **settings}, indent=1), keep=parse_json)
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
-            raise StoreError(f"{self.base / 'config.json'}: {error}; restore it or {AFRESH}") from error
+            raise StoreError(f"{self.base / 'config.json'}: {error}; wait, restore it or {AFRESH}") from error
         if ({"layout": layout} if began_with is None else began_with).get("layout") != LAYOUT:
             why = "was written by another version of this program; nothing was changed"
             raise StoreError(f"{self.base} {why}: {AFRESH}")
@@ -492,7 +492,8 @@ class DriveStore:
         for name in [bucket(r) for r in self.rounds("rollouts") if r < before_round]:
             with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
                 # a second name for files that came after their round had been taken away
-                new = f"{name}.{secrets.token_hex(4)}" if name in os.listdir(goal) else name
+                taken = os.access(name, os.F_OK, dir_fd=goal, follow_symlinks=False)
+                new = f"{name}.{secrets.token_hex(4)}" if taken else name
                 with contextlib.suppress(FileNotFoundError, PermissionError):  # gone meanwhile, or another's
                     os.rename(name, new, src_dir_fd=source, dst_dir_fd=goal)
             if not archive:
@@ -573,8 +574,8 @@ def brief(data: dict, *names: str) -> dict:
 def sane_reward(data: dict, names: dict[str, None], **about) -> dict | None:
     """`about` and the figures of a reward file, None if they make no sense. names: known, at most 64."""
     figures = [data.get("reward"), data.get("timestamp"), *(data.get(name, 0) for name in COUNTS)]
-    sane = all(is_number(figure) and 0 <= figure < 1e11 for figure in figures) and data["reward"] <= 1
-    if not sane or not about.items() <= data.items():
+    sane = all(is_number(figure) and 0 <= figure < 1e11 for figure in figures)
+    if not sane or max(data["reward"], data.get("held_out", 0)) > 1 or not about.items() <= data.items():
         return None
     new = [n for n in data.keys() - names if is_number(data[n]) and re.fullmatch(r"\w{1,40}", n, re.ASCII)]
     names.update(dict.fromkeys(sorted(new)[: max(0, 64 - len(names))]))

@@ -98,6 +98,10 @@ run_experiment() {  # coordinator and workers, until all have ended; returns 1 a
   [ "$failed" -eq 0 ]
 }
 
+is_stopped() {
+  [ "$stopping" -eq 1 ] && { echo "run_swarm: stopped; the same command goes on" || true; }
+}
+
 main() {
   [ -z "${LOG_DIR:-}" ] || mkdir -p "$LOG_DIR" || exit 2
   case ${TEST_MODE:-0} in
@@ -107,7 +111,7 @@ main() {
     [ -z "${SEEDS:-}" ] || { echo "SEEDS=$SEEDS: goes with CONFIGS, such as CONFIGS=4/4; of one run set SEED"; exit 2; }
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
     run_experiment || exit 1
-    [ "$stopping" -eq 0 ] || { echo "run_swarm: stopped; the same command goes on" || true; exit 130; }
+    ! is_stopped || exit 130
     return
   fi
   local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$' name filter
@@ -127,7 +131,7 @@ main() {
       run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" \
         NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" EXTERNAL_FILTER=$filter \
         LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1
-      [ "$stopping" -eq 0 ] || exit 130
+      ! is_stopped || exit 130
     done
   done
   NODE_ROLE=report "$python" "$here/sapo.py"

@@ -791,7 +791,7 @@ def read_config(environ) -> tuple[Config, list[str]]:
         import_learner()
     mistakes += mistakes_in(config)
     if mistakes:
-        raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes))
+        raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes + warnings))
     config = resolve(config, warnings)
     kept, keep = config.ROLLOUT_KEEP_LAST_N_ROUNDS, rounds_to_keep(config)
     if config.ROLLOUT_CLEANUP_ENABLED and keep > kept:
@@ -995,6 +995,8 @@ def resume(run: Run) -> None:
         missing = f"{config.NODE_ID} trained here, and has no checkpoint: restore it or LOCAL_NODES"
         todo = f"{found if reason else missing}, or take another NODE_ID or EXPERIMENT_NAME"
         raise StoreError(f"{store.base / 'checkpoints'}: {todo}. Nothing was changed")
+    if run.nodes[0].id in store.sessions():
+        run.log.say(f"{config.NODE_ID} was here before, and left no checkpoint: it begins to learn again")
 
 
 def had_checkpoint(run: Run) -> bool:
@@ -1340,7 +1342,7 @@ def prepare(run: Run) -> None:
     size = checkpoint_bytes(run)
     for place, copies in ((store.base, config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
         if (free := shutil.disk_usage(place).free) < copies * size:
-            needed = f"{free / 1e9:.1f} GB free, {copies} checkpoints need {copies * size / 1e9:.1f} GB"
+            needed = f"{free / 1e9:.2g} GB free, {copies} checkpoints need {copies * size / 1e9:.2g} GB"
             run.log.event("disk", f"{place}: {needed}; lower CHECKPOINT_KEEP or make room")
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
@@ -1393,10 +1395,12 @@ def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
     """Open rounds for the swarm; loads no model."""
     store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR, config.MAX_STAGES)
     store.create()
-    stages = store.open_config({"MAX_STAGES": config.MAX_STAGES}, only_read=True).get("MAX_STAGES")
-    if stages != config.MAX_STAGES:
-        todo = f"{store.base / 'config.json'} says {plain(stages)}; change that or EXPERIMENT_NAME"
+    store.open_config({}, only_read=True)  # StoreError if it is none of this program's
+    stages = begun_with(store, "MAX_STAGES", config.MAX_STAGES)
+    if config.MAX_STAGES not in (stages, Config.MAX_STAGES):  # not set: whatever the workers have
+        todo = f"{store.base / 'config.json'} says {stages}; set that, or another EXPERIMENT_NAME"
         raise ConfigError(f"MAX_STAGES={config.MAX_STAGES}: {todo}")
+    store.max_stages = min(100, stages)
     store.sweep()
     session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity()})
     swarm = Swarm(store, {COORDINATOR: session}, config, log.event, log.lines)

@@ -283,6 +283,10 @@ def test_a_coordinator_that_came_first_takes_the_stages_of_the_experiment(tmp_pa
         finally:
             os.kill(child, signal.SIGTERM)
             os.waitpid(child, 0)
+    for stage in range(3):  # the same command goes on, another number is refused
+        store.submit_reward(1, stage, "n1", {"reward": 0.5})
+    again = dict(NODE_ROLE="coordinator", MAX_ROUNDS=2)
+    assert swarm(tmp_path / "1", "x", **again) == 0 and swarm(tmp_path / "1", "x", MAX_STAGES=2, **again) == 2
 
 
 def test_a_node_whose_clock_is_two_hours_ahead_counts_and_is_named(tmp_path, monkeypatch):

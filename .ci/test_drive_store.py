@@ -249,7 +249,14 @@ def test_a_reward_or_registration_that_says_something_else_than_its_name_is_nobo
     store = new_store(tmp_path)
     whole = {"node_id": "n1", "round": 1, "stage": 0, "reward": 0.5, "timestamp": 1.0}
     wrong = [{"reward": value} for value in (2, -0.1, True, None, "1")] + [{"timestamp": None}]
-    wrong += [{"round": 7}, {"stage": 1}, {"node_id": "n2"}, {"completions": "x"}, {"text": "x" * 70_000}]
+    wrong += [
+        {"round": 7},
+        {"stage": 1},
+        {"node_id": "n2"},
+        {"completions": "x"},
+        {"text": "x" * 70_000},
+        {"held_out": 2},
+    ]
     for change in wrong:
         put(store, "rewards/round_000001/stage_0/n1.json", whole | change)
         assert store.rewards(1, ["n1"]) == [], change

@@ -340,6 +340,29 @@ def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive,
     assert in_another_process(work) == 9
     assert swarm(drive, "early") == 0
     assert rewards_of(drive, "early").items() < rewards_of(drive, "unbroken").items(), "it replays"
+    said = (drive / "experiments/early/logs/node/stdout.log").read_text()
+    assert said.count("node was here before, and left no checkpoint: it begins to learn again") == 1
+
+
+def test_the_registration_of_any_node_of_a_process_is_missed(drive, monkeypatch, tmp_path):
+    """A deleted one of another node than the first went unnoticed, and the report knew nothing of it."""
+    peers = drive / "experiments/unregistered/peers"
+
+    def take():
+        (path,) = peers.glob("node_1.*")
+        path.rename(tmp_path / path.name)
+        time.sleep(2)
+
+    def bring_back():
+        (path,) = tmp_path.glob("node_1.*")
+        path.rename(peers / path.name)
+        time.sleep(2)
+
+    at_call(monkeypatch, "finish_round", 3, take)
+    at_call(monkeypatch, "finish_round", 6, bring_back)
+    assert swarm(drive, "unregistered", MAX_ROUNDS=8, **UNTRAINED) == 0
+    assert len(events_of(drive, "unregistered", "outage")) == 2, "and that it is over"
+    assert len(rows_of(drive, "unregistered")) == 16
 
 
 def test_a_process_that_slept_over_a_newer_one_leaves_its_model_alone(drive, monkeypatch):
@@ -1312,6 +1335,7 @@ def test_one_stop_while_the_last_files_are_written_loses_none_of_them(drive, mon
 def test_readers_name_near_misses_too(drive, capsys, role):
     sapo.main({"GDRIVE_PAHT": str(drive), "GDRIVE_PATH": str(drive / "none"), "NODE_ROLE": role})
     assert "GDRIVE_PAHT is not a variable of this program: did you mean" in capsys.readouterr().out
+    assert "LR is not a variable of this program" in config_error(LR="3", SEED="x"), "beside a mistake too"
 
 
 def test_own_rollouts_that_a_stranger_swelled_cost_a_start_little(drive, unbroken):
