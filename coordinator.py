@@ -137,7 +137,8 @@ def boot_id() -> str | None:
 def pid_start(pid: int) -> str | None:
     """Start time of a process in ticks since boot, "ended" also of a zombie, None: unknown. Linux only."""
     try:
-        os.kill(pid, 0)  # asks only: /proc may hide other users' processes (hidepid)
+        with contextlib.suppress(PermissionError):  # another user's: /proc may hide it (hidepid)
+            os.kill(pid, 0)  # asks only
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # names: bytes
         return "ended" if fields[0] in "ZX" else fields[19]
     except ProcessLookupError:
@@ -406,9 +407,9 @@ class Swarm:
                 self.note("error", f"{job} was set aside: {error}")
         return True
 
-    def _be_here(self) -> None:
-        """OSError if this process's registrations have been seen and one is gone: that is another folder."""
-        here = all(self.store.is_registered(*pair) for pair in self.nodes.items())
+    def _be_here(self, nodes: int = 1) -> None:
+        """OSError if this process's first `nodes` had registered and one has not: that is another folder."""
+        here = all(self.store.is_registered(*pair) for pair in [*self.nodes.items()][:nodes])
         if self._there and not here:
             why = "this node is not registered there: another folder in its place? If not, start it again"
             raise OSError(errno.ENOTCONN, why)
@@ -419,7 +420,7 @@ class Swarm:
         round_ = self.round
         self.life.refresh([COORDINATOR])
         self.sessions = self.life.sessions
-        self._be_here()
+        self._be_here(len(self.nodes))
         clock, openers = self.store.clock()
         if COORDINATOR in openers:  # rounds that workers open are no sign of its life
             self.life.note(COORDINATOR, "clock", clock)
@@ -491,13 +492,13 @@ class Swarm:
 def shortened(group: dict, config) -> dict:
     """A peer's group as it is kept: at most G completions, as one of this node's own.
 
-    A text of over 64 bytes for each token that `verify` allows is replaced by one that it refuses.
+    A text of over 64 characters a token, more than `verify` allows, is replaced by one that it refuses.
     """
     drawn, longest = group["completions"], 128 * config.MAX_NEW_TOKENS
     if len(drawn) > config.NUM_GENERATIONS:
         drawn = random.Random(str(group["key"])).sample(drawn, config.NUM_GENERATIONS)
     refused = {"response": "", "finished": False, "claimed": None}
-    return group | {"completions": [c if sys.getsizeof(c["response"]) < longest else refused for c in drawn]}
+    return group | {"completions": [c if len(c["response"]) <= longest else refused for c in drawn]}
 
 
 def without_seat(sessions) -> list[str]:

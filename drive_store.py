@@ -491,9 +491,10 @@ class DriveStore:
         aside = f"archives/{self.base.name}/rollouts" if archive else self.tmp
         for name in [bucket(r) for r in self.rounds("rollouts") if r < before_round]:
             with self.folder("rollouts") as source, to.folder(aside, make=True) as goal:
-                # a second name for files that came after their round had been taken away
-                taken = os.access(name, os.F_OK, dir_fd=goal, follow_symlinks=False)
-                new = f"{name}.{secrets.token_hex(4)}" if taken else name
+                new = name
+                with contextlib.suppress(FileNotFoundError):
+                    os.lstat(name, dir_fd=goal)  # files that came after their round had been taken away
+                    new = f"{name}.{secrets.token_hex(4)}"
                 with contextlib.suppress(FileNotFoundError, PermissionError):  # gone meanwhile, or another's
                     os.rename(name, new, src_dir_fd=source, dst_dir_fd=goal)
             if not archive:

@@ -431,7 +431,7 @@ def next_round(run: Run) -> int | None:
     t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
     if t > own:
         last = min(t, config.MAX_ROUNDS) - 1
-        rest = f"going on with round {t}" if t < config.MAX_ROUNDS else "they were the last (MAX_ROUNDS)"
+        rest = f"going on with round {t}" if t < config.MAX_ROUNDS else "to go on, raise MAX_ROUNDS"
         missed = f"rounds {own} to {last} were opened by the swarm meanwhile; {rest}"
         run.log.event("skip", missed, first=own, last=last)
     if t >= config.MAX_ROUNDS:
@@ -996,7 +996,7 @@ def resume(run: Run) -> None:
         todo = f"{found if reason else missing}, or take another NODE_ID or EXPERIMENT_NAME"
         raise StoreError(f"{store.base / 'checkpoints'}: {todo}. Nothing was changed")
     if run.nodes[0].id in store.sessions():
-        run.log.say(f"{config.NODE_ID} was here before, and left no checkpoint: it begins to learn again")
+        run.log.say(f"{config.NODE_ID} was here before, and left no checkpoint: it begins with fresh weights")
 
 
 def had_checkpoint(run: Run) -> bool:
@@ -1005,13 +1005,15 @@ def had_checkpoint(run: Run) -> bool:
     Or one of its nodes had, with another LOCAL_NODES: alone, or in a process with others (of one session).
     """
     store, name, ids = run.store, run.config.NODE_ID, [node.id for node in run.nodes]
-    log, sessions = f"logs/{name}/training_events.jsonl", store.sessions()
-    with_others = [*sessions.values()].count(sessions.get(name)) > 1
-    processes = [name, *ids, *[name.rpartition("_")[0]] * with_others]
+    sessions = store.sessions()
+    with_others = ids == [name] and [*sessions.values()].count(sessions.get(name)) > 1
+    processes = [name, *(sessions.keys() & ids), *[name.rpartition("_")[0]] * with_others]
     if any(map(store.checkpoints, processes)) or any(store.names(f"models/{node}") for node in ids):
         return True  # of rounds that are not believed; of a run that ended
-    with contextlib.suppress(FileNotFoundError, BadFile), store.open(log) as file:
-        return b'"event": "checkpoint"' in file.read(4 * MAX_JSON_BYTES)
+    for log in (f"logs/{process}/training_events.jsonl" for process in processes):
+        with contextlib.suppress(FileNotFoundError, BadFile), store.open(log) as file:
+            if b'"event": "checkpoint"' in file.read(4 * MAX_JSON_BYTES):
+                return True
     return False
 
 
@@ -1342,7 +1344,7 @@ def prepare(run: Run) -> None:
     size = checkpoint_bytes(run)
     for place, copies in ((store.base, config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
         if (free := shutil.disk_usage(place).free) < copies * size:
-            needed = f"{free / 1e9:.2g} GB free, {copies} checkpoints need {copies * size / 1e9:.2g} GB"
+            needed = f"{free / 1e9:.2f} GB free, {copies} checkpoints need {copies * size / 1e9:.2f} GB"
             run.log.event("disk", f"{place}: {needed}; lower CHECKPOINT_KEEP or make room")
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")

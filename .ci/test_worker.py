@@ -274,9 +274,12 @@ def test_a_node_does_not_begin_again_because_it_ran_with_others_or_alone(
     assert swarm(drive, folder.name, NODE_ID=name, MAX_ROUNDS=20, **others) == 2
     assert f"{name} trained here, and has no checkpoint: restore it or LOCAL_NODES" in capsys.readouterr().out
     assert contents(folder / "rewards") == before
-    assert swarm(drive, folder.name, NODE_ID="node_new", LOCAL_NODES=1, MAX_ROUNDS=20) == 0, (
-        "another may join"
-    )
+    if name == "node_0":
+        shutil.move(folder / "checkpoints", folder / "taken")  # its process's log tells of them
+        assert swarm(drive, folder.name, NODE_ID=name, MAX_ROUNDS=20, **others) == 2
+        shutil.move(folder / "taken", folder / "checkpoints")
+    for new in ({"NODE_ID": "node_1", "LOCAL_NODES": 2}, {"NODE_ID": "node_new", "LOCAL_NODES": 1}):
+        assert swarm(drive, folder.name, MAX_ROUNDS=20, **new) == 0, "others may join"
 
 
 def test_tasks_that_change_during_a_start_are_not_trained_on(drive, monkeypatch, capsys):
@@ -302,7 +305,7 @@ def test_a_node_that_comes_too_late_does_not_say_that_it_trained_all_rounds(driv
     put(store, "peers/other.1700000000000-00000000.json")
     assert swarm(drive, "too_late", NODE_ID="late", LOCAL_NODES=1, MAX_ROUNDS=2, **UNTRAINED) == 0
     text = capsys.readouterr().out
-    assert "skip: rounds 0 to 1 were opened by the swarm meanwhile; they were the last (MAX_ROUNDS)" in text
+    assert "skip: rounds 0 to 1 were opened by the swarm meanwhile; to go on, raise MAX_ROUNDS" in text
     assert "already finished" not in text
 
 
@@ -341,7 +344,7 @@ def test_a_node_that_was_stopped_before_its_first_checkpoint_begins_again(drive,
     assert swarm(drive, "early") == 0
     assert rewards_of(drive, "early").items() < rewards_of(drive, "unbroken").items(), "it replays"
     said = (drive / "experiments/early/logs/node/stdout.log").read_text()
-    assert said.count("node was here before, and left no checkpoint: it begins to learn again") == 1
+    assert said.count("node was here before, and left no checkpoint: it begins with fresh weights") == 1
 
 
 def test_the_registration_of_any_node_of_a_process_is_missed(drive, monkeypatch, tmp_path):
