@@ -1353,7 +1353,7 @@ def test_own_rollouts_that_a_stranger_swelled_cost_a_start_little(drive, unbroke
     config = config_of(LOCAL_NODES=2, NUM_TRAIN_SAMPLES=2, NUM_TRANSPLANT_TREES=2)
     swarm = sapo.Swarm(store, dict.fromkeys(["node_0", "node_1"], ""), config, print, [])
     swarm.round = 13
-    swarm._be_here = swarm._thread.start = lambda: None
+    swarm._be_here = swarm._thread.start = lambda *_: None
     swarm.start()
     assert {key[1] for key in swarm.rollouts} == {0}
     assert all(len(groups) <= 4 for groups in swarm.rollouts.values())
