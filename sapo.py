@@ -222,8 +222,8 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    figures |= {"external_groups": len(drawn), "external_short": wanted - len(drawn)}
-    figures |= {"external_ages": [t - r.key[0] for r in drawn], "wait_seconds": time.monotonic() - began}
+    figures |= {"external_ages": [t - r.key[0] for r in drawn], "external_short": wanted - len(drawn)}
+    figures["wait_seconds"] = time.monotonic() - began
     return drawn
 
 
