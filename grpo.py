@@ -48,6 +48,9 @@ from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint as recompute
 
+transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
+transformers.utils.logging.disable_progress_bar()
+
 ADVANTAGE_EPSILON = 1e-4  # keeps a group with a tiny spread from blowing up (TRL uses the same value)
 MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
 
@@ -67,15 +70,11 @@ class Group:
 
     @property
     def is_informative(self) -> bool:
-        return is_informative(self.rewards)
+        """Whether it teaches anything: its rewards differ. [1, 1, 1] -> False, [0, 1, 0] -> True."""
+        return max(self.rewards) - min(self.rewards) > 1e-6
 
 
 # -------- Advantages and loss -----------------------------------------------------------------------------
-
-
-def is_informative(rewards: list[float]) -> bool:
-    """Whether a group teaches anything: its rewards differ. [1, 1, 1] -> False, [0, 1, 0] -> True."""
-    return max(rewards) - min(rewards) > 1e-6
 
 
 def group_advantages(rewards: list[float]) -> list[float]:
@@ -83,7 +82,7 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
     [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]   (DeepSeekMath, section 4.1.2; details as in TRL)
     """
-    if not is_informative(rewards):
+    if max(rewards) - min(rewards) <= 1e-6:
         return [0.0] * len(rewards)
     r = torch.tensor(rewards, dtype=torch.float64)  # (G,)
     # EXERCISE (Dr. GRPO, arXiv:2503.20783): drop the division by the standard deviation.
@@ -96,7 +95,8 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
     lengths: (B,) tokens of all completions of the *whole* update, flat groups included. Returns (B,) float64.
     dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens), as Dr. GRPO does.
     """
-    rows, lengths = len(lengths), lengths.to(torch.float64)
+    lengths = lengths.to(torch.float64)
+    rows = len(lengths)
     divisors = {"dapo": lengths.sum(), "grpo": rows * lengths, "dr_grpo": rows * max_new_tokens}
     return torch.ones_like(lengths) / divisors[loss_type]
 
@@ -126,14 +126,14 @@ def update(
     """One GRPO update on local and external groups alike: `num_iterations` steps on the same completions.
 
     Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward
-    pass; the gradient does not depend on it. Returns loss (of the first step), clip_fraction
-    (mean), grad_norm (of the last step, not yet clipped), trained_tokens, max_rows (what fitted), logps: the
-    mean log-probability per token of each completion of an informative group, at the start.
+    pass; the gradient does not depend on it. Returns loss (first step), clip_fraction (mean), grad_norm (last
+    step, before the clip), trained_tokens, max_rows (what fitted), logps (informative groups', per token).
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,), flat groups included
-    keep = torch.tensor([g.is_informative for g in groups for _ in g.completions])
-    weights, lengths = row_weights(lengths, loss_type, max_new_tokens)[keep], lengths[keep]
-    groups = [g for g in groups if g.is_informative]  # from here on B counts only their rows
+    informative = torch.tensor([g.is_informative for g in groups for _ in g.completions])
+    weights = row_weights(lengths, loss_type, max_new_tokens)
+    weights, lengths = weights[informative], lengths[informative]  # from here on B counts only their rows
+    groups = [g for g in groups if g.is_informative]
     stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=int(lengths.sum()))
     advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
     old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
@@ -144,8 +144,7 @@ def update(
         optimizer.zero_grad()
         total = torch.zeros(2, dtype=torch.float64)
         for pairs, rows in micro_batches(groups, rows_at_once):
-            with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):  # not the weights
-                logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id)
+            logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
             if step == 0:  # the first of the loop below: the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
             old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
@@ -158,8 +157,7 @@ def update(
         (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
-            with contextlib.suppress(OSError):  # stdout may be a file on a full disk
-                print("non-finite gradient: the rest of this update is skipped", flush=True)
+            print("non-finite gradient: the rest of this update is skipped", flush=True)
             break
         optimizer.step()  # needs no memory of its own, see new_optimizer
         stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
@@ -168,24 +166,62 @@ def update(
     return {**stats, "max_rows": max_rows, "logps": (old_logp.sum(1).cpu() / lengths).tolist()}
 
 
+@torch.no_grad()
+def mean_logps(
+    model, groups: list[Group], *, temperature=1.0, max_rows=2**30, pad_id=0, dtype=torch.float32
+) -> tuple[list[float], int]:
+    """Mean log-probability per token of every completion, in order, without gradient; and what fitted."""
+    rows = sum(len(group.completions) for group in groups)
+
+    def attempt(rows_at_once: int):
+        means = torch.zeros(rows)
+        for pairs, index in micro_batches(groups, rows_at_once):
+            logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
+            means[index] = (logp.sum(1) / mask.sum(1)).cpu()
+        return means.tolist()
+
+    return halving_on_oom(attempt, max_rows, rows, "EXTERNAL_FLOOR")
+
+
+def computing_in(dtype, model):
+    """A context to compute in `dtype`. The weights stay float32: a bfloat16 one would lose small steps."""
+    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
+
+
 # -------- Log-probabilities, with gradient ----------------------------------------------------------------
 
 
-def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0):
-    """Log-probabilities (B, T) and mask (B, T) of all completions of `pairs` = [(prompt, completions), …].
+def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
+    """The plain way: log-probabilities (B, T) and mask (B, T) of completions, each after its prompt in a row.
+
+    Padding stands on the right only. `shared_prompt_logps` below gives the same numbers.
+    """
+    pairs = list(zip(prompts, completions, strict=True))
+    ids, _ = right_pad([p + c for p, c in pairs], pad_id, model.device)  # (B, P+T)
+    # (B, P+T): what each position predicts, -1 where that is not scored
+    targets, _ = right_pad([[-1] * (len(p) - 1) + c + [-1] for p, c in pairs], -1, model.device)
+    _, mask = right_pad(completions, pad_id, model.device)  # (B, T)
+    hidden, _ = forward_hidden(model, ids)
+    logp = token_logps(model, hidden[targets >= 0], targets[targets >= 0], temperature)
+    return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, logp), mask
+
+
+def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0, dtype=torch.float32):
+    """The same numbers, G times less work on prompts. pairs: [(prompt, its completions), …].
 
     A group shares its prompt: it is run once, its KV cache is repeated for each completion *with gradient*,
-    and only the completions go through the model again. Exact, with G times less work on prompts.
+    and only the completions go through the model again.
     """
     targets, mask = right_pad([c for _, completions in pairs for c in completions], pad_id, model.device)
     sizes = torch.tensor([len(completions) for _, completions in pairs], device=model.device)  # (N,)
-    last, cache, prompt_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id, sizes)
-    hidden = last.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): predicts the first tokens
-    if targets.shape[1] > 1:  # no real token sees the padding on its right: no mask for it
-        rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
-        hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
-    logp = torch.zeros(mask.shape, device=model.device)
-    return logp.masked_scatter(mask, token_logps(model, hidden[mask], targets[mask], temperature)), mask
+    with computing_in(dtype, model):
+        last, cache, prompt_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id, sizes)
+        hidden = last.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): predicts the first tokens
+        if targets.shape[1] > 1:  # no real token sees the padding on its right: no mask for it
+            rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
+            hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
+        scored = token_logps(model, hidden[mask], targets[mask], temperature)
+    return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, scored), mask
 
 
 def token_logps(model, hidden, targets, temperature: float):
@@ -237,7 +273,7 @@ def generate(
     model.eval()
     completions = []
     for batch, columns in zip(batches, noise.split(at_once * num_generations, dim=1), strict=True):
-        with torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32):
+        with computing_in(dtype, model):
             completions += generate_batch(model, batch, columns, temperature, eos_ids, pad_id, answered)
     return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
 
@@ -336,7 +372,8 @@ def prefill(model, prompts: list[list[int]], pad_id: int, copies):
 
 def counts_slots(config) -> bool:
     """Whether padding counts as distance (sliding windows, MPT's ALiBi): then none may stand in a prompt."""
-    return config.model_type in ("gpt_neo", "mpt") or any(ComputeCache(config=config).is_sliding)
+    slides = any(transformers.DynamicCache(config=config).is_sliding)
+    return slides or config.model_type in ("gpt_neo", "mpt")
 
 
 def right_pad(rows: list[list[int]], pad_id: int, device):
@@ -352,18 +389,6 @@ def left_pad(prompts: list[list[int]], pad_id: int, device):
     return ids.flip(1), None if mask.all() else mask.flip(1).long()
 
 
-def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
-    """The plain path, prompt + completion as one right-padded row: log-probabilities, mask, both (B, T)."""
-    pairs = list(zip(prompts, completions, strict=True))
-    ids, _ = right_pad([p + c for p, c in pairs], pad_id, model.device)  # (B, P+T)
-    # (B, P+T): what each position predicts, -1 where that is not scored
-    targets, _ = right_pad([[-1] * (len(p) - 1) + c + [-1] for p, c in pairs], -1, model.device)
-    _, mask = right_pad(completions, pad_id, model.device)  # (B, T)
-    hidden, _ = forward_hidden(model, ids)
-    logp = token_logps(model, hidden[targets >= 0], targets[targets >= 0], temperature)
-    return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, logp), mask
-
-
 # -------- Memory ------------------------------------------------------------------------------------------
 
 # CUDA has an exception of its own for it; MPS and the CPU's allocator only say so.
@@ -371,8 +396,10 @@ OUT_OF_MEMORY = "out of memory|can't allocate memory|not enough memory|bad_alloc
 
 
 def micro_batches(groups: list[Group], max_rows: int):
-    """Yield ([(prompt, completions), …], index of its rows among all B), at most `max_rows`, similar
-    lengths together; a larger group is cut."""
+    """Yield ([(prompt, completions), …], index of its rows among all B), `max_rows` rows at most.
+
+    Similar lengths come together; a larger group is cut.
+    """
     starts = [(g, i) for g in groups for i in range(0, len(g.completions), max_rows)]
     pairs = [(g.prompt, g.completions[i : i + max_rows]) for g, i in starts]
     sizes = [len(completions) for _, completions in pairs]
@@ -400,32 +427,39 @@ def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int 
                 todo = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
                 raise MemoryError(f"out of memory in {where}: {todo}") from error
         max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: what failed is freed
-        with contextlib.suppress(OSError):
-            print(f"out of memory in {where}: again with {max_rows} completions at once", flush=True)
+        print(f"out of memory in {where}: again with {max_rows} completions at once")
 
 
-def rows_that_fit(model, config, available: int) -> tuple[int, float]:
-    """(completions per forward pass of the update, GB that one of them needs): a rough estimate.
+def rows_that_fit(model, config, available: int) -> int:
+    """Completions per forward pass of the update, roughly; where it is too much, `update` halves it.
 
-    About 150 bytes of activations per token, layer and hidden unit, in a quarter of the memory: workers share
-    it. A CPU gains little from more than a group, or 1.5 GB; what is free at the moment has no say there, or
-    no run would repeat bit for bit. Where it is too much, `update` halves it.
+    About 150 bytes of activations per token, layer and hidden unit, in a quarter of the memory. On a CPU what
+    is free at the moment has no say: a run would not repeat bit for bit.
     """
+    if config.MICRO_BATCH_SIZE != "auto":
+        return config.MICRO_BATCH_SIZE
     shape = model.config.get_text_config()
-    row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 150 / 1e9
-    on_cpu, asked = config.DEVICE == "cpu", config.MICRO_BATCH_SIZE
-    rows = max(config.NUM_GENERATIONS, int(1.5 / row)) if on_cpu else int(available / 4e9 / row)
-    return max(1, min(1024, rows)) if asked == "auto" else asked, row
+    row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 150
+    rows = max(config.NUM_GENERATIONS, int(1.5e9 / row)) if config.DEVICE == "cpu" else available // 4 // row
+    return max(1, min(1024, rows))
 
 
-def available_memory(device: str) -> tuple[int, int]:
-    """Bytes to be had now, and in all, of the GPU or of main memory; on Linux with caches counted."""
+def devices() -> dict[str, str]:
+    """The devices of this machine, the best first, with the type to compute in."""
+    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    names = [name for name in found if found[name]]
+    names += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    fast = found["cuda"] and torch.cuda.is_bf16_supported(including_emulation=False)  # not a T4
+    return {name: "bfloat16" if fast and name.startswith("cuda") else "float32" for name in names}
+
+
+def available_memory(device: str) -> int:
+    """Bytes to be had now, of the GPU or of main memory; on Linux with caches counted."""
     if device.startswith("cuda"):
-        return torch.cuda.mem_get_info(device)
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, TypeError), open("/proc/meminfo") as file:
-        return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1]) * 1024, total
-    return total, total  # macOS
+        return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS
 
 
 def keep_freed_memory() -> None:
@@ -455,25 +489,19 @@ TASK_TABLE = {
     "small_count_bits": ("count_bits", {"max_n": 63}), "small_products": ("products", SMALL_RANGE),
     **{name: (name, {}) for name in ("chain_sum", "count_bits", "gcd", "lcm", "products")},
 }  # fmt: skip
-EVAL_ON_ANSWER = (
-    "spiral_matrix", "string_insertion", "n_queens", "countdown", "puzzle24", "simple_integration",
-    "intermediate_integration", "polynomial_multiplication",
-)  # fmt: skip
-UNSTABLE = ("isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder")
 PAPER_TASKS, SMALL_TASKS = tuple(TASK_TABLE)[:9], tuple(TASK_TABLE)[9:17]
 HELD_OUT_SEEDS = range(2**52, 2**53)  # training seeds lie below; JSON numbers are exact up to here
-REASONING_GYM_VERSION = version("reasoning-gym")  # its own __version__ names an older one
+VERSIONS = {name: version(name) for name in ("torch", "transformers", "reasoning-gym")}
+REASONING_GYM_VERSION = VERSIONS["reasoning-gym"]  # its own __version__ names an older one
 MAX_SCORED_CHARS = 4096  # of the end of a completion
 MAX_FORMULA_CHARS, MAX_FORMULA_SIGNS = 160, 40  # all premises of a question joined by "and" take 88 and 30
 
 
 def why_refused(task: str) -> str:
-    """Why a task is not in TASK_TABLE, as a sentence."""
-    reasons = dict.fromkeys(UNSTABLE, "its questions differ between processes: peers could not verify them")
-    reasons |= dict.fromkeys(EVAL_ON_ANSWER, "its verifier runs eval on the answer: a peer's code would run")
+    """Why a task is not in TASK_TABLE: others' verifiers run eval, or their questions differ by process."""
     near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(task, TASK_TABLE, n=1))
-    unknown = f"unknown, or its verifier was not checked against hostile answers; {near}allowed: "
-    return f"{task!r:.80} is refused: {reasons.get(task, unknown + ', '.join(TASK_TABLE))}"
+    why = "unknown, or not checked against hostile answers"
+    return f"{task!r:.80} is refused: {why}; {near}allowed: {', '.join(TASK_TABLE)}"
 
 
 class BadQuestion(ValueError):
@@ -532,7 +560,8 @@ def score(question: Question, text: str, kind: str = "exact") -> float:
     exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which
     the normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
     """
-    answer, source, raw = find_answer(text), question.entry["metadata"]["source_dataset"], 0.0
+    answer, raw = find_answer(text), 0.0
+    source = question.entry["metadata"]["source_dataset"]
     with contextlib.suppress(Exception), decimal.localcontext():  # what a verifier trips over is wrong
         if source == "binary_matrix":
             raw = float(answer == question.answer)  # its verifier calls eval(answer)
@@ -591,29 +620,39 @@ class Codec:
     def prompt(self, question: Question) -> list[int]:
         """Chat template where the model has one; else plain text with `num_shots` solved examples."""
         if self.tokenizer.chat_template:
-            system, user = SYSTEM_PROMPTS["default"], question.text
-            if self.has_system_role:
-                return self.chat({"role": "system", "content": system}, {"role": "user", "content": user})
-            return self.chat({"role": "user", "content": system + "\n" + user})
+            return self.chat(question.text)
         seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
         shots = [lucky_question(question.task, seed) for seed in seeds]
         solved = [f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots]
-        most = self.max_prompt - len(self.bos)
-        while len(ids := self.encode("".join(solved) + question.text + "\n")) > most and solved:
+        text = question.text + "\n"  # the tokenizer may put a BOS before it: Llama knows no text without
+        while len(ids := self.tokenizer("".join(solved) + text).input_ids) > self.max_prompt and solved:
             solved.pop(0)  # no example is cut
-        return self.bos + ids[-most:]
+        return ids[-self.max_prompt :]
 
-    def chat(self, *turns: dict) -> list[int]:
-        ids = self.tokenizer.apply_chat_template(list(turns), add_generation_prompt=True, return_dict=False)
+    def prompts(self, questions: list[Question]) -> list[list[int]]:
+        """`prompt` of each; plain text is tokenized in one call, which is several times as fast."""
+        if self.tokenizer.chat_template or self.num_shots:
+            return [self.prompt(question) for question in questions]
+        rows = self.tokenizer([question.text + "\n" for question in questions]).input_ids
+        return [ids[-self.max_prompt :] for ids in rows]
+
+    def chat(self, text: str) -> list[int]:
+        """System prompt and question in the model's template; in one turn where it knows no system role."""
+        system = SYSTEM_PROMPTS["default"]
+        turns = [{"role": "user", "content": system + "\n" + text}]
+        if self.has_system_role:
+            turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         return ids[-self.max_prompt :]
 
     @functools.cached_property
     def has_system_role(self) -> bool:
         """Whether the chat template knows it: some raise an exception, some leave it out without a word."""
         turns = [{"role": role, "content": f"as {role}"} for role in ("system", "user")]
-        with contextlib.suppress(Exception):
+        try:
             return "as system" in self.tokenizer.apply_chat_template(turns, tokenize=False)
-        return False
+        except Exception:  # whatever a template raises
+            return False
 
     def encode(self, text: str | list[str]) -> list:
         """Text, or texts each on its own, -> ids. "<|im_end|>" in a peer's text is no special token."""
@@ -621,8 +660,11 @@ class Codec:
 
     def completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
         """Peers' completions as this model would have sampled them: no EOS where `answered` ends one."""
-        ends = [d and not (self.few_shot and "</answer>" in t) for t, d in zip(texts, finished, strict=True)]
-        return [ids + [self.eos_id] * end for ids, end in zip(self.encode(texts), ends, strict=True)]
+        rows = self.encode(texts)
+        for ids, text, done in zip(rows, texts, finished, strict=True):
+            if done and not (self.few_shot and "</answer>" in text):
+                ids.append(self.eos_id)
+        return rows
 
     def decode(self, ids: list[int]) -> str:
         """Ids -> text, without the EOS: in some models it is no special token."""
@@ -634,15 +676,9 @@ class Codec:
         return self.few_shot and "</answer>" in self.decode(ids[-9:])  # a token is at least a byte
 
     @functools.cached_property
-    def bos(self) -> list[int]:
-        """What the tokenizer puts before plain text: Llama's and Gemma's base models know no text without."""
-        first = self.tokenizer("x").input_ids[:1]
-        return first if first == [self.tokenizer.bos_token_id] else []
-
-    @functools.cached_property
     def pad_id(self) -> int:
-        """Any real token. The row of a padding token may be zero: Gemma 3n makes gradients of NaN of that."""
-        return (self.encode("1") or [self.eos_id])[0]
+        """Any real token: the row of a padding token may be zero."""
+        return self.encode("1")[0]
 
     @property
     def few_shot(self) -> bool:
@@ -678,12 +714,11 @@ def build_tiny(tasks):
 
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     """Model (float32, eval mode, on its device) and Codec. ValueError if it cannot be had or used here."""
-    name, new = config.MODEL_NAME, config.MAX_NEW_TOKENS
+    name = config.MODEL_NAME
     try:
         if name == "tiny":
             model, tokenizer = build_tiny(tasks)
         else:
-            # False: where it is not given, a model with code of its own makes transformers ask the terminal
             access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **access)
             access |= {"dtype": torch.float32, "output_loading_info": True}
@@ -691,61 +726,51 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
             if found["missing_keys"]:  # they would be random, and others in each process
                 raise ValueError(f"its files lack {min(found['missing_keys'])}")
         model = model.to(config.DEVICE).eval()
-    except Exception as error:
-        wanted = "expected tiny, a Hugging Face id or a local folder"
-        raise ValueError(f"MODEL_NAME={name!r} cannot be loaded ({one_line(error)}): {wanted}") from error
-    eos = model.generation_config.eos_token_id if model.generation_config else None
-    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None, -1}
-    if not eos_ids:
-        raise ValueError(f"MODEL_NAME={name!r}: its tokenizer names no end-of-sequence token")
-    positions = exact_positions(model)
-    if positions < 2 * new:
-        raise ValueError(f"MAX_NEW_TOKENS={new}: expected at most half of {name}'s {positions} positions")
-    longest = min(2 * new, positions // 2)  # of a peer's completion: its tokenizer may be another one
-    eos_id = end_of_turn(tokenizer, eos_ids)
-    size = model.config.get_text_config().vocab_size
-    codec = Codec(tokenizer, eos_ids, eos_id, config.NUM_SHOTS, positions - longest, longest, size)
-    try:
-        prompts = [codec.prompt(lucky_question(task, seed)) for task in tasks for seed in range(5)]
-        if all(prompt == prompts[0] for prompt in prompts):
-            raise ValueError("the prompt is the same for every question")
-        codec.decode([size - 1])  # a byte-level tokenizer in Python knows no spare ids
-    except Exception as error:  # whatever a template's author did
-        what = "its tokenizer or chat template cannot be used"
-        raise ValueError(f"MODEL_NAME={name!r}: {what} ({one_line(error)})") from error
-    tagged = codec.decode(tokenizer("<answer>12</answer>", add_special_tokens=False).input_ids)
-    if (find_answer(tagged) or "").strip() != "12":  # special tokens are left out, words put apart
-        raise ValueError(f"MODEL_NAME={name!r}: its tokenizer decodes <answer>12</answer> as {tagged!r:.40}")
-    if (highest := max(eos_id, tokenizer.vocab_size - 1, *map(max, prompts))) >= size:
-        raise ValueError(f"MODEL_NAME={name!r}: its tokenizer has token {highest}, the model {size} in all")
-    check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
+        codec = make_codec(model, tokenizer, config)
+        check_codec(codec, [codec.prompt(lucky_question(task, seed)) for task in tasks for seed in range(5)])
+        check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
+    except Exception as error:  # whatever a model's author did
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        wanted = "expected tiny, a Hugging Face id or a local folder of a decoder such as Qwen2.5 or GPT-2"
+        raise ValueError(f"MODEL_NAME={name!r} cannot be used ({why}): {wanted}") from error
     return model, codec
 
 
-def one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
-
-
-def exact_positions(model) -> int:
-    """How many positions can be used. Dynamic NTK and LongRoPE rotate all of a text in another way once it is
-    longer than the original length, which makes what is cached wrong: there only the original ones."""
-    shape = model.config.get_text_config()
-    names = "max_position_embeddings", "max_seq_len", "max_target_positions"
-    positions = min((x for name in names if (x := getattr(shape, name, None) or 0) > 0), default=4096)
+def make_codec(model, tokenizer, config) -> Codec:
+    """The conventions of a loaded model. ValueError if it has too few positions for MAX_NEW_TOKENS."""
+    shape, new = model.config.get_text_config(), config.MAX_NEW_TOKENS
+    eos = model.generation_config.eos_token_id
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None, -1}
+    positions = getattr(shape, "max_position_embeddings", 0)
     rope = getattr(shape, "rope_parameters", None) or {}
-    for each in (rope, *(kind for kind in rope.values() if isinstance(kind, dict))):  # of a type of layers
-        if each.get("rope_type") in ("dynamic", "longrope"):
-            positions = min(positions, each.get("original_max_position_embeddings") or positions)
-    return positions
+    if re.search("dynamic|longrope", str(rope)):  # once a text is longer, all of it is rotated in another way
+        positions = rope.get("original_max_position_embeddings", 0)  # what is cached would be wrong beyond
+    if positions < 2 * new:
+        raise ValueError(f"MAX_NEW_TOKENS={new}: expected at most half of its {positions} positions")
+    longest = min(2 * new, positions // 2)  # of a peer's completion: its tokenizer may be another one
+    eos_id = end_of_turn(tokenizer, eos_ids)
+    shots, size = config.NUM_SHOTS, shape.vocab_size
+    return Codec(tokenizer, eos_ids, eos_id, shots, positions - longest, longest, size)
 
 
 def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
     """Which of eos_ids the chat template puts after an answer (Gemma: <end_of_turn>); else the usual EOS."""
     chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
-    with contextlib.suppress(Exception):  # no template, or none of them follows
+    try:
         tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("four")[2]
         return next(i for i in tokenizer(tail, add_special_tokens=False).input_ids if i in eos_ids)
-    return tokenizer.eos_token_id if tokenizer.eos_token_id is not None else min(eos_ids)
+    except Exception:  # no template, or none of them follows
+        return tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else min(eos_ids)
+
+
+def check_codec(codec: Codec, prompts: list[list[int]]) -> None:
+    """ValueError unless answers and ids survive the tokenizer. prompts: of several questions."""
+    decoded = codec.decode(codec.encode("<answer>12</answer>"))
+    if (find_answer(decoded) or "").strip() != "12":  # special tokens are left out, words put apart
+        raise ValueError(f"its tokenizer gives back <answer>12</answer> as {decoded!r:.40}")
+    highest = max(codec.eos_id, codec.tokenizer.vocab_size - 1, *map(max, prompts))
+    if highest >= codec.vocabulary:
+        raise ValueError(f"its tokenizer has token {highest}, the model {codec.vocabulary} in all")
 
 
 @torch.no_grad()
@@ -756,21 +781,16 @@ def check_model(model, ids: list[int]) -> None:
     are more than `head_logits` (scaled): training would be silently wrong. ids: 30 of any text.
     """
     answers = [ids[20:24], ids[3:4], ids[24:30]]
-    try:
-        for prompts in ([ids[:18], ids[:23]], [ids[2:7], ids[4:18]]):  # > MIN_COMMON_TOKENS in common; none
-            ours, mask = shared_prompt_logps(model, [(prompt, answers) for prompt in prompts], 1.0, ids[0])
-            theirs = []
-            for prompt, answer in itertools.product(prompts, answers):
-                row = torch.tensor([prompt + answer], device=model.device)
-                logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
-                theirs.append(-F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")[-len(answer) :])
-            error = (ours[mask] - torch.cat(theirs)).abs().max().item()
-            if not error < 2e-3:
-                raise ValueError(f"log-probabilities differ by {error:.2g} from a plain forward pass")
-    except Exception as error:
-        why = f"does not work with shared-prompt caches ({one_line(error)})"
-        wanted = "expected a decoder with an ordinary KV cache, such as Qwen2.5, Llama or GPT-2"
-        raise ValueError(f"MODEL_NAME: architecture {model.config.model_type!r} {why}; {wanted}") from error
+    for prompts in ([ids[:18], ids[:23]], [ids[2:7], ids[4:18]]):  # > MIN_COMMON_TOKENS in common; none
+        ours, mask = shared_prompt_logps(model, [(prompt, answers) for prompt in prompts], 1.0, ids[0])
+        theirs = []
+        for prompt, answer in itertools.product(prompts, answers):
+            row = torch.tensor([prompt + answer], device=model.device)
+            logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
+            theirs.append(-F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")[-len(answer) :])
+        error = (ours[mask] - torch.cat(theirs)).abs().max().item()
+        if not error < 2e-3:
+            raise ValueError(f"log-probabilities differ by {error:.2g} from a plain forward pass")
 
 
 def new_optimizer(model, config) -> torch.optim.AdamW:
@@ -780,13 +800,9 @@ def new_optimizer(model, config) -> torch.optim.AdamW:
     """
     fused, lr = config.MODEL_NAME != "tiny", config.LEARNING_RATE
     optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-
-    def allocate(_):
-        for p in model.parameters():
-            step = torch.zeros((), device=p.device if fused else "cpu")
-            optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-
-    halving_on_oom(allocate, 1, 1, "the optimizer's state")
+    for p in model.parameters():
+        step = torch.zeros((), device=p.device if fused else "cpu")
+        optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
     return optimizer
 
 
@@ -794,28 +810,25 @@ def new_optimizer(model, config) -> torch.optim.AdamW:
 
 
 def warm_start_name(model, codec: Codec, config, tasks) -> str:
-    """Name of a warm start's weights: a hash of all that they depend on."""
-    recipe = [
-        2,  # raise it when anything below or in build_tiny changes
-        config.MODEL_NAME, model.config.get_text_config().vocab_size,
-        config.WARM_START_STEPS, config.SEED, task_hash(), sorted(tasks), config.NUM_SHOTS,
-        config.MAX_NEW_TOKENS, REASONING_GYM_VERSION,
-        *([config.ANSWER_TAG_SHARE, ANSWER_STYLES] if config.MODEL_NAME == "tiny" else
-          [checksum(p.detach().cpu() for p in model.parameters()),
-           codec.prompt(lucky_question(tasks[0], 1)), codec.completions(["<answer>1</answer>"], [True])]),
-    ]  # fmt: skip
+    """Name of a warm start's weights: a hash of all that they depend on (2: of this version of it)."""
+    names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
+    recipe = [2, *(getattr(config, name) for name in names), sorted(tasks), task_hash(), ANSWER_STYLES]
+    recipe += [REASONING_GYM_VERSION, checksum(p.detach().cpu() for p in model.parameters())]
+    recipe += [codec.prompt(lucky_question(tasks[0], 1)), codec.completions(["<answer>1</answer>"], [True])]
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
 
 
 def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, share: float):
     """Batches of (prompt, answer) of similar lengths, without end. share: of the rewarded style."""
     while True:
-        samples = []
+        questions, answers = [], []
         for _ in range(16 * batch_size):
-            q = lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start))
+            questions.append(lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start)))
             rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
             style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
-            samples.append((codec.prompt(q), *codec.completions([style.format(q.answer)], [True])))
+            answers.append(style.format(questions[-1].answer))
+        encoded = codec.completions(answers, [True] * len(answers))
+        samples = list(zip(codec.prompts(questions), encoded, strict=True))
         samples = [s for s in samples if sum(map(len, s)) <= codec.max_prompt + codec.max_completion]
         if not samples:
             raise ValueError(f"TASKS: no question and answer fit into the positions of {config.MODEL_NAME}")
@@ -833,7 +846,7 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
     On purpose: finding that form is what is left to learn. Other models: the rewarded style only.
     """
     tiny, steps = config.MODEL_NAME == "tiny", config.WARM_START_STEPS
-    batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)
+    batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)  # peak: the highest learning rate
     last_phase = min(150, steps // 4) if tiny else 0
     main = steps - last_phase
     rng = random.Random(f"warm start {config.SEED}")
@@ -854,9 +867,11 @@ def warm_start(model, codec: Codec, config, tasks, say) -> None:
         optimizer.step()
         if (step + 1) % max(1, steps // 10) == 0:
             left = (time.monotonic() - began) / (step + 1) * (steps - step - 1)
-            why = ", as the rewarded form is made rare" * (step >= main and config.ANSWER_TAG_SHARE < 0.5)
-            say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f}{why} | eta {left:.0f}s")
+            say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f} | eta {left:.0f}s")
     make_question.cache_clear()
+
+
+MAX_HEADER_BYTES = 2**23  # of a safetensors file: unpacked it takes some 30 times as much
 
 
 def training_state(model, optimizer) -> dict[str, torch.Tensor]:
@@ -865,33 +880,51 @@ def training_state(model, optimizer) -> dict[str, torch.Tensor]:
     return {f"{name}/{kind}": tensor for name, kinds in named for kind, tensor in kinds.items()}
 
 
+def weights_of(model) -> dict[str, torch.Tensor]:
+    """{name: tensor} of the weights alone; tied ones stand in it once. No copies."""
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
 def checksum(tensors) -> int:
     """CRC-32 of float32 tensors in main memory, one after another."""
     return functools.reduce(lambda crc, tensor: zlib.crc32(tensor.numpy(), crc), tensors, 0)
 
 
+def save_tensors(tensors: dict[str, torch.Tensor], about: str, path) -> None:
+    """A safetensors file with a text; OSError where there is no room."""
+    try:
+        safetensors.torch.save_file(tensors, path, {"about": about})
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def read_about(path) -> str:
+    """The text of a safetensors file. ValueError if its header is so long that reading it would take long."""
+    with open(path, "rb") as file:
+        if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
+            raise ValueError("its header is too long")
+    with safetensors.safe_open(path, framework="pt") as file:
+        return file.metadata()["about"]
+
+
+def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors with the names, shapes and types of `ours` from a safetensors file, in that order.
+
+    A stranger may have made the file: an exception of any kind if it is damaged or something does not fit.
+    """
+    read_about(path)
+    saved = {}
+    with safetensors.safe_open(path, framework="pt") as file:
+        for name, tensor in ours.items():
+            if file.get_slice(name).get_shape() != list(tensor.shape):
+                raise ValueError(f"{name}: another shape than the model's")
+            saved[name] = file.get_tensor(name)
+            if saved[name].dtype != tensor.dtype or not saved[name].isfinite().all():
+                raise ValueError(f"{name}: another type than the model's, or values that are not finite")
+    return saved
+
+
 def fill(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """Copy saved tensors into those of these names. An error, and nothing changed, if one does not fit."""
-    for name, tensor in ours.items():
-        mine, least = saved[name], 0.0 if name.endswith(("/step", "/exp_avg_sq")) else -math.inf
-        alike = (mine.shape, mine.dtype) == (tensor.shape, tensor.dtype)
-        if not alike or not mine.isfinite().all() or mine.min() < least:
-            raise ValueError(f"{name}: another shape or type than the model's, or values that cannot be")
+    """Copy saved tensors into those of the same names."""
     for name, tensor in ours.items():
         tensor.copy_(saved[name])
-
-
-def pack_weights(model) -> bytes:
-    """The weights as a safetensors file; tied ones stand in it once."""
-    return safetensors.torch.save({k: p.detach().cpu().contiguous() for k, p in model.named_parameters()})
-
-
-def load_weights(model, data: bytes) -> bool:
-    """Put packed weights into the model; False, and nothing changed, if they are damaged or do not fit."""
-    if int.from_bytes(data[:8], "little") > 2**20:  # of its header; a stranger's can take 26 times its size
-        return False
-    try:
-        fill({name: p.detach() for name, p in model.named_parameters()}, safetensors.torch.load(data))
-    except Exception:  # many kinds, for files that are not fully synced, types and shapes that torch lacks
-        return False
-    return True

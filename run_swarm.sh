@@ -6,6 +6,7 @@
 #   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process;
 #                                                         u: EXTERNAL_FILTER off, xK: LOCAL_OVERSAMPLE=K
 #   LOG_DIR=/tmp/logs bash run_swarm.sh                   every process's output also in a file of its own
+# It ends with one line of what was learned and a picture; NODE_ROLE=report compares experiments.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python3 || command -v python)}
@@ -21,11 +22,20 @@ missing=$("$python" -c 'import importlib.util as u
 print(*(n for n in ("torch", "transformers", "reasoning_gym") if not u.find_spec(n)))')
 [ -z "$missing" ] || { echo "missing: $missing; pip install torch transformers reasoning-gym" >&2; exit 1; }
 
+if [ "$MODEL_NAME" != tiny ] && [ "$MODEL_NAME" != auto ]; then  # found out once, not by every worker
+  why=$("$python" -c 'import os, transformers as t
+t.AutoTokenizer.from_pretrained(os.environ["MODEL_NAME"]), t.AutoConfig.from_pretrained(os.environ["MODEL_NAME"])' 2>&1) || {
+    echo "MODEL_NAME=$MODEL_NAME cannot be used: ${why##*$'\n'}; expected tiny, a Hugging Face id or a local folder" >&2
+    exit 2
+  }
+fi
+
 # Threads are shared out fairly: without this every worker starts one per core and all of them crawl.
 cores=$("$python" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > NUM_WORKERS ? cores / NUM_WORKERS : 1 ))}
-export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
+columns=$(tput cols 2>/dev/null || echo 100)
+export COLUMNS=${COLUMNS:-$columns} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
 
 pids=() names=() stopping=0
 stop_all() {  # only what this script started; a second Ctrl-C makes them exit at once
@@ -38,13 +48,22 @@ trap '' PIPE  # nobody may read what is printed
 prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all say is shown once
   trap '' INT TERM HUP USR1
   exec 2>/dev/null  # where the terminal is closed this would be the very pipe that is read here
-  local quiet= once='^(memory:|the folder:|to resume:|final model:|  try it:|note:|'
-  once+='  [0-9]+ others|[ *] [A-Z_]+ {2})'
+  local quiet= once='^(new experiment|experiment |to resume:|final model:|  try it:|note:|picture:|no picture:|'
+  once+='NUM_TRANSPLANT|writing |what it said|[^ ]*: already finished|\? |reward per task|  [A-Z_]+ {2}|  [0-9.]+  |worker_. (start|end|sample):)'
   [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* ]] && quiet=1
   while IFS= read -r line; do
     printf '%s\n' "[$1] $line" >> "$2" || true  # LOG_DIR may be full
     [[ $quiet && $line == *" round "*" | reward "* ]] && continue
     [[ $quiet && $1 != worker_0 && $line =~ $once ]] && continue
+    [[ $1 == coordinator && $line =~ ^(new\ experiment|experiment\ |note:|\ \ [A-Z_]+\ \ ) ]] && continue
+    [[ $1 != worker_0 && $line == "another node makes"* ]] && continue
+    [[ $line == "stopping (a round"* || $line == *"stopped before round"* || $line == "stopped; to go on"* ]] && continue
+    [[ $line == "  "*"python sapo.py" ]] && continue  # the same command goes on
+    if [ -t 1 ] && [[ $line == "warm start "* ]]; then  # one line that is rewritten
+      printf '\r%s ' "[$1] $line"
+      [[ $line != *"eta 0s" ]] || echo
+      continue
+    fi
     [ -z "$line" ] || printf '%s\n' "[$1] $line" || true
   done
 }
@@ -99,13 +118,13 @@ run_experiment() {  # coordinator and workers, until all have ended; returns 1 a
 }
 
 is_stopped() {
-  [ "$stopping" -eq 1 ] && { echo "run_swarm: stopped; the same command goes on" || true; }
+  [ "$stopping" -eq 1 ] && { echo "run_swarm: stopped; to go on: the same command" || true; }
 }
 
 main() {
   [ -z "${LOG_DIR:-}" ] || mkdir -p "$LOG_DIR" || exit 2
   case ${TEST_MODE:-0} in
-    0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-200} ;;  # TEST_MODE has its own
+    0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-120} ;;  # TEST_MODE has its own
   esac
   if [ -z "${CONFIGS:-}" ]; then
     [ -z "${SEEDS:-}" ] || { echo "SEEDS=$SEEDS: goes with CONFIGS, such as CONFIGS=4/4; of one run set SEED"; exit 2; }
@@ -134,7 +153,7 @@ main() {
       ! is_stopped || exit 130
     done
   done
-  NODE_ROLE=report "$python" "$here/sapo.py"
+  NODE_ROLE=report EXPERIMENT_NAME="${EXPERIMENT_NAME:-compare}_*" "$python" "$here/sapo.py"
 }
 
 main; exit  # on one line: bash reads a script as it goes, and someone may edit this one meanwhile

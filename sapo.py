@@ -5,15 +5,16 @@
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
 GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
 
-`train` is the paper's Algorithm 1; begin with it. Its six steps stand below it, in their order; then the
-clock, the log, settings, checkpoints and roles. Configuration is environment variables only (class Config).
-`python sapo.py` alone trains, NODE_ROLE=coordinator keeps a swarm in step.
+`train` is the paper's Algorithm 1; its six steps stand below it, then clock, log, settings, checkpoints and
+roles. The shared folder is the state. All calls to it are made in order by one thread; one that fails is
+tried again until it works (`Patient` in coordinator.py). So what a kill leaves behind is always a prefix.
 """
 
 import contextlib
 import copy
 import difflib
-import fcntl
+import fnmatch
+import functools
 import hashlib
 import json
 import math
@@ -29,47 +30,30 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+import torch
+from tqdm import tqdm  # transformers brings it
+
 if "DriveStore" not in globals():  # pasted into one notebook cell, the modules are there already
-    from coordinator import COORDINATOR, Coordinator, Swarm, average, begun_with, compare, counted
-    from coordinator import experiment_status, in_notebook, is_known_dead, monitor, plain
-    from coordinator import process_identity, recent, report_files, report_text, reward_rows
-    from coordinator import rounds_to_keep, short_time, summarize, validate_experiment, without_seat
-    from drive_store import MAX_GAP, MAX_JSON_BYTES, BadFile, DriveStore, StoreError
-    from drive_store import bucket, check_name, is_name, is_number, parse_json
+    from coordinator import (
+        COORDINATOR, Patient, average, begun_with, breathe, compare, counted, draw, draw_run,
+        experiment_status, group_lines, in_notebook, keep_the_clock, monitor, pace, plain, report_text,
+        reward_per_task, reward_rows, round_line, some, sparkline, summarize, validate_experiment,
+        why_flat, without_seat, write_winners,
+    )  # fmt: skip
+    from drive_store import BadFile, DriveStore, StoreError, bucket, is_name, is_number, parse_json
+    from grpo import (
+        HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE, VERSIONS, BadQuestion,
+        Codec, Group, Question, available_memory, checksum, devices, fill, find_answer, generate,
+        halving_on_oom, keep_freed_memory, load_model, load_tensors, lucky_question, make_question,
+        mean_logps, new_optimizer, read_about, rows_that_fit, save_tensors, score_all, task_hash,
+        training_state, update, warm_start, warm_start_name, weights_of, why_refused,
+    )  # fmt: skip
 
 
-def import_learner() -> None:
-    """torch and grpo.py, where a worker runs: all else starts at once and needs a tenth of the memory."""
-    global torch, transformers, HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
-    global BadQuestion, Codec, Group, Question, available_memory, checksum, fill, find_answer, generate
-    global halving_on_oom, keep_freed_memory, load_model, load_weights, lucky_question, make_question
-    global micro_batches, new_optimizer, pack_weights, rows_that_fit, safe_open, save_file, score_all
-    global shared_prompt_logps, task_hash, training_state, update, warm_start, warm_start_name, why_refused
-
-    if "torch" not in sys.modules:
-        with contextlib.suppress(OSError):  # a full disk
-            print("loading torch …", file=sys.stderr, flush=True)
-    import torch
-    import transformers
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    transformers.utils.logging.set_verbosity_error()  # it warns of padding that grpo.py handles itself
-    transformers.utils.logging.disable_progress_bar()
-    if "Group" not in globals():
-        from grpo import HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE
-        from grpo import BadQuestion, Codec, Group, Question, available_memory, checksum, fill, find_answer
-        from grpo import generate, halving_on_oom, keep_freed_memory, load_model, load_weights
-        from grpo import lucky_question, make_question, micro_batches, new_optimizer, pack_weights
-        from grpo import rows_that_fit, score_all, shared_prompt_logps, task_hash, training_state, update
-        from grpo import warm_start, warm_start_name, why_refused
-
-
-# -------- Algorithm 1 -----------------------------------------------------------------------------
+# -------- Algorithm 1 -------------------------------------------------------------------------------------
 
 
 def train(run: "Run") -> None:
@@ -86,7 +70,7 @@ def train(run: "Run") -> None:
                 communicate(run, node, t, stage)  # 3. publish them, decoded
             for node in run.nodes:
                 external = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
-                policy_gradient(run, node, external, t, stage)  # 5. learn from own and external groups
+                policy_gradient(run, node, external)  # 5. learn from own and external groups
                 submit_reward(run, node, t, stage)  # 6. report
         finish_round(run, t)
 
@@ -111,13 +95,12 @@ class Node:
     optimizer: "torch.optim.Optimizer"
     total_reward: float = 0.0
     trained: set = field(default_factory=set)  # keys of external groups already used: never twice
-    past: list = field(default_factory=list)  # for LOCAL_REPLAY: (round, own informative Group)
     rollouts: list = field(default_factory=list)  # its own, of the current stage
     unpublished: list = field(default_factory=list)  # of the round so far, as it will be published
     figures: dict = field(default_factory=dict)  # of the current stage, for the log and the reward file
 
 
-# -------- The six steps of a round ----------------------------------------------------------------
+# -------- The six steps of a round ------------------------------------------------------------------------
 
 
 def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose: str, i: int = 0) -> int:
@@ -128,51 +111,55 @@ def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose
 
 def sample_batch(run: "Run", node: Node, t: int, stage: int) -> "list[Question]":
     """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
-    if stage == 0:
-        run.stop.check()  # the only safe place within a round: no weights have changed yet
-    config, count = run.config, run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
-    return draw_questions(run, [stream_seed(config, node.id, t, stage, "question", i) for i in range(count)])
+    beat(run)
+    count = run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
+    seeds = [stream_seed(run.config, node.id, t, stage, "question", i) for i in range(count)]
+    return questions_of(run, seeds)
 
 
-def draw_questions(run: "Run", seeds: list[int]) -> "list[Question]":
+def questions_of(run: "Run", seeds: list[int]) -> "list[Question]":
     """A question of a random task for each seed."""
     return [lucky_question(random.Random(seed).choice(run.tasks), seed) for seed in seeds]
 
 
-def generate_rollouts(run: "Run", node: Node, questions: "list[Question]", t: int, stage: int) -> None:
+def generate_rollouts(run: "Run", node: Node, questions: list, t: int, stage: int) -> None:
     """Step 2: G completions for each question, in one batched call, decoded and scored, as node.rollouts."""
     began = time.monotonic()
     seed = stream_seed(run.config, node.id, t, stage, "generate")
     node.rollouts = answer(run, node, questions, run.config.NUM_GENERATIONS, seed)
     lengths = [len(ids) for r in node.rollouts for ids in r.group.completions]
+    texts = [text for r in node.rollouts for text in r.texts]
     node.figures = {
         "reward": mean_reward(node.rollouts),
+        "groups": len(node.rollouts),
         "completions": len(lengths),
         "informative_local": sum(r.group.is_informative for r in node.rollouts),
-        "answer_tag_rate": average(find_answer(text) is not None for r in node.rollouts for text in r.texts),
+        "answer_tag_rate": average(find_answer(text) is not None for text in texts),
         "truncated_rate": average(not done for r in node.rollouts for done in r.finished),
         "mean_length": average(lengths),
         "generated_tokens": sum(lengths),
         "generate_seconds": time.monotonic() - began,
     }
+    for task in {q.task for q in questions}:
+        node.figures[f"reward_{task}"] = mean_reward([r for r in node.rollouts if r.question.task == task])
 
 
-def answer(run: "Run", node: Node, questions: "list[Question]", g: int, seed: int) -> list[Rollout]:
+def answer(run: "Run", node: Node, questions: list, g: int, seed: int) -> list[Rollout]:
     """`g` completions of each question by this node's model, decoded and scored."""
-    config, codec = run.config, run.codec
+    config, codec, dtype = run.config, run.codec, getattr(torch, run.config.DTYPE)
     prompts = [codec.prompt(q) for q in questions]
 
     def attempt(rows_at_once):
         return generate(
             node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids,
-            torch.Generator().manual_seed(seed), codec.pad_id, rows_at_once, getattr(torch, config.DTYPE),
+            torch.Generator().manual_seed(seed), codec.pad_id, rows_at_once, dtype,
             answered=codec.answered if codec.few_shot else None,  # None: no look at every token
         )  # fmt: skip
 
     rows = g * len(questions)
-    completions, run.max_decoded = halving_on_oom(attempt, run.max_decoded, rows, "generation", smallest=g)
+    drawn, run.max_decoded = halving_on_oom(attempt, run.max_decoded, rows, "generation", smallest=g)
     rollouts = []
-    for question, prompt, group in zip(questions, prompts, completions, strict=True):
+    for question, prompt, group in zip(questions, prompts, drawn, strict=True):
         texts = [codec.decode(ids) for ids in group]
         rewards = score_all(question, texts, config.REWARD)
         finished = [ids[-1] in codec.eos_ids or codec.answered(ids) for ids in group]
@@ -186,20 +173,20 @@ def mean_reward(rollouts: list[Rollout]) -> float:
 
 
 def communicate(run: "Run", node: Node, t: int, stage: int) -> None:
-    """Step 3: publish this stage's groups as text, before training on them."""
-    node.unpublished += [as_published(rollout) for rollout in node.rollouts]
-    if stage in run.swarm.publishing_stages:
-        groups, node.unpublished = {str(i): group for i, group in enumerate(node.unpublished)}, []
+    """Step 3: publish this stage's groups as text, before training on them: the bare question, the decoded
+    completions and this node's own rewards."""
+    for r in node.rollouts:
+        each = zip(r.texts, r.group.rewards, r.finished, strict=True)
+        written = [{"response": text, "reward": reward, "finished": done} for text, reward, done in each]
+        q = r.question
+        group = {"task": q.task, "seed": q.seed, "prompt": q.text, "answer": q.answer}
+        node.unpublished.append(group | {"completions": written})
+    if stage in run.config.publishing_stages:
+        groups = {str(i): group for i, group in enumerate(node.unpublished)}
+        node.unpublished = []
         about = {"model": run.config.MODEL_NAME, "reasoning_gym": REASONING_GYM_VERSION, "tasks": task_hash()}
-        run.swarm.publish(t, stage, node.id, about, groups)
-
-
-def as_published(rollout: Rollout) -> dict:
-    """A group as it stands in a rollout file: bare question, decoded completions, this node's own rewards."""
-    q, rewards = rollout.question, rollout.group.rewards
-    each = zip(rollout.texts, rewards, rollout.finished, strict=True)
-    completions = [{"response": text, "reward": r, "finished": done} for text, r, done in each]
-    return {"task": q.task, "seed": q.seed, "prompt": q.text, "answer": q.answer, "completions": completions}
+        run.store.publish(t, stage, node.id, about, groups)
+    beat(run)
 
 
 def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]:
@@ -212,7 +199,6 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
     figures |= {"external_pool": 0, "external_peers": 0, "rejected": 0}
     if wanted > 0:
         wait_for_peers(run, t, stage)
-        figures["rejected"] = sum(key[0] == t for key in list(run.swarm.refused))  # files; groups are added
         rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
             pool = informative_pool(run, node, t - age, None if age else stage, rng)
@@ -222,64 +208,89 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
                 break
     oldest = t - config.ROLLOUT_MAX_AGE
     node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    figures |= {"external_ages": [t - r.key[0] for r in drawn], "external_short": wanted - len(drawn)}
-    figures["wait_seconds"] = time.monotonic() - began
+    newest = max((key[0] for key, groups in run.files.items() if groups), default=t)
+    figures |= {
+        "external_ages": [t - r.key[0] for r in drawn],
+        "external_short": wanted - len(drawn),
+        "newest_file_age": t - newest,
+        "wait_seconds": time.monotonic() - began,
+    }
     return drawn
 
 
 def wait_for_peers(run: "Run", t: int, stage: int) -> None:
-    """Wait FETCH_TIMEOUT_SECONDS at most for who published the last round; at first, once, for everybody."""
-    swarm, timeout = run.swarm, run.config.FETCH_TIMEOUT_SECONDS
-    if stage not in swarm.publishing_stages:
+    """Wait for live peers that published the last round and not yet this one, FETCH_TIMEOUT_SECONDS a round.
+
+    Who did not publish the last round is not waited for: nobody who is gone costs more than one round. In
+    round 0 all who live are waited for.
+    """
+    config, store = run.config, run.store
+    if stage not in config.publishing_stages:
         return  # nobody publishes yet
-    deadline = time.monotonic() + timeout
-    while not (swarm.alone or swarm.down or run.stop.pressed or swarm.clock > t):  # the swarm has gone on
-        late = swarm.missing(t, stage)
-        if swarm.looked_at_round >= t and not late:
-            return
-        if time.monotonic() > deadline:
-            swarm.give_up(late)
-            who = some(sorted(late), 8) or "the folder's listing"
-            run.log.event("wait", f"round {t}: {who} not here after FETCH_TIMEOUT_SECONDS={timeout}", round=t)
-            return
-        swarm.wait()
+    there = store.nodes("rollouts", t - 1, config.publishing_stages[-1]) if t else without_seat(run.sessions)
+    late = set(there) - {node.id for node in run.nodes}
+    while late and not run.stop.pressed and store.clock() <= t:  # else the swarm has gone on
+        began = time.monotonic()
+        late -= set(store.nodes("rollouts", t, stage))
+        late = {peer for peer in late if is_live(run, peer)}
+        if late and run.patience <= 0:
+            why = f"{some(sorted(late), 8)} not here after FETCH_TIMEOUT_SECONDS"
+            return run.log.event("wait", f"round {t}: {why}", round=t)
+        if late:
+            beat(run)
+            run.patience -= breathe(began)
 
 
 PEER_SECONDS = 20.0  # for verifying what one peer published in a round: verifiers can be made slow
 
 
-def informative_pool(run: "Run", node: Node, round_: int, stage, rng) -> list[Rollout]:
+def informative_pool(run: "Run", node: Node, round_: int, stage: int | None, rng) -> list[Rollout]:
     """The groups of one round that this node may draw: verified, scored here, informative, not used before.
 
     At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing. stage=None: all.
     """
-    config, figures = run.config, node.figures
-    files = {peer: groups for peer, groups in run.swarm.groups_of(round_, stage).items() if peer != node.id}
-    peers = sorted(files)
+    config, figures, pool = run.config, node.figures, []
+    stages = config.publishing_stages if stage is None else [stage]
+    there = [(round_, s, peer) for s in stages for peer in run.store.nodes("rollouts", round_, s)]
+    peers = sorted({key[2] for key in there} - {node.id})
     if stage is None or len(peers) >= config.FETCH_MAX_PEERS:
         peers = sorted(rng.sample(peers, min(config.FETCH_MAX_PEERS, len(peers))))
     figures["external_peers"] += 0 if stage is None else len(peers)
-    pool = []
     for peer in peers:
-        groups = [raw for raw in files[peer] if raw["key"] not in node.trained]
+        groups = [raw for key in there if key[2] == peer for raw in peer_groups(run, node, key)]
+        groups = [raw for raw in groups if raw["key"] not in node.trained]
         if len(groups) > config.NUM_TRAIN_SAMPLES:
             groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
         began = time.thread_time()  # stands still while this process is suspended
         for raw in groups:
-            key = raw["key"]
-            if key not in run.verified:  # the nodes of this process verify a group once for all
+            if raw["key"] not in run.verified:  # the nodes of this process verify a group once for all
                 in_time = time.thread_time() - began < PEER_SECONDS
-                run.verified[key] = verify(run, raw) if in_time else "too slow to verify"
-                raw["completions"] = []  # not needed any more
-            found = run.verified[key]  # a Rollout, or a reason
+                run.verified[raw["key"]] = verify(run, raw) if in_time else "too slow to verify"
+            found = run.verified[raw["key"]]  # a Rollout, or a reason
             if isinstance(found, str):
-                figures["rejected"] += stage is not None  # an older round's were counted in it
-                if (peer, found) not in run.reported:  # say it once
-                    run.reported.add((peer, found))
-                    run.log.event("reject", f"{peer}: {found}", peer=peer)
+                reject(run, node, peer, found)
             elif found.group.is_informative or not config.EXTERNAL_FILTER:
                 pool.append(found)
     return pool
+
+
+def peer_groups(run: "Run", node: Node, key: tuple) -> list[dict]:
+    """The groups of a peer's rollout file; none if it cannot be used: it is read again in the next round."""
+    if key not in run.files:
+        try:
+            run.files[key] = run.store.fetch(*key, run.config.max_rollout_bytes)
+        except BadFile as error:
+            run.files[key] = []
+            reject(run, node, key[2], str(error))
+    return run.files[key]
+
+
+def reject(run: "Run", node: Node, peer: str, reason: str) -> None:
+    """Count what a peer wrote and nobody can use; say it once."""
+    node.figures["rejected"] += 1
+    if (peer, reason) not in run.reported:
+        run.reported.add((peer, reason))
+        run.log.event("reject", f"{peer}: {reason}", peer=peer)
 
 
 def verify(run: "Run", raw: dict) -> Rollout | str:
@@ -287,6 +298,7 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
 
     Only task, seed, response and finished are used: the question is made again, the prompt must agree.
     """
+    codec, g, drawn = run.codec, run.config.NUM_GENERATIONS, raw["completions"]
     if raw["task"] not in run.tasks:
         return "task is not one of this experiment's"
     if raw["seed"] in HELD_OUT_SEEDS:
@@ -297,25 +309,28 @@ def verify(run: "Run", raw: dict) -> Rollout | str:
         return "a question that cannot be made"
     if raw["prompt"] != question.text:
         return "prompt differs from the question"
-    texts, finished = ([c[name] for c in raw["completions"]] for name in ("response", "finished"))
-    longest, completions = run.codec.max_completion, run.codec.completions(texts, finished)
-    if not all(1 <= len(ids) <= longest for ids in completions):
-        return f"completion empty or over {longest} tokens here"
-    if max(map(max, completions)) >= run.codec.vocabulary:
+    if len(drawn) > g:  # a larger group would weigh more than one of this node's own
+        drawn = random.Random(str(raw["key"])).sample(drawn, g)
+    texts, finished = ([c[name] for c in drawn] for name in ("response", "finished"))
+    completions = codec.completions(texts, finished)
+    if not all(1 <= len(ids) <= codec.max_completion for ids in completions):
+        return f"completion empty or over {codec.max_completion} tokens here"
+    if max(map(max, completions)) >= codec.vocabulary:
         return "a token that this model does not have"
-    if not all(run.codec.eos_ids.isdisjoint(ids[:-1]) for ids in completions):
+    if not all(codec.eos_ids.isdisjoint(ids[:-1]) for ids in completions):
         return "a text that is the end of a turn here"
-    texts = [run.codec.decode(ids) for ids in completions]  # the reward is that of the tokens trained on
-    group = Group(run.codec.prompt(question), completions, score_all(question, texts, run.config.REWARD))
+    texts = [codec.decode(ids) for ids in completions]  # the reward is that of the tokens trained on
+    group = Group(codec.prompt(question), completions, score_all(question, texts, run.config.REWARD))
     return Rollout(question, group, texts, finished, raw["key"])
 
 
-def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, stage: int) -> None:
+def policy_gradient(run: "Run", node: Node, external: list[Rollout]) -> None:
     """Step 5: one GRPO update on I own groups, informative ones first, and the external ones alike."""
     config, began = run.config, time.monotonic()
     local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
-    own = replay([r.group for r in local], node, config, t, stage)
-    groups = own + without_unlikely(run, node, [r.group for r in external])
+    # EXERCISE: train on own informative groups of earlier rounds again, in the place of flat ones
+    own = [rollout.group for rollout in local]
+    groups = own + without_unlikely(run, node, [rollout.group for rollout in external])
     stats = update(
         node.model, node.optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS,
         temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW,
@@ -324,42 +339,15 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout], t: int, sta
     )  # fmt: skip
     run.max_rows, logps = stats.pop("max_rows"), stats.pop("logps")  # logps: of informative groups, own first
     own_rows = sum(len(group.completions) for group in own if group.is_informative)
-    stats |= {"logp_own": average(logps[:own_rows]), "logp_external": average(logps[own_rows:])}
-    stats |= {"informative_groups": sum(group.is_informative for group in groups), "local_groups": len(own)}
-    stats |= {"external_groups": len(groups) - len(own)}  # EXTERNAL_FLOOR: perhaps fewer than were drawn
-    node.figures |= {**stats, "train_seconds": time.monotonic() - began}
-
-
-def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the stage's reward and figures, now and then with held-out accuracy."""
-    config, swarm, figures = run.config, run.swarm, node.figures
-    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
-        figures["held_out"] = held_out_accuracy(run, node, t)
-    node.total_reward += figures["reward"]
-    swarm.post(run.store.submit_reward, t, stage, node.id, {"session": swarm.nodes[node.id], **figures})
-    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id}
-    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
-    run.log.row(node.id, "metrics.jsonl", row | {"total_reward": node.total_reward} | figures)
-
-
-def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
-    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
-    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
-    questions = draw_questions(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
-    return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
-
-
-def replay(groups: "list[Group]", node: Node, config: "Config", t: int, stage: int) -> "list[Group]":
-    """LOCAL_REPLAY: own informative groups of earlier rounds, each once more, in the place of flat ones."""
-    if config.LOCAL_REPLAY == 0:
-        return groups
-    useful = [group for group in groups if group.is_informative]
-    flat = [group for group in groups if not group.is_informative]
-    past = [(round_, group) for round_, group in node.past if round_ >= t - config.ROLLOUT_MAX_AGE]
-    rng = random.Random(stream_seed(config, node.id, t, stage, "replay"))
-    again = rng.sample(range(len(past)), min(config.LOCAL_REPLAY, len(past), len(flat)))
-    node.past = [pair for i, pair in enumerate(past) if i not in again] + [(t, group) for group in useful]
-    return useful + [past[i][1] for i in again] + flat[len(again) :]
+    node.figures |= stats | {
+        "logp_own": average(logps[:own_rows]),
+        "logp_external": average(logps[own_rows:]),
+        "local_groups": len(own),
+        "external_groups": len(groups) - len(own),
+        "informative_groups": sum(group.is_informative for group in groups),
+        "train_seconds": time.monotonic() - began,
+    }
+    beat(run)
 
 
 def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Group]":
@@ -368,153 +356,165 @@ def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Gro
     A stranger's answers behind words that nobody here says can be 90% of an update (cf. arXiv:2605.22537).
     They go before advantages are made: the rest of such a group would only teach what not to say.
     """
-    node.figures["external_kept"] = 1.0
-    if not (groups and run.config.EXTERNAL_FLOOR):
+    if not groups or run.config.EXTERNAL_FLOOR == 0:
         return groups
-    own = [r.group for r in node.rollouts]
-    dtype, rows = getattr(torch, run.config.DTYPE), sum(len(group.completions) for group in own + groups)
-
-    def attempt(rows_at_once):
-        means = torch.zeros(rows)
-        with torch.no_grad(), torch.autocast(node.model.device.type, dtype, enabled=dtype != torch.float32):
-            for pairs, index in micro_batches(own + groups, rows_at_once):
-                logp, mask = shared_prompt_logps(node.model, pairs, run.config.TEMPERATURE, run.codec.pad_id)
-                means[index] = (logp.sum(1) / mask.sum(1)).cpu()
-        return means.tolist()
-
-    means, run.max_rows = halving_on_oom(attempt, run.max_rows, rows, "the floor")
+    own = [rollout.group for rollout in node.rollouts]
+    means, run.max_rows = mean_logps(
+        node.model, own + groups, temperature=run.config.TEMPERATURE, max_rows=run.max_rows,
+        pad_id=run.codec.pad_id, dtype=getattr(torch, run.config.DTYPE),
+    )  # fmt: skip
     count = sum(len(group.completions) for group in own)
     floor = [*sorted(means[:count]), math.inf][int(run.config.EXTERNAL_FLOOR * count)]  # inf: 1, all
-    likely = [mean >= floor for mean in means[count:]]
-    node.figures["external_kept"], marks = average(likely), iter(likely)
-    pairs = [[p for p in zip(g.completions, g.rewards, strict=True) if next(marks)] for g in groups]
-    kept = zip(groups, pairs, strict=True)
-    return [Group(g.prompt, [c for c, _ in rest], [r for _, r in rest]) for g, rest in kept if rest]
+    likely = iter(mean >= floor for mean in means[count:])
+    kept = []
+    for group in groups:
+        pairs = [pair for pair in zip(group.completions, group.rewards, strict=True) if next(likely)]
+        if pairs:
+            kept.append(Group(group.prompt, [ids for ids, _ in pairs], [reward for _, reward in pairs]))
+    node.figures["external_kept"] = average(mean >= floor for mean in means[count:])
+    return kept
 
 
-# -------- From round to round ---------------------------------------------------------------------
+def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
+    """Step 6: publish the stage's reward and figures, now and then with held-out accuracy."""
+    config, figures = run.config, node.figures
+    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
+        figures["held_out"] = held_out_accuracy(run, node, t)
+    node.total_reward += figures["reward"]
+    run.store.submit_reward(t, stage, node.id, {"session": run.session, **figures})
+    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id, **figures}
+    row |= {
+        "experiment": config.EXPERIMENT_NAME,
+        "my_reward": figures["reward"],
+        "total_reward": node.total_reward,
+    }
+    run.log.add(f"{node.id}/metrics.jsonl", json.dumps(row))
+
+
+def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
+    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
+    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
+    questions = questions_of(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
+    return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
+
+
+# -------- From round to round -----------------------------------------------------------------------------
 
 
 @dataclass
 class Run:
-    """What the functions below share: one process's nodes and its view of the swarm."""
+    """What the functions above and below share: one process's nodes and what they know of the swarm."""
 
     config: "Config"
-    store: DriveStore  # handed to the Swarm's thread; training itself never calls it
-    swarm: Swarm
+    store: Patient  # a DriveStore whose calls wait for the folder
     codec: "Codec"
     nodes: list[Node]
     log: "Log"
     stop: "StopButton"
     tasks: list[str]
-    scratch: Path  # local folder for files on their way to the shared one, see make_scratch
+    max_rows: int  # completions per forward pass in the update
+    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
+    session: str = ""  # of this process, in peers/
+    sessions: dict = field(default_factory=dict)  # node -> its newest session, as of the last look
     done: int = -1  # last round finished
     saved: int = -1  # last round after which a checkpoint was made
-    checkpoints: list = field(default_factory=list)  # rounds whose checkpoint is in the folder, oldest first
-    verified: dict = field(default_factory=dict)  # key -> Rollout, or the reason of its rejection
+    next_beat: float = 0.0
+    led_until: float = field(default_factory=time.monotonic)  # when a coordinator was last seen alive
+    patience: float = 0.0  # seconds that this round may still wait for peers' rollouts
+    files: dict = field(default_factory=dict)  # (round, stage, node) -> groups, structure checked
+    verified: dict = field(default_factory=dict)  # key of a group -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
-    max_rows: int = 1024  # completions per forward pass in the update
-    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
-    round_began: float = 0.0
-    hanging: bool = False  # whether it was said that the folder does not answer
     history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
-    paces: deque = field(default_factory=lambda: deque(maxlen=10))  # seconds a round, with the folder there
+    began: float = field(default_factory=time.monotonic)
+    first_sample: list = field(default_factory=list)  # what the model said at the start
 
 
 class Ended(Exception):
     """The run ends early: "stopped" (by one of STOP_SIGNALS) or "superseded" (by a newer session)."""
 
 
+def beat(run: Run, state: str = "") -> None:
+    """A sign of life of each node, every few seconds; state: goodbye, at once."""
+    if state or time.monotonic() >= run.next_beat:
+        for node in run.nodes:
+            run.store.heartbeat(node.id, run.session, run.done + 1, state or "running")
+        run.next_beat = time.monotonic() + min(10.0, run.config.STALE_AFTER_SECONDS / 8)
+
+
+def is_live(run: Run, node: str) -> bool:
+    session = run.sessions.get(node, "")
+    return run.store.life(node, session, run.config.STALE_AFTER_SECONDS) == "live"
+
+
+def check_seat(run: Run) -> None:
+    """Ended if a newer session of one of this process's nodes has registered: that one goes on."""
+    run.sessions = run.store.sessions()
+    newer = [node.id for node in run.nodes if run.sessions.get(node.id, "") > run.session]
+    if newer:
+        run.log.event("end", f"a newer session of {some(newer)} runs; this one stops")
+        raise Ended("superseded")
+
+
 def next_round(run: Run) -> int | None:
     """The round to work on now, None after the last one. Rounds that were missed meanwhile are skipped."""
-    config, own = run.config, run.done + 1
-    t = wait_for_clock(run, own) if own < config.MAX_ROUNDS else own
-    if t > own:
-        last = min(t, config.MAX_ROUNDS) - 1
-        rest = f"going on with round {t}" if t < config.MAX_ROUNDS else "to go on, raise MAX_ROUNDS"
-        missed = f"rounds {own} to {last} were opened by the swarm meanwhile; {rest}"
-        run.log.event("skip", missed, first=own, last=last)
-    if t >= config.MAX_ROUNDS:
-        if t == own and not run.history:
-            there = f"already finished: all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
-            run.log.event("end", f"{there}; raise it, or choose another EXPERIMENT_NAME")
+    own = run.done + 1
+    if own >= run.config.MAX_ROUNDS:
         return None
-    if run.history and not run.swarm.down:  # rounds of an outage wait for nobody: they set no pace
-        run.paces.append(time.monotonic() - run.round_began)
-    run.round_began, run.swarm.round = time.monotonic(), t
-    return t
+    t = wait_for_clock(run, own)
+    if t > own:
+        missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
+        run.log.event("skip", missed, first=own, last=t - 1)
+    run.patience = run.config.FETCH_TIMEOUT_SECONDS
+    return t if t < run.config.MAX_ROUNDS else None
 
 
 def wait_for_clock(run: Run, own: int) -> int:
-    """The clock's round as soon as it is `own` or later; `own` where nobody leads, or the folder is away.
+    """The clock's round as soon as it is `own` or later; where nobody leads, this process opens its own.
 
-    Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
+    Nobody leads if no coordinator was live for two seconds, longer where NUM_WORKERS are expected. Where
+    nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
-    swarm, began = run.swarm, time.monotonic()  # at first no pace is known
-    pace = average(run.paces or [0.0 if swarm.alone else run.config.COORDINATOR_ROUND_INTERVAL])
+    config, store, ours = run.config, run.store, {node.id for node in run.nodes}
     while True:
-        run.stop.check()
-        if swarm.superseded:
-            run.log.event("end", f"a newer session of {', '.join(swarm.superseded)} runs; this one stops")
-            raise Ended("superseded")
-        if swarm.hangs and not run.hanging:  # the Swarm's thread tells of errors; now it is stuck itself
-            run.log.event("outage", "the shared folder does not answer; training goes on, writes are queued")
-        run.hanging = swarm.hangs
-        if swarm.down:  # alone for now, and no faster than usual, so as not to run away from the swarm
-            if time.monotonic() >= run.round_began + pace:
-                if not swarm.is_led:
-                    swarm.open(own)  # later; the clock must have no gap
-                return own
-        elif swarm.clock >= own and (swarm.is_led or not swarm.alone):
-            return swarm.clock
-        elif not swarm.is_led and time.monotonic() - swarm.leaderless_since >= grace(run):
-            swarm.open(own)
+        look = time.monotonic()
+        run.stop.check()  # the only place for it: a round that has begun is finished
+        beat(run)
+        check_seat(run)
+        others, clock = run.sessions.keys() - ours, store.clock()
+        if others and clock >= own:
+            return clock
+        patience = 2.0 if others and config.LOCAL_NODES == 1 else 0.0
+        if len(without_seat(run.sessions)) < config.NUM_WORKERS and not run.history:
+            patience = config.COORDINATOR_ROUND_INTERVAL  # others are expected
+        if is_live(run, COORDINATOR):
+            run.led_until = look
+        elif look - run.led_until >= patience:
+            store.open_round(own, run.nodes[0].id)
+            write_winners(store, own - 1, run.sessions)
             return own
-        if time.monotonic() > began + max(30.0, 2 * pace):
-            began = float("inf")  # say it once
-            why = "the coordinator's rounds are long" if swarm.is_led else "others are expected (NUM_WORKERS)"
-            why += ", or the folder shows old listings"
-            run.log.event("wait", f"round {own} is not open here yet: {why}", round=own)
-        swarm.wait()
-
-
-def grace(run: Run) -> float:
-    """Seconds without a live coordinator (`Life.is_live`) after which a worker opens rounds itself.
-
-    Two, none with LOCAL_NODES; longer where NUM_WORKERS are expected, or of others nothing has come yet.
-    """
-    config, registered = run.config, len(without_seat(run.swarm.sessions))
-    if config.LOCAL_NODES > 1:
-        return 0.0
-    if registered < config.NUM_WORKERS and not run.history:
-        return config.COORDINATOR_ROUND_INTERVAL  # so many are expected
-    unmet = config.NUM_TRANSPLANT_TREES > 0 and registered > 1 and not run.swarm.has_met
-    return max(2.0, config.FETCH_TIMEOUT_SECONDS) if unmet else 2.0
+        breathe(look)
 
 
 def finish_round(run: Run, t: int) -> None:
-    """Say how the round went; checkpoint when due, clean up; then a stop that was asked for takes effect."""
-    config, last, every = run.config, t == run.config.MAX_ROUNDS - 1, run.config.CHECKPOINT_INTERVAL
+    """Say how the round went, write the log; checkpoint when due, clean up."""
+    config, last, every = run.config, run.config.MAX_ROUNDS - 1, run.config.CHECKPOINT_INTERVAL
     due = (run.done + 1) // every < (t + 1) // every  # also where the round in which it was due was skipped
     run.done = t
     report_round(run, t)
-    if due or last:
-        run.swarm.flush_log()  # first: rounds that are not replayed have their rows in the log
+    run.log.flush(run.store)  # before the checkpoint: rounds that are not replayed have their rows
+    if (t + 1) % SAMPLE_INTERVAL == 0 and t < last:
+        run.log.say(sample_text(sample(run)))
+    if due or t == last:
         save_checkpoint(run)
-        push_to_hub(run, last)
+    if due and t < last and config.HUGGINGFACE_ACCESS_TOKEN:  # the last ones: run_worker
+        export_models(run, last=False)
     if config.ROLLOUT_CLEANUP_ENABLED:
-        run.swarm.post(retire, run)
-    run.verified = recent(run.verified, t - config.ROLLOUT_MAX_AGE)
-    if run.log.bar is not None:
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
-            run.log.bar.update(t + 1 - run.log.bar.n)
-    run.stop.check()
-
-
-def retire(run: Run) -> None:
-    """In the Swarm's thread: delete or archive old rollouts. An outage may have led this node far ahead."""
-    before = min(run.done, run.swarm.clock) + 1 - rounds_to_keep(run.config)
-    run.store.retire_rollouts(before, run.config.ROLLOUT_ARCHIVE_OLD)
+        needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE  # by a node that resumes
+        keep = max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
+        run.store.retire_rollouts(t + 1 - keep, config.ROLLOUT_ARCHIVE_OLD)
+    oldest = t - config.ROLLOUT_MAX_AGE  # a file that could not be used is read again in the next round
+    run.files = {key: groups for key, groups in run.files.items() if groups and key[0] >= oldest}
+    run.verified = {key: found for key, found in run.verified.items() if key[0] >= oldest}
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's time limit
@@ -525,8 +525,6 @@ class StopButton:
 
     def __init__(self):
         self.pressed, self._since, self._old = 0, 0.0, {}
-
-    def install(self) -> None:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
             nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
             self._old = {n: signal.signal(n, self._on_signal) for n in {*STOP_SIGNALS} - nohup}
@@ -549,91 +547,126 @@ class StopButton:
             print("\nstopping (a round is finished first); once more to exit at once", flush=True)
 
 
-# -------- The log ---------------------------------------------------------------------------------
+# -------- The log -----------------------------------------------------------------------------------------
 
 
 class Log:
-    """Lines for people, JSON lines for programs."""
+    """Lines for people, JSON lines for programs. They gather in memory; `flush` appends them to the files."""
 
     def __init__(self, node_id: str, secret: str, resume_line: str):
-        self.node_id, self.secret, self.resume_line, self.bar = node_id, secret, resume_line, None
-        self.lines = deque()  # (path, line) on their way to the shared folder; the Swarm's thread takes them
+        self.node_id, self.secret, self.resume_line = node_id, secret, resume_line
+        self.lines, self.bar = [], None
+
+    def show_bar(self, total: int, done: int) -> None:
+        """A progress bar below the lines, on a terminal: a log file or a notebook wants plain lines."""
+        if sys.stdout.isatty():
+            self.bar = tqdm(total=total, initial=done, unit="round", dynamic_ncols=True, leave=False)
+
+    def add(self, path: str, text: str) -> str:
+        """Queue a line for a file, without the token; it is returned."""
+        text = text.replace(self.secret, "***") if self.secret else text
+        self.lines.append((f"logs/{path}", text))
+        return text
 
     def say(self, text: str, quiet: bool = False) -> None:
-        """A line for people, in one write (two threads do this); quiet: only into stdout.log."""
-        text = self._scrub(text)
+        """A line for people; quiet: only into stdout.log."""
+        text = self.add(f"{self.node_id}/stdout.log", text)
         if not quiet:
             with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
-                self.bar.write(text) if self.bar is not None else print(text + "\n", end="", flush=True)
-        self.lines.append((f"logs/{self.node_id}/stdout.log", text))
+                self.bar.write(text) if self.bar else print(text, flush=True)
 
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
         """A row of training_events.jsonl, and a line for people unless `quiet`."""
         self.say(f"{self.node_id} {kind}: {text}", quiet)
         row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text, **data}
-        self.row(self.node_id, "training_events.jsonl", row)
+        self.add(f"{self.node_id}/training_events.jsonl", json.dumps(row))
 
-    def row(self, node_id: str, name: str, row: dict) -> None:
-        self.lines.append((f"logs/{node_id}/{name}", self._scrub(json.dumps(row))))
+    def flush(self, store) -> None:
+        lines, self.lines = self.lines, []
+        for path in dict.fromkeys(path for path, _ in lines):
+            store.append(path, "".join(f"{text}\n" for p, text in lines if p == path))
 
-    def _scrub(self, text: str) -> str:
-        return text.replace(self.secret, "***") if self.secret else text
+
+SAMPLE_INTERVAL = 20  # rounds between two samples of what the model says
 
 
 def report_round(run: Run, t: int) -> None:
-    """A short line for the round (VERBOSE: a long one for each node), and now and then what is missing."""
+    """A line for the round, the mean of this process's nodes; VERBOSE: one for each of several; a hint."""
     config, each = run.config, [node.figures for node in run.nodes]
-    mean = {key: average(f[key] for f in each) for key in each[0] if key != "external_ages"}
-    run.history.append(mean)
+    names = {name for figures in each for name in figures} - {"external_ages"}
+    mean = {name: average(figures.get(name) for figures in each) for name in names}
+    run.history.append(mean | {"ended": time.monotonic()})
+    recent, where = run.history[-20:], counted(t, config.MAX_ROUNDS)
+    went = pace(run.began, run.history, config.MAX_ROUNDS - 1 - t)
+    if mean["wait_seconds"] > 0.5:
+        went = f"{mean['wait_seconds']:.1f}s wait of {went}"
+    if mean["external_short"] and mean["newest_file_age"]:
+        went += f" | the newest peer file is {mean['newest_file_age']:.0f} rounds old (ROLLOUT_MAX_AGE)"
     name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
-    pace = average(run.paces) or time.monotonic() - run.round_began
-    eta = short_time(pace * (config.MAX_ROUNDS - 1 - t))
-    run.log.say(f"{name} {short_line(t, config.MAX_ROUNDS, mean)} | eta {eta}")
-    for node in run.nodes:
-        run.log.say(f"{node.id} {long_line(t, config.MAX_ROUNDS, node.figures)}", quiet=not config.VERBOSE)
-    if len(run.history) % 10 == 0 and not any(f["informative_groups"] for f in run.history[-10:]):
-        rates = "pass rate {reward:.3f}, answer tags {answer_tag_rate:.0%}, cut off {truncated_rate:.0%}"
-        todo = "equal rewards give no gradient: try WARM_START_STEPS, NUM_SHOTS, MAX_NEW_TOKENS, easier TASKS"
-        nothing = f"no informative group for 10 rounds: {rates.format(**mean)}; {todo}"
-        run.log.event("no signal", nothing, round=t)
-    if mean["external_short"] and not mean["external_peers"] and len(run.history) % 10 == 1:
-        rounds = [key[0] for key in list(run.swarm.rollouts) if key[2] not in run.swarm.nodes]
-        seen = f"the newest peer file is {t - max(rounds)} rounds old" if rounds else "no peer file was found"
-        few = f"{mean['external_short']:.0f} of {config.NUM_TRANSPLANT_TREES} externals missing"
-        run.log.event("wait", f"round {t}: {few}; {seen} (ROLLOUT_MAX_AGE={config.ROLLOUT_MAX_AGE})", round=t)
+    run.log.say(f"{name} {where} | {round_line(recent)} | {went}")
+    for node in run.nodes if len(each) > 1 else []:
+        run.log.say(f"{node.id} {where} | {round_line([node.figures])}", quiet=not config.VERBOSE)
+    if run.log.bar:
+        run.log.bar.update(t + 1 - run.log.bar.n)
+    if len(run.history) % 10 == 0 and not any(past["informative_groups"] for past in recent[-10:]):
+        run.log.event("no signal", f"for 10 rounds: {why_flat(recent[-10:])}", round=t)
 
 
-def short_line(t: int, max_rounds: int, s: dict) -> str:
-    held_out = f" (held-out {s['held_out']:.2f})" if "held_out" in s else ""
-    groups = f"{s['local_groups']:.0f}+{s['external_groups']:.3g} ({s['informative_groups']:.4g} informative)"
-    wait = f" ({s['wait_seconds']:.1f}s wait)" if s["wait_seconds"] >= 0.1 else ""
-    seconds = f"{s['generate_seconds'] + s['wait_seconds'] + s['train_seconds']:.1f}s{wait}"
-    return f"{counted(t, max_rounds)} | reward {s['reward']:.2f}{held_out} | groups {groups} | {seconds}"
+def sample(run: Run) -> list[dict]:
+    """Two questions, the same all along, with what the first node answers now; an event, and lines."""
+    questions = questions_of(run, [stream_seed(run.config, "", 0, 0, "sample", i) for i in range(2)])
+    groups = []
+    for r in answer(run, run.nodes[0], questions, 3, stream_seed(run.config, "", 0, 0, "sampled")):
+        said = [{"response": x, "reward": y} for x, y in zip(r.texts, r.group.rewards, strict=True)]
+        groups.append({"prompt": r.question.text, "answer": r.question.answer, "completions": said})
+    what = f"what {run.nodes[0].id} says before round {run.done + 1}"
+    run.log.event("sample", what, quiet=run.done + 1 == run.config.MAX_ROUNDS, groups=groups)
+    return groups
 
 
-def long_line(t: int, max_rounds: int, s: dict) -> str:
-    """All figures of one node's round. How to read it: README, "The log line"."""
-    own, external = ("-" if s[name] is None else f"{s[name]:.2f}" for name in ("logp_own", "logp_external"))
-    return short_line(t, max_rounds, s) + (
-        f" | {s['generate_seconds']:.1f}s gen {s['train_seconds']:.1f}s train"
-        f" | {s['external_pool']} in the pool, {s['external_short']} short, {s['rejected']} rejected"
-        f" | tags {s['answer_tag_rate']:.0%} cut {s['truncated_rate']:.0%} len {s['mean_length']:.1f}"
-        f" | loss {s['loss']:+.4f} clip {s['clip_fraction']:.1%} grad {s['grad_norm']:.1f}"
-        f" | logp {own} own {external} external"
+def sample_text(groups: list[dict], before: list[dict] | None = None) -> str:
+    """`sample` as eight lines that fit the terminal, with what was said before beside it."""
+    width = shutil.get_terminal_size((100, 24)).columns - 14  # run_swarm.sh puts a name before each line
+    lines = []
+    for group, old in zip(groups, before or groups, strict=True):
+        question, *answers = group_lines(group["prompt"], group["answer"], group["completions"], width)
+        if before:
+            said = group_lines("", "", old["completions"], width // 2)[1:]
+            answers = [f"{a:{width // 2}}{b}" for a, b in zip(said, answers, strict=True)]
+        lines += [question, *answers]
+    return "\n".join(lines)
+
+
+def conclude(run: Run) -> None:
+    """What was learned since this start, or why nothing, in a few lines."""
+    say, history, rounds = run.log.say, run.history, len(run.history)
+    say(f"what it said at the start, and says now, after round {run.done}:")
+    say(sample_text(sample(run), before=run.first_sample))
+    tenth = max(1, rounds // 10)
+    first, last = (average(f["reward"] for f in part) for part in (history[:tenth], history[-tenth:]))
+    verdict = (
+        "learned" if last > first + 0.05 else "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
     )
+    if not any(f["informative_groups"] for f in history):
+        verdict = f"nothing was learned: {why_flat(history)}"
+    trend = sparkline([f["reward"] for f in history])
+    total, peers = average(n.total_reward for n in run.nodes), sum(f["external_groups"] for f in history)
+    went = f"mean reward {first:.2f} -> {last:.2f} in {rounds} rounds {trend}, {total:.2f} in all per node"
+    run.log.event("end", f"{verdict}; {went}; {peers / rounds:.1f} groups a round came from peers")
+    tasks = [f"{task} {mean:.2f}" for task, mean in reward_per_task(history[-tenth:]).items()]
+    say("reward per task: " + ", ".join(tasks))
 
 
-def conclusion(run: Run) -> str:
-    """How the rewards went since this start, and what they sum up to, in one sentence."""
-    tenth = max(1, len(run.history) // 10)
-    first, last = (average(f["reward"] for f in part) for part in (run.history[:tenth], run.history[-tenth:]))
-    own, peers = (sum(f[name] for f in run.history) for name in ("local_groups", "external_groups"))
-    total = sum(node.total_reward for node in run.nodes) / len(run.nodes)
-    went = f"mean reward {first:.2f} -> {last:.2f} in {len(run.history)} rounds"
-    return f"{went}, {total:.2f} in all per node; {peers / (own + peers):.0%} of the groups came from peers"
+def write_picture(store, say) -> None:
+    """reports/EXPERIMENT.png, where there is matplotlib."""
+    picture = draw_run(reward_rows(store), store.base.name)
+    if picture:
+        shared = DriveStore(store.root, None)
+        shared.write(f"reports/{store.base.name}.png", picture)
+        say(f"picture: {shared.base / 'reports' / store.base.name}.png")
 
 
-# -------- Settings --------------------------------------------------------------------------------
+# -------- Settings ----------------------------------------------------------------------------------------
 
 
 def var(default, help, allowed="", low=None, high=None):
@@ -643,7 +676,7 @@ def var(default, help, allowed="", low=None, high=None):
 # fmt: off
 @dataclass(frozen=True, repr=False)  # a repr would show the access token in every traceback
 class Config:
-    """Every environment variable; `resolve` works out "auto". Adding one here is all it takes."""
+    """Every environment variable; `settle` works out "auto". Adding one here is all it takes."""
 
     GDRIVE_PATH: str = var("auto", "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
@@ -652,7 +685,7 @@ class Config:
     NODE_ID: str = var("auto", "unique name; auto: node_<rank or 8 hex>, node if LOCAL_NODES > 1")
     LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
     SEED: int = var(42, "the swarm's seed; nodes differ by NODE_ID", low=0, high=2**31)
-    TEST_MODE: bool = var(False, "quick validation: 3 rounds, I = 4, G = 4, tiny with a short warm start")
+    TEST_MODE: bool = var(False, "quick validation: 3 rounds, I = 4, J = 2, G = 4, tiny, short warm start")
     MAX_ROUNDS: int = var(2000, "rounds to train", low=1, high=10**6)
     MAX_STAGES: int = var(1, "generate-share-update stages in a round", low=1, high=100)
     MODEL_NAME: str = var("auto", "tiny, a Hugging Face id or a folder; auto: by what the machine has")
@@ -669,8 +702,7 @@ class Config:
     EXTERNAL_FILTER: bool = var(True, "drop groups that are not informative before drawing externals")
     EXTERNAL_FLOOR: float = var(0.0, "leave out externals less likely than this share of own", low=0, high=1)
     LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I of them", low=1, high=64)
-    LOCAL_REPLAY: int = var(0, "own informative groups used again in place of flat ones", low=0, high=4096)
-    LEARNING_RATE: float = var("auto", "AdamW; auto: 3e-4 for tiny, else 1e-6", low=0, high=1)
+    LEARNING_RATE: float = var("auto", "AdamW; auto: 6e-4 for tiny, else 1e-6", low=0, high=1)
     CLIP_LOW: float = var(0.2, "ratio clipped below at 1 - this", low=0, high=1)
     CLIP_HIGH: float = var(0.28, "ratio clipped above at 1 + this", low=0, high=10)
     NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage", low=1, high=100)
@@ -699,27 +731,78 @@ class Config:
     CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = var("", "seeds to compare them over")
 
-TEST_MODE_DEFAULTS = {  # with something to learn from
-    "MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 4, "NUM_GENERATIONS": 4, "MODEL_NAME": "tiny",
-    "WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.9,
-}
+    @property
+    def publishing_stages(self) -> range:
+        """Stages of a round in which rollouts are published."""
+        return range(self.MAX_STAGES - 1 if self.ROLLOUT_PUBLISH_FREQUENCY == "round" else 0, self.MAX_STAGES)
+
+    @property
+    def node_ids(self) -> list[str]:
+        """Names of this process's nodes."""
+        several = [f"{self.NODE_ID}_{i}" for i in range(self.LOCAL_NODES)]
+        return several if self.LOCAL_NODES > 1 else [self.NODE_ID]
+
+    @property
+    def max_rollout_bytes(self) -> int:
+        """Of a peer's file: what I groups of G completions take, many times over."""
+        completions = self.NUM_TRAIN_SAMPLES * self.NUM_GENERATIONS * self.MAX_STAGES
+        return min(8 << 20, (1 << 18) + 64 * completions * (self.MAX_NEW_TOKENS + 16))
 # fmt: on
-SHARED_SETTINGS = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # of all nodes of an experiment, for ever
+
+
+TEST_MODE_DEFAULTS = dict(  # with something to learn from
+    MAX_ROUNDS=3, NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=2, NUM_GENERATIONS=4, MODEL_NAME="tiny",
+    WARM_START_STEPS=150, ANSWER_TAG_SHARE=0.9,
+)  # fmt: skip
+FOR_TINY = dict(
+    TASKS=",".join(SMALL_TASKS), NUM_SHOTS=0, WARM_START_STEPS=1750, LEARNING_RATE=6e-4, MAX_NEW_TOKENS=10
+)
+FOR_OTHERS = dict(
+    TASKS=",".join(PAPER_TASKS), NUM_SHOTS=2, WARM_START_STEPS=0, LEARNING_RATE=1e-6, MAX_NEW_TOKENS=256
+)
+REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, Adam, activations of one node
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
-GROUPS = {  # the first variable of each group in the help -> its heading
-    "GDRIVE_PATH": "the swarm", "MODEL_NAME": "model and tasks", "NUM_TRAIN_SAMPLES": "a round",
-    "LEARNING_RATE": "the update", "COORDINATOR_ROUND_INTERVAL": "the clock and sharing",
-    "ROLLOUT_CLEANUP_ENABLED": "what is kept", "NUM_WORKERS": "run_swarm.sh",
-}  # fmt: skip
-PRIVATE_SETTINGS = (SECRET, "HF_REPO", "NODE_ID", "NODE_ROLE", "GDRIVE_PATH", "DEVICE", "VERBOSE")
+OF_PROCESS = (
+    SECRET,
+    "HF_REPO",
+    "NODE_ID",
+    "NODE_ROLE",
+    "GDRIVE_PATH",
+    "DEVICE",
+    "VERBOSE",
+    "CONFIGS",
+    "SEEDS",
+)
+MUST_AGREE = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # in all nodes of an experiment, for ever
+OF_SWARM = (  # a joining node takes them from config.json where it does not set them
+    *MUST_AGREE, "MAX_ROUNDS", "NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "NUM_GENERATIONS",
+    "EXTERNAL_FILTER", "EXTERNAL_FLOOR", "LOCAL_OVERSAMPLE", "CHECKPOINT_INTERVAL",
+    "COORDINATOR_ROUND_INTERVAL", "ROUND_ADVANCE", "ROLLOUT_PUBLISH_FREQUENCY", "ROLLOUT_MAX_AGE",
+    "ROLLOUT_CLEANUP_ENABLED", "ROLLOUT_KEEP_LAST_N_ROUNDS", "ROLLOUT_ARCHIVE_OLD",
+)  # fmt: skip
+OF_MODEL = (  # likewise, if its model is the same
+    "LEARNING_RATE", "TEMPERATURE", "MAX_NEW_TOKENS", "NUM_SHOTS", "WARM_START_STEPS", "ANSWER_TAG_SHARE",
+    "CLIP_LOW", "CLIP_HIGH", "NUM_ITERATIONS", "LOSS_TYPE",
+)  # fmt: skip
+RANKS = ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
+SHORT_NAMES = {"LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES",
+               "G": "NUM_GENERATIONS", "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME"}  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
 
 
 def parse_value(text: str, spec):
     """One variable's text -> its value; ValueError says what is allowed."""
-    kind, allowed, low, high = spec.type, *(spec.metadata[name] for name in ("allowed", "low", "high"))
-    words = dict(zip("1 true yes on 0 false no off".split(), [True] * 4 + [False] * 4, strict=True))
+    kind, allowed = spec.type, spec.metadata["allowed"]
+    low, high = spec.metadata["low"], spec.metadata["high"]
+    words = dict.fromkeys("1 true yes on".split(), True) | dict.fromkeys("0 false no off".split(), False)
     expected = f"{'an integer' if kind is int else 'a number'} from {low} to {high}"
-    expected = "True or False" if kind is bool else ", ".join(allowed or (expected,))
+    if kind is bool or allowed:
+        expected = ", ".join(allowed or ["True or False"])
+    if spec.default == "auto":
+        expected += ", or auto"
     if text == "auto" and spec.default == "auto":
         return text
     try:
@@ -728,13 +811,8 @@ def parse_value(text: str, spec):
     except (KeyError, ValueError):
         in_range = False
     if not in_range or (allowed and text not in allowed):
-        raise ValueError(f"expected {expected}{', or auto' * (spec.default == 'auto')}")
+        raise ValueError(f"expected {expected}")
     return value
-
-
-RANKS = ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
-SHORT_NAMES = {"LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES",
-               "G": "NUM_GENERATIONS", "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME"}  # fmt: skip
 
 
 def rank_of(environ) -> str | None:
@@ -744,717 +822,466 @@ def rank_of(environ) -> str | None:
     return "_".join(ranks[: 2 if several else 1]) or None
 
 
-def mistakes_in(config: Config) -> list[str]:
-    """What is wrong with values that are each of the right type."""
-    mistakes = []
-    longest = f"{config.NODE_ID}_{config.LOCAL_NODES - 1}" if config.LOCAL_NODES > 1 else config.NODE_ID
-    names = (("EXPERIMENT_NAME", config.EXPERIMENT_NAME), ("NODE_ID", config.NODE_ID), ("NODE_ID", longest))
-    for name, value in dict.fromkeys(names):
+def parse_all(environ, mistakes: list[str], where: str = "") -> dict:
+    """{name: value} of the variables that are set, in an environment or in config.json (where)."""
+    given = {}
+    for spec in fields(Config):
+        text = str(environ.get(spec.name, "")).strip()
         try:
-            check_name(value, name)
+            if text and not (spec.name == SECRET and text == "None"):
+                given[spec.name] = parse_value(text, spec)
         except ValueError as error:
-            mistakes.append(str(error))
-    if config.NODE_ROLE == "worker" and config.NODE_ID.lower() == COORDINATOR:
-        mistakes.append(f"NODE_ID={config.NODE_ID!r}: this name is the coordinator's seat; choose another")
-    if not (config.HUGGINGFACE_ACCESS_TOKEN.isascii() and config.HUGGINGFACE_ACCESS_TOKEN.isprintable()):
-        mistakes.append(f"{SECRET}: holds characters that no token has (pasted with something invisible?)")
-    if config.NODE_ROLE == "worker" and config.TASKS != "auto":
-        mistakes += [f"TASKS: {why_refused(x)}" for x in config.TASKS.split(",") if x not in TASK_TABLE]
-    return mistakes
+            mistakes.append(f"{spec.name}={plain(repr(text))}{where}: {error}")
+    if "TASKS" in given:
+        given["TASKS"] = ",".join(re.findall(r"[^\s,]+", given["TASKS"]))
+    return given
 
 
-def read_config(environ) -> tuple[Config, list[str]]:
-    """Environment -> (Config as `resolve` leaves it, warnings). All mistakes come in one ConfigError.
+def read_environment(environ) -> tuple[dict, list[str]]:
+    """Environment -> ({name: value} of what is set and where this process is at home, warnings).
 
-    Where it is a worker's, this imports torch (the devices, the tasks): ImportError if that is missing.
+    All mistakes come in one ConfigError.
     """
-    specs, rank = {f.name: f for f in fields(Config)}, rank_of(environ)
-    given, mistakes, warnings = {}, [], []
-    for name, spec in specs.items():
-        text = environ.get(name, "").strip()
-        try:
-            if text and not (name == SECRET and text == "None"):
-                given[name] = parse_value(text, spec)
-        except ValueError as error:
-            mistakes.append(f"{name}={environ[name]!r}: {error}")
-    for name in sorted(set(environ) - set(specs)):
-        close = difflib.get_close_matches(name.upper(), specs, n=1, cutoff=0.88)
-        if near := SHORT_NAMES.get(name.upper(), *close[:1]):
-            warnings.append(f"{name} is not a variable of this program: did you mean {near}?")
+    mistakes, warnings, rank = [], [], rank_of(environ)
+    given = parse_all(environ, mistakes)
+    names = [spec.name for spec in fields(Config)]
+    for name in sorted(set(environ) - set(names)):
+        close = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.88)
+        near = SHORT_NAMES.get(name.upper(), close[0] if close else None)
+        if near:
+            fatal = near in ("EXPERIMENT_NAME", "GDRIVE_PATH") and near not in given
+            said = f"{name} is not a variable of this program: did you mean {near}?"
+            (mistakes if fatal else warnings).append(said)
     if given.get("NODE_ROLE") == "auto":
         given["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
-    if rank and given.get("NODE_ID", "auto") == "auto":
-        given["NODE_ID"] = f"node_{rank}"
-    given |= {"TASKS": ",".join(re.findall(r"[^\s,]+", given["TASKS"]))} if "TASKS" in given else {}
-    config = Config(**(TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}) | given)
-    if config.NODE_ROLE == "worker":
-        import_learner()
-    mistakes += mistakes_in(config)
+    role, several = given.get("NODE_ROLE", "worker"), given.get("LOCAL_NODES", 1)
+    if role == "coordinator":
+        given["NODE_ID"] = COORDINATOR
+    elif given.get("NODE_ID", "auto") == "auto":
+        made_up = "node" if several > 1 else f"node_{secrets.token_hex(4)}"
+        given["NODE_ID"] = f"node_{rank}" if rank else made_up
+    elif role == "worker" and given["NODE_ID"].lower() == COORDINATOR:
+        mistakes.append(f"NODE_ID={given['NODE_ID']!r}: this is the coordinator's seat; choose another")
+    longest = f"{given['NODE_ID']}_{several - 1}" if several > 1 else given["NODE_ID"]
+    for name, value in (("EXPERIMENT_NAME", given.get("EXPERIMENT_NAME", "-")), ("NODE_ID", longest)):
+        if not is_name(value):
+            allowed = "1 to 64 letters, digits, '.', '_', '-', no '.' at either end, no name of Windows' own"
+            mistakes.append(f"{name}={value!r}: use {allowed}")
+    colab = Path("/content/drive/MyDrive")
+    if given.get("GDRIVE_PATH", "auto") == "auto":
+        given["GDRIVE_PATH"] = str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm"
+    given["GDRIVE_PATH"] = os.path.expanduser(given["GDRIVE_PATH"])
+    if not Path(given["GDRIVE_PATH"]).absolute().parent.is_dir():
+        mistakes.append(f"GDRIVE_PATH={given['GDRIVE_PATH']!r}: there is no folder that it could be in")
+    tasks = given.get("TASKS", "auto").split(",")
+    mistakes += [f"TASKS: {why_refused(x)}" for x in tasks if x != "auto" and x not in TASK_TABLE]
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes + warnings))
-    config = resolve(config, warnings)
-    kept, keep = config.ROLLOUT_KEEP_LAST_N_ROUNDS, rounds_to_keep(config)
-    if config.ROLLOUT_CLEANUP_ENABLED and keep > kept:
-        why = "a resumed node may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds"
-        warnings.append(f"ROLLOUT_KEEP_LAST_N_ROUNDS={kept} counts as {keep}: {why}")
-    if config.NODE_ROLE == "coordinator" and "NODE_ID" in given and not rank:
-        warnings.append(f"NODE_ID={given['NODE_ID']} is ignored: the coordinator has a seat of its own")
-    if config.FETCH_TIMEOUT_SECONDS > given.get("COORDINATOR_ROUND_INTERVAL", math.inf):
-        warnings.append(f"FETCH_TIMEOUT_SECONDS={config.FETCH_TIMEOUT_SECONDS:g} is more than a round lasts")
-    return config, warnings
+    return given, warnings
 
 
-class ConfigError(ValueError):
-    """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
+def settle(given: dict, there: dict, notes: list[str]) -> "Config":
+    """What is set, else what the experiment began with (`there`), else defaults -> Config without "auto".
+
+    ConfigError if the experiment disagrees, or holds what cannot be used. notes: what people should know.
+    """
+    mistakes, given = [], {name: value for name, value in given.items() if value != "auto"}
+    there = {name: value for name, value in there.items() if str(value).strip() != "auto"}
+    began_with = parse_all({n: there[n] for n in (*OF_SWARM, *OF_MODEL) if n in there}, mistakes, " (there)")
+    if there.get("MODEL_NAME") == "tiny":
+        began_with["MODEL_NAME"] = "tiny"
+    taken = {n: v for n, v in began_with.items() if n in (*OF_SWARM, "MODEL_NAME") and n not in given}
+    usual = TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}
+    auto = choose_model(Config(**usual | taken | given), notes)
+    if there.get("MODEL_NAME") == auto["MODEL_NAME"]:
+        taken |= {n: began_with[n] for n in OF_MODEL if n in began_with and n not in given}
+    config = Config(**auto | usual | taken | given)
+    for name in MUST_AGREE:
+        if name in began_with and began_with[name] != getattr(config, name):
+            mistakes.append(f"{name}={getattr(config, name)!r}: the experiment has {began_with[name]!r}")
+    mistakes += [f"TASKS: {why_refused(x)}" for x in config.TASKS.split(",") if x not in TASK_TABLE]
+    if mistakes:
+        todo = "change them, or take another EXPERIMENT_NAME"
+        raise ConfigError(
+            f"{config.EXPERIMENT_NAME} began with other settings: {todo}:\n  " + "\n  ".join(mistakes)
+        )
+    unusual = {n: v for n, v in taken.items() if v != getattr(Config(**auto | usual | given), n)}
+    if unusual:
+        notes.append("from the experiment: " + " ".join(f"{n}={v}" for n, v in unusual.items()))
+    differ = [n for n, v in began_with.items() if v != getattr(config, n) and n != "MODEL_NAME"]
+    if differ:
+        notes.append("not as in the experiment: " + ", ".join(f"{n} (there {began_with[n]})" for n in differ))
+    return config
 
 
-REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, Adam, activations of one node
-
-
-def resolve(config: Config, notes: list[str]) -> Config:
-    """Work out "auto", the model's for a worker; TASKS, MICRO_BATCH_SIZE and HF_REPO where they are used."""
-    colab = Path("/content/drive/MyDrive")
-    seat = COORDINATOR if config.NODE_ROLE == "coordinator" else config.NODE_ID
-    config = replace(config, GDRIVE_PATH=os.path.expanduser(config.GDRIVE_PATH), NODE_ID=seat)
-    auto = {
-        "GDRIVE_PATH": str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm",
-        "NODE_ID": "node" if config.LOCAL_NODES > 1 else f"node_{secrets.token_hex(4)}",
-    }
-    auto |= resolve_model(config, notes) if config.NODE_ROLE == "worker" else {}
-    return replace(config, **{name: value for name, value in auto.items() if getattr(config, name) == "auto"})
-
-
-def resolve_model(config: Config, notes: list[str]) -> dict:
-    """The device and model that "auto" stands for here, and what follows from them."""
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    there = [name for name in found if found[name]] + [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    device = there[0] if config.DEVICE == "auto" else config.DEVICE
+def choose_model(config: "Config", notes: list[str]) -> dict:
+    """The device and the model that "auto" stands for here, and the defaults that follow from them."""
+    there = devices()
+    device = next(iter(there)) if config.DEVICE == "auto" else config.DEVICE
     if device not in there:
         raise ConfigError(f"DEVICE={device!r}: this machine has {', '.join(there)}")
     model, needed = config.MODEL_NAME, ITS_GB * config.LOCAL_NODES
-    if model == "auto":
-        here = memory_share(config, device) / 1e9
+    if model == "auto" and config.NODE_ROLE == "worker":
+        here = available_memory(device) / max(1, config.NUM_WORKERS) / 1e9
         model = REAL_MODEL if device != "cpu" and here > needed else "tiny"
-        why = "there is no accelerator" if device == "cpu" else f"{here:.0f} GB for this process on {device}"
-        notes.append(f"MODEL_NAME=auto takes {model}: {why}; {REAL_MODEL} needs one with {needed} GB")
-    tiny = model == "tiny"
-    has_bf16 = device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False)  # no T4
-    return {
-        "MODEL_NAME": model,
-        "DEVICE": device,
-        "NUM_SHOTS": 0 if tiny else 2,
-        "WARM_START_STEPS": 1750 if tiny else 0,
-        "LEARNING_RATE": 3e-4 if tiny else 1e-6,
-        "MAX_NEW_TOKENS": 10 if tiny else 256,
-        "DTYPE": "bfloat16" if has_bf16 else "float32",
-    }
+        notes.append(f"MODEL_NAME=auto takes {model}: {REAL_MODEL} needs an accelerator with {needed} GB")
+    usual = FOR_TINY if model == "tiny" else FOR_OTHERS
+    return {**usual, "MODEL_NAME": model, "DEVICE": device, "DTYPE": there[device]}
 
 
-def memory_share(config: Config, device: str) -> int:
-    """Bytes that this process may have: what is available, or its part of all where NUM_WORKERS share it."""
-    free, total = available_memory(device)
-    return min(free, total // max(1, config.NUM_WORKERS))
-
-
-def config_table(config: Config, everything: bool = True) -> str:
-    """The settings in force, one per line, non-defaults marked with *; a secret only as set or unset."""
-    lines, chosen = [], [f for f in fields(config) if everything or getattr(config, f.name) != f.default]
-    for spec in chosen:
-        value = getattr(config, spec.name)
-        shown = ("set" if value else "unset") if spec.name == SECRET else value
-        lines.append(f"{'*' if value != spec.default else ' '} {spec.name:28} {shown}")
-    left = len(fields(config)) - len(chosen)
-    lines += [f"  {left} others at their defaults (VERBOSE=1 shows them, --help explains)"] if left else []
-    return "\n".join(lines)
+def config_table(config: "Config", given) -> str:
+    """The settings that were set (VERBOSE: all), one a line; a secret only as set."""
+    values = {name: value for name, value in asdict(config).items() if config.VERBOSE or name in given}
+    if values.get(SECRET):
+        values[SECRET] = "set"
+    return "\n".join(f"  {name:28} {value}" for name, value in values.items())
 
 
 def help_text() -> str:
     """Every variable with its default and what it does, as `python sapo.py --help` prints it."""
-    lines = ["usage: NAME=value … python sapo.py      (environment variables only)"]
+    lines = ["usage: NAME=value … python sapo.py      (environment variables only)", ""]
     for f in fields(Config):
-        lines += [f"\n{GROUPS[f.name]}"] if f.name in GROUPS else []
-        choice = ", ".join(f.metadata["allowed"]) + ": " * bool(f.metadata["allowed"])
-        lines.append(f"  {f.name:27} {f.default!s:8.8} {choice}{f.metadata['help']}")
+        choice = ", ".join(f.metadata["allowed"])
+        meaning = f"{choice}: {f.metadata['help']}" if choice else f.metadata["help"]
+        lines.append(f"  {f.name:27} {f.default!s:8.8} {meaning}")
     return "\n".join(lines)
 
 
-def resume_line(config: Config, environ) -> str:
-    """How to resume this node: the command with what was set and what was made up; never the secret."""
+def resume_line(config: "Config", given: dict, there: dict) -> str:
+    """How to resume this node: the command with its name and what config.json does not say; no secret."""
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
-    names = {f.name for f in fields(config)} - {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
-    given = {name: value for name, value in environ.items() if value and name in names}
-    given |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "NODE_ID": config.NODE_ID}
-    return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in given.items()), "python sapo.py"])
+    there = there or asdict(config)  # a new experiment: they will be written there
+    same_model = there.get("MODEL_NAME") == config.MODEL_NAME
+    taken = (
+        *OF_SWARM,
+        *(OF_MODEL if same_model else ()),
+        *(["MODEL_NAME"] if config.MODEL_NAME == "tiny" else []),
+    )
+    known = {name for name in taken if there.get(name) == getattr(config, name)}
+    known |= {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
+    named = {name: given[name] for name in given if name not in known}
+    named |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "EXPERIMENT_NAME": config.EXPERIMENT_NAME}
+    return " ".join(
+        [*(f"{name}={shlex.quote(str(value))}" for name, value in named.items()), "python sapo.py"]
+    )
 
 
-# -------- Checkpoints, the final model, the Hub ---------------------------------------------------
+# -------- Checkpoints, the final model, the Hub -----------------------------------------------------------
 
 
-MAX_HEADER = 2**23  # characters of what a checkpoint says beside its tensors: unpacked 30 times as much
-HUB_PATIENCE = 1800.0  # seconds that the end of a run waits for uploads
-CLAIM_SECONDS = 600.0  # how long the others wait for whoever makes the warm start
+def state_of(nodes: list[Node]) -> dict:
+    """{name: tensor} of all that these nodes' training goes on from. No copies."""
+    states = {node.id: training_state(node.model, node.optimizer) for node in nodes}
+    return {f"{node_id}/{name}": tensor for node_id, mine in states.items() for name, tensor in mine.items()}
 
 
 def save_checkpoint(run: Run) -> None:
-    """All nodes' state after round `run.done` in one file: first on the local disk, then in the folder.
-
-    While the folder is away only the newest one waits. A full disk costs the checkpoint, not the training.
-    """
+    """All nodes' state after round `run.done` in one file; those beyond the newest CHECKPOINT_KEEP go."""
     if run.done <= run.saved:
-        return  # it may be on its way
-    tensors, nodes = {}, {}
-    for node in run.nodes:
-        mine = {name: x.cpu().contiguous() for name, x in training_state(node.model, node.optimizer).items()}
-        tensors |= {f"{node.id}/{name}": tensor for name, tensor in mine.items()}
-        used, crc = sorted(node.trained), checksum(mine.values())
-        nodes[node.id] = {"total_reward": node.total_reward, "trained": used, "crc": crc}
+        return
+    check_seat(run)  # what a newer process of this name wrote is not replaced
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in state_of(run.nodes).items()}
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        todo = "lower LEARNING_RATE; the checkpoints before are kept"
+        return run.log.event("error", f"no checkpoint after round {run.done}: weights are not finite: {todo}")
+    nodes = {n.id: {"total_reward": n.total_reward, "trained": sorted(n.trained)} for n in run.nodes}
     about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
-    local = run.scratch / checkpoint_path(run.config.NODE_ID, run.done)
-    try:
-        local.parent.mkdir(parents=True, exist_ok=True)  # somebody may have tidied up the local disk
-        if not all(tensor.isfinite().all() for tensor in tensors.values()):
-            raise RuntimeError("weights are not finite any more; the checkpoints before are kept")
-        if len(written := json.dumps(about)) > MAX_HEADER:
-            raise RuntimeError("too many externals: lower NUM_TRANSPLANT_TREES or ROLLOUT_MAX_AGE")
-        save_file(tensors, run.scratch / "saving", {"about": written})
-        (run.scratch / "saving").rename(local)  # whole, for the other thread
-        for older in {*run.scratch.glob("checkpoints/*/*")} - {local}:
-            older.unlink(missing_ok=True)
-        run.swarm.post(carry_checkpoint, run, run.done)
-        run.saved = run.done  # where that fails it is tried again when the next is due, and at the end
-    except Exception as error:  # a full disk: safetensors has a type of its own for it
-        run.log.event("error", f"no checkpoint after round {run.done}: {run.scratch}: {error}")
-
-
-def checkpoint_path(process: str, round_: int) -> str:
-    return f"checkpoints/{bucket(round_)}/{process}.safetensors"
-
-
-def waiting_files(scratch: Path) -> list[Path]:
-    """Checkpoints and models on their way to the shared folder. They lie in `scratch` as they will there."""
-    return [*scratch.glob("checkpoints/*/*"), *scratch.glob("models/*/*")]
-
-
-def carry_checkpoint(run: Run, round_: int) -> None:
-    """In the Swarm's thread: copy a checkpoint to the folder, delete older ones there."""
-    path = checkpoint_path(run.config.NODE_ID, round_)
-    if (run.scratch / path).exists():  # else a newer one waits in its place
-        carry(run, path)
-        run.checkpoints.append(round_)
-        run.log.event("checkpoint", f"after round {round_}", quiet=True, round=round_)
-        run.swarm.flush_log()  # by this row a later start knows that there was one
-        while len(run.checkpoints) > run.config.CHECKPOINT_KEEP:
-            older = checkpoint_path(run.config.NODE_ID, run.checkpoints.pop(0))
-            run.swarm.post(run.store.delete, older, True)
-
-
-def carry(run: Run, path: str) -> None:
-    """In the Swarm's thread: a local file into the folder; `close` counts what did not get there."""
-    local = run.scratch / path
-    run.swarm.sessions = run.store.sessions()  # this process may have slept while a newer one finished
-    if run.swarm.superseded:  # perhaps by a stranger: what was to be written is kept
-        raise BadFile(f"a newer session of this node runs; it lies in {local}")
-    run.store.write(path, local)
-    local.unlink(missing_ok=True)
+    about["crc"] = checksum(tensors.values())
+    save = functools.partial(save_tensors, tensors, json.dumps(about))
+    name = f"{run.config.NODE_ID}.safetensors"
+    run.store.write(f"{bucket('checkpoints', run.done)}/{name}", save, sync=True)
+    run.saved = run.done
+    run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
+    for older in [*run.store.checkpoints(run.config.NODE_ID).values()][run.config.CHECKPOINT_KEEP :]:
+        run.store.delete(older)
 
 
 def resume(run: Run) -> None:
     """Load the newest checkpoint of this process that is readable; none at all means round 0.
 
-    ConfigError or StoreError if there are checkpoints, or were, and none can be used: a swarm never starts
-    over by accident.
+    StoreError if there are some and none can be used: a swarm never starts over by accident.
     """
-    store, config, reason, clock = run.store, run.config, None, run.store.clock()[0]
-    last = max(clock, store.last_rewarded()) + MAX_GAP - 1
-    if store.rounds("checkpoints")[-1:] > [last]:
-        run.log.say(f"checkpoints after round {last} are too far above the swarm's {clock} to be believed")
-    for round_ in (rounds := store.checkpoints(config.NODE_ID, last)):
-        run.stop.check()
-        path = checkpoint_path(config.NODE_ID, round_)
+    reason = None
+    for round_, path in run.store.checkpoints(run.config.NODE_ID).items():
         try:
-            with safe_open(fetch_checkpoint(run, path), framework="pt") as file:
-                restore(run, file, round_)
-            (run.scratch / "resume").unlink(missing_ok=True)  # what was fetched
-        except OSError as error:  # a bad moment is no reason to go back
-            where = f"{path} cannot be copied to {run.scratch} (TMPDIR)"
-            raise StoreError(f"{where}: {error}; try again") from error
+            run.store.insist(restore, run, run.store.find(path), round_)
         except Exception as error:  # many kinds; an unusable file is what they have in common
-            reason, text = error, f"{store.base / path} cannot be used ({type(error).__name__})"
-            run.log.event("resume", f"{text}; trying the one before")
+            reason = f"{path} cannot be used ({plain(error, 200)})"
+            run.log.event("resume", f"{reason}; trying the one before")
             continue
         run.done = run.saved = round_
-        run.checkpoints = [r for r in reversed(rounds) if r <= round_]
-        ahead = f", ahead of the swarm's round {clock}: rewards may be missing between" * (round_ > clock)
-        run.log.event("resume", f"from the checkpoint after round {round_}{ahead}", round=round_)
-        return
-    if isinstance(reason, ConfigError):
-        raise reason
-    if reason or had_checkpoint(run):
-        found = f"none of {config.NODE_ID}'s can be used ({plain(reason)}): restore one"
-        missing = f"{config.NODE_ID} trained here, and has no checkpoint: restore it or LOCAL_NODES"
-        todo = f"{found if reason else missing}, or take another NODE_ID or EXPERIMENT_NAME"
-        raise StoreError(f"{store.base / 'checkpoints'}: {todo}. Nothing was changed")
-    if run.nodes[0].id in store.sessions():
-        run.log.say(f"{config.NODE_ID} was here before, and left no checkpoint: it begins with fresh weights")
+        return run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
+    if reason:
+        todo = "restore one, or take another NODE_ID or EXPERIMENT_NAME. Nothing was changed"
+        raise StoreError(f"{run.store.base}: {reason}; {todo}")
 
 
-def had_checkpoint(run: Run) -> bool:
-    """Whether this process, that finds no checkpoint to go on from, once had one: its log says so.
+def restore(run: Run, path: Path | None, round_: int) -> None:
+    """A checkpoint into the nodes; the settings of the update are those of this start. Or an exception.
 
-    Or one of its nodes had, with another LOCAL_NODES: alone, or in a process with others (of one session).
+    A stranger may have written it: it is a safetensors file, so that reading it runs nothing.
     """
-    store, name, ids = run.store, run.config.NODE_ID, [node.id for node in run.nodes]
-    sessions = store.sessions()
-    with_others = ids == [name] and [*sessions.values()].count(sessions.get(name)) > 1
-    processes = [name, *(sessions.keys() & ids), *[name.rpartition("_")[0]] * with_others]
-    if any(map(store.checkpoints, processes)) or any(store.names(f"models/{node}") for node in ids):
-        return True  # of rounds that are not believed; of a run that ended
-    for log in (f"logs/{process}/training_events.jsonl" for process in processes):
-        with contextlib.suppress(FileNotFoundError, BadFile), store.open(log) as file:
-            if b'"event": "checkpoint"' in file.read(4 * MAX_JSON_BYTES):
-                return True
-    return False
-
-
-def checkpoint_bytes(run: Run) -> int:
-    """About the size of a checkpoint: weights and Adam's two moments in float32."""
-    return 12 * sum(p.numel() for node in run.nodes for p in node.model.parameters())
-
-
-def fetch_checkpoint(run: Run, path: str) -> Path:
-    """A checkpoint, copied to the local disk; ValueError if it is far larger than this model's."""
-    local, most = run.scratch / "resume", 2 * checkpoint_bytes(run) + 2**26
-    with run.store.open(path) as file, open(local, "wb") as copied:
-        while piece := file.read(2**20):
-            header = int.from_bytes(piece[:8], "little") if copied.tell() == 0 else 2
-            if not 2 <= header <= 2 * MAX_HEADER or copied.tell() + copied.write(piece) > most:
-                raise ValueError(f"no header, or over {2 * MAX_HEADER} bytes of it, or over {most} in all")
-    return local
-
-
-def restore(run: Run, file, round_: int) -> None:
-    """An open checkpoint into the nodes; the settings of the update are those of this start. Or an exception.
-
-    A stranger may have written it: it is a safetensors file, so that reading it runs and unpacks nothing.
-    """
-    name, state = run.config.NODE_ID, parse_json(file.metadata()["about"].encode(), MAX_HEADER)
-    if state["model_name"] != run.config.MODEL_NAME:
-        made_with = f"the checkpoint of {name} was made with {plain(state['model_name'])}"
-        raise ConfigError(f"MODEL_NAME={run.config.MODEL_NAME!r}: {made_with}; set that, or another NODE_ID")
-    if state["nodes"].keys() != {node.id for node in run.nodes}:
-        holds = f"the checkpoint of {name} holds {plain(', '.join(state['nodes']))}"
-        raise ConfigError(f"LOCAL_NODES={run.config.LOCAL_NODES}: {holds}; set that many, or another NODE_ID")
-    since = round_ - run.config.ROLLOUT_MAX_AGE  # what is older, or newer, is of no use, or forged
+    if path is None:
+        raise BadFile("not a regular file")
+    about = parse_json(read_about(path).encode())
+    if (about["model_name"], sorted(about["nodes"])) != (
+        run.config.MODEL_NAME,
+        sorted(n.id for n in run.nodes),
+    ):
+        made_with = f"MODEL_NAME={about['model_name']} and nodes {some(sorted(about['nodes']))}"
+        raise ValueError(f"made with {made_with}: set these, or take another NODE_ID")
+    ours = state_of(run.nodes)
+    saved = load_tensors(path, ours)
+    if (about["next_round"], about["crc"]) != (round_ + 1, checksum(saved.values())):
+        raise ValueError("damaged, or of another round")
     for node in run.nodes:
-        mine = state["nodes"][node.id]
-        ours = training_state(node.model, node.optimizer)
-        tensors = {key: file.get_tensor(f"{node.id}/{key}") for key in ours}
-        written = state["next_round"], mine["crc"]
-        if written != (round_ + 1, checksum(tensors.values())) or not is_number(mine["total_reward"]):
-            raise ValueError("damaged, or of another round")
-        used = [key for key in mine["trained"] if since <= key[0] <= round_ and is_name(key[2])]
-        node.trained = {(int(t), int(stage), peer, int(i)) for t, stage, peer, i in used}
-        node.total_reward = mine["total_reward"]
-        fill(ours, tensors)
+        mine = about["nodes"][node.id]
+        node.trained = {(int(t), int(stage), str(peer), int(i)) for t, stage, peer, i in mine["trained"]}
+        node.total_reward = float(mine["total_reward"])
+    fill(ours, saved)
 
 
-def save_models(run: Run) -> None:
-    """models/NODE: an ordinary Hugging Face folder, with the line that tries it."""
-    folder = run.store.base / "models" / run.nodes[0].id
-    local = [save_locally(run, node, "models") for node in run.nodes]
-    for file in sorted(file for path in local for file in path.glob("*")):
-        run.swarm.post(carry, run, f"models/{file.parent.name}/{file.name}")
-    decode, prompt = run.codec.tokenizer.decode, run.codec.prompt(make_question(run.tasks[0], 1))
-    prompt = json.dumps(decode(prompt).removeprefix(decode(run.codec.bos)))  # which the pipeline adds
-    model = json.dumps(str(folder))  # double quotes inside, single ones around
-    load = f'pipeline("text-generation", {model}, trust_remote_code=False)'
-    ask = f"{load}({prompt}, max_new_tokens={run.config.MAX_NEW_TOKENS})"
-    code = shlex.quote(f"from transformers import pipeline; print({ask})")
-    if local[0].exists():  # else it was said why not
-        run.log.say(f"final model: {folder}\n  try it: python -c {code}")
+def export_models(run: Run, last: bool) -> None:
+    """The models as ordinary Hugging Face folders: to the Hub, if a token is set; last: to models/NODE."""
+    for node in run.nodes:
+        with tempfile.TemporaryDirectory() as folder:
+            node.model.save_pretrained(folder)
+            run.codec.tokenizer.save_pretrained(folder, save_jinja_files=False)  # several would be a folder
+            for file in sorted(Path(folder).iterdir()) if last else []:
+                copy_it = functools.partial(shutil.copyfile, file)
+                run.store.write(f"models/{node.id}/{file.name}", copy_it, sync=True)
+            if run.config.HUGGINGFACE_ACCESS_TOKEN:
+                push_to_hub(run, node, folder)
+    if last:
+        model = run.store.base / "models" / run.nodes[0].id
+        prompt = run.codec.decode(run.codec.prompt(lucky_question(run.tasks[0], 1)))
+        made = f'pipeline("text-generation", {json.dumps(str(model))})'
+        ask = f"from transformers import pipeline; print({made}({json.dumps(prompt)}, max_new_tokens=99))"
+        run.log.say(f"final model: {model}\n  try it: python -c {shlex.quote(ask)}")
 
 
-def save_locally(run: Run, node: Node, folder: str) -> Path:
-    local = run.scratch / folder / node.id
+def push_to_hub(run: Run, node: Node, folder: str) -> None:
+    """Upload a folder, while training waits; a push that fails is said and stops nothing."""
+    config = run.config
     try:
-        node.model.save_pretrained(local)
-        run.codec.tokenizer.save_pretrained(local, save_jinja_files=False)  # several would be a folder
-    except Exception as error:  # a full disk: safetensors has a type of its own for it
-        run.log.event("error", f"no copy of the model: {local}: {error}")
-        run.swarm.set_aside.add(str(local))  # `close` counts it
-        return local / "incomplete"  # nothing to go on with
-    return local
+        from huggingface_hub import HfApi  # transformers brings it
+
+        api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
+        if repo == "auto":
+            repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node.id}"
+        elif max(config.LOCAL_NODES, config.NUM_WORKERS) > 1:
+            repo += f"-{node.id}"
+        api.create_repo(repo, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"after round {run.done}")
+        run.log.event("hub", f"pushed to {repo}")
+    except Exception as error:  # its text may hold the token: only type and status are told
+        status = getattr(getattr(error, "response", None), "status_code", "no answer")
+        run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
 
 
-def push_to_hub(run: Run, last: bool) -> None:
-    """Upload the models in the background if a token is set; a failed push is said and never stops training.
-
-    While one is under way none but the last models' is begun, and that one waits for its turn.
-    """
-    config, under_way = run.config, uploads()
-    if not config.HUGGINGFACE_ACCESS_TOKEN or (under_way and not last):
-        return
-    round_, folders = run.done, {node.id: save_locally(run, node, f"hub/{run.done}") for node in run.nodes}
-
-    def push():
-        for thread in under_way:
-            thread.join(HUB_PATIENCE / 2)
-        for node_id, local in folders.items():
-            try:
-                from huggingface_hub import HfApi  # transformers brings it
-
-                api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
-                if repo == "auto":
-                    repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node_id}"
-                elif max(config.LOCAL_NODES, config.NUM_WORKERS) > 1:
-                    repo += f"-{node_id}"
-                api.create_repo(repo, exist_ok=True)
-                api.upload_folder(repo_id=repo, folder_path=local, commit_message=f"after round {round_}")
-                run.log.event("hub", f"pushed to {repo}")
-            except Exception as error:  # its text may hold the token: only type and status are told
-                status = getattr(getattr(error, "response", None), "status_code", "no answer")
-                run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
-            shutil.rmtree(local, ignore_errors=True)
-
-    threading.Thread(target=push, name="hub", daemon=True).start()
+# -------- Roles -------------------------------------------------------------------------------------------
 
 
-def uploads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "hub"]
-
-
-# -------- Roles -----------------------------------------------------------------------------------
-
-
-def join_experiment(config: Config, store: DriveStore, say, only_read: bool) -> list[str]:
-    """The experiment's tasks, if this node's settings agree with it; ConfigError names both values if not.
-
-    only_read: config.json is not written yet, for what a start with a mistake leaves would bind the next.
-    """
-    own_tasks = ",".join(SMALL_TASKS if config.MODEL_NAME == "tiny" else PAPER_TASKS)
-    settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in PRIVATE_SETTINGS}
-    settings |= {"TASKS": own_tasks if config.TASKS == "auto" else config.TASKS}
-    settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash()}
-    there = store.open_config(settings | {"created_at": time.time()}, only_read)
-    path = store.base / "config.json"
-    if config.TASKS == "auto" and there.get("TASKS") != own_tasks:
-        settings["TASKS"] = str(there.get("TASKS"))
-        if only_read:
-            say(f"TASKS of {path}: {plain(settings['TASKS'], 300)}")
-    tasks = settings["TASKS"].split(",")
-    if unknown := [task for task in tasks if task not in TASK_TABLE]:
-        raise ConfigError(f"TASKS in {path}: {why_refused(unknown[0])}")
-    differ = {n: f"{v!r} (there {there.get(n)!r:.80})" for n, v in settings.items() if there.get(n) != v}
-    if wrong := [f"{name}={differ[name]}" for name in SHARED_SETTINGS if name in differ]:
-        raise ConfigError(f"{path} disagrees; change {', '.join(wrong)} or EXPERIMENT_NAME")
-    if differ and not only_read:
-        each = ", ".join(f"{name}={both}" for name, both in differ.items())
-        say(f"warning: settings that differ from the experiment's config.json: {each}")
-    return tasks
-
-
-def some(names: list[str], most: int = 20) -> str:
-    """The first of these names, for a sentence."""
-    return ", ".join(names[:most]) + f" and {len(names) - most} others" * (len(names) > most)
-
-
-def announce(config: Config, store: DriveStore, say) -> None:
-    """Say that an experiment is new (a typing mistake?), or who is in it and where it stands."""
-    if not ((nodes := without_seat(store.sessions())) or store.rounds("rewards")):
-        others = some([n for n in list_experiments(config.GDRIVE_PATH) if n != config.EXPERIMENT_NAME])
-        say(f"new experiment {config.EXPERIMENT_NAME}" + f"; there are also: {others}" * bool(others))
-        return
-    last = begun_with(store, "MAX_ROUNDS", math.inf)
-    last = last if config.MAX_ROUNDS == Config.MAX_ROUNDS else max(last, config.MAX_ROUNDS)
-    if nodes and re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and store.clock()[0] >= last - 1:
+def announce(config: "Config", store: DriveStore, say) -> None:
+    """Say whether the experiment is new, or who is in it; a made-up name joins none that has finished."""
+    nodes = without_seat(store.sessions()) if store.base.is_dir() else []
+    others = [name for name in list_experiments(config.GDRIVE_PATH) if name != config.EXPERIMENT_NAME]
+    if not nodes:
+        more = f"; there are also: {some(others, 8)}" if others else ""
+        return say(f"new experiment {config.EXPERIMENT_NAME}{more}")
+    clock = store.clock()
+    if re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and clock >= config.MAX_ROUNDS - 1:
         todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
-        raise ConfigError(f"experiment {config.EXPERIMENT_NAME} has finished its {last} rounds: {todo}")
-    known = some(nodes, 8) or "nobody yet"
-    say(f"experiment {config.EXPERIMENT_NAME} is there already: round {store.clock()[0]}, nodes: {known}")
-    if nodes and config.NODE_ID not in {node.rsplit("_", 1)[0] for node in nodes} | set(nodes):
-        say(f"{config.NODE_ID} joins it. To resume a node set NODE_ID; to start afresh, EXPERIMENT_NAME")
+        raise ConfigError(f"{config.EXPERIMENT_NAME} has finished its {config.MAX_ROUNDS} rounds: {todo}")
+    say(f"experiment {config.EXPERIMENT_NAME} is there already: round {clock}, nodes: {some(nodes, 8)}")
 
 
-def load_warm_start(config: Config, model, codec, tasks, say, check_stop=lambda: None) -> None:
+def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopButton) -> None:
     """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
 
-    warmstart/<hash>.safetensors is write-once; a claim file keeps the others from making it too. The claim
-    is ignored when its maker died or took ten minutes (making it twice is harmless).
+    A claim keeps the others from making it too; one that was not renewed for two minutes counts no more.
     """
-    if config.WARM_START_STEPS == 0:
-        return
-    shared = DriveStore(config.GDRIVE_PATH, None, config.NODE_ID)
+    Path(config.GDRIVE_PATH).mkdir(exist_ok=True)
+    store = Patient(DriveStore(config.GDRIVE_PATH, None, config.NODE_ID), log.event, stop)
     name = warm_start_name(model, codec, config, tasks)
-    path, claim = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim"
-    largest = (1 << 20) + sum(w.numel() * w.element_size() for w in model.state_dict().values())
-    until = float("inf")  # as long as nobody was waited for
-    recipe = model, codec, config, tasks, lambda line: (say(line), check_stop())
+    path, claim, told = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim", False
 
-    def made() -> bool | None:
-        with contextlib.suppress(OSError, BadFile):
-            return load_weights(model, shared.read_bytes(path, largest))
-
-    while not made():
-        check_stop()
-        with contextlib.suppress(OSError, BadFile):
-            if is_known_dead(shared.read(claim) or {}):
-                shared.delete(claim)
-            if not shared.write_once(claim, process_identity()) and time.monotonic() < until:
-                if until == float("inf"):
-                    until = time.monotonic() + CLAIM_SECONDS
-                    say(f"another node makes the warm start; waiting up to 10 minutes (or delete {claim})")
-                time.sleep(0.5)
-                continue
+    def made() -> bool:
         try:
-            if not made():  # by who held the claim until just now
-                halving_on_oom(lambda _: warm_start(*recipe), 1, 1, "the warm start")
-                shared.write(path, pack_weights(model), keep=lambda old: load_weights(model, old))
-        except OSError as error:
-            say(f"the warm start cannot be shared, this node goes on with its own: {error}")
-        finally:
-            with contextlib.suppress(OSError):
-                shared.delete(claim)
-                shared.delete(shared.tmp)
-        return
+            where = store.find(path)
+            if where:
+                fill(weights_of(model), load_tensors(where, weights_of(model)))
+            return where is not None
+        except Exception:  # many kinds: it is damaged, or a stranger's
+            return False
+
+    def is_fresh(old: bytes) -> bool:
+        claimed = parse_json(old)
+        others = claimed.get("by") != config.NODE_ID  # a kill may have left a claim of this node's
+        return others and is_number(claimed.get("time")) and abs(time.time() - claimed["time"]) < 120
+
+    def progress(line: str) -> None:
+        stop.check()
+        log.say(line)
+        store.write(claim, {"time": time.time(), "by": config.NODE_ID, "progress": line})
+
+    while config.WARM_START_STEPS > 0 and not made():
+        stop.check()
+        if store.write(claim, {"time": time.time(), "by": config.NODE_ID}, keep=is_fresh):
+            log.say(f"{config.NODE_ID} makes the warm start, once for all")
+            warm_start(model, codec, config, tasks, progress)
+            weights = {name: x.cpu().contiguous() for name, x in weights_of(model).items()}
+            store.write(path, functools.partial(save_tensors, weights, "warm start"), sync=True)
+            return store.delete(claim)
+        if not told:
+            told = True
+            log.say("another node makes the warm start; waiting for it")
+        time.sleep(0.5)
 
 
-def run_worker(config: Config, log: Log, stop: StopButton) -> str:
-    """Load, resume, train, save. Returns how it ended: finished, incomplete, stopped or superseded."""
-    stop.check()  # the imports took a while
-    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.NODE_ID, config.MAX_STAGES)
-    store.create()
-    announce(config, store, log.say)
-    tasks = join_experiment(config, store, log.say, only_read=True)
+def load_learner(config: "Config", store: Patient, log: Log, stop: StopButton) -> Run:
+    """The model at its warm start, with a copy and an optimizer for each node."""
+    tasks = config.TASKS.split(",")
     keep_freed_memory()
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
     try:
         model, codec = load_model(config, tasks)
-        load_warm_start(config, model, codec, tasks, log.say, stop.check)
+        load_warm_start(config, model, codec, tasks, log, stop)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    longest = {task: max(len(codec.prompt(lucky_question(task, i))) for i in range(5)) for task in tasks}
-    if cut := [task for task in tasks if longest[task] == codec.max_prompt]:
-        log.say(f"note: questions of {some(cut)} are cut to {codec.max_prompt} tokens: lower MAX_NEW_TOKENS")
-    if join_experiment(config, store, log.say, only_read=False) != tasks:
-        raise ConfigError(f"TASKS in {store.base / 'config.json'} changed during this start: start it again")
-    max_rows = check_memory(config, model, log.say)
-    ids = [f"{config.NODE_ID}_{i}" for i in range(config.LOCAL_NODES)]
-    nodes = [new_node(node_id, model, config) for node_id in (ids if len(ids) > 1 else [config.NODE_ID])]
-    del model  # every node has a copy
-    swarm = Swarm(store, {node.id: "" for node in nodes}, config, log.event, log.lines)
-    scratch, lock = make_scratch(store, log)
-    run = Run(config, store, swarm, codec, nodes, log, stop, tasks, scratch, max_rows=max_rows)
+    nodes = []
+    for node_id in config.node_ids:
+        own = copy.deepcopy(model).eval()
+        nodes.append(Node(node_id, own, new_optimizer(own, config)))
+    share = available_memory(config.DEVICE) // max(1, config.NUM_WORKERS)
+    return Run(config, store, codec, nodes, log, stop, tasks, rows_that_fit(model, config, share))
+
+
+def gigabytes(run: Run, checkpoints: int = 1) -> str:
+    """What so many checkpoints and the models at the end take on disk."""
+    states = checkpoints * sum(x.nbytes for x in state_of(run.nodes).values())
+    return f"{(states + sum(x.nbytes for node in run.nodes for x in node.model.parameters())) / 1e9:.2g}"
+
+
+ALONE = (
+    "one node learns from nobody; four in one process: LOCAL_NODES=4 NUM_TRANSPLANT_TREES=4 python sapo.py"
+)
+
+
+def register(run: Run) -> None:
+    """Announce this process's nodes, count the rewards of rounds that are not replayed, say what begins."""
+    config, store, ours = run.config, run.store, {node.id: node for node in run.nodes}
+    about = {"model": config.MODEL_NAME, "device": config.DEVICE, "host": platform.node()}
+    about |= VERSIONS
+    run.session = store.register([*ours], "worker", about)
+    run.sessions = store.sessions()
+    beat(run)
+    for node in ours:
+        store.write(f"logs/{node}/system_info.json", {"node_id": node, **about})
+    replayed = run.sessions.keys() == ours.keys()
+    for t in range(run.done + 1, 0 if replayed else min(store.clock(), config.MAX_ROUNDS)):
+        for row in store.rewards(t, ours):
+            ours[row["node_id"]].total_reward += row["reward"]
+    if len(ours) == 1 and config.NUM_WORKERS <= 1 and len(without_seat(run.sessions)) == 1:
+        run.log.say(ALONE)
+    elif config.NUM_TRANSPLANT_TREES == 0:
+        run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
+    what = f"{len(ours)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
+    free = shutil.disk_usage(config.GDRIVE_PATH).free / 1e9
+    room = (
+        f"{gigabytes(run, config.CHECKPOINT_KEEP + 1)} GB on disk for checkpoints and models, {free:.1f} free"
+    )
+    run.log.event("start", f"{what}, round {run.done + 1}; {room}")
+    run.log.say(f"to resume: {run.log.resume_line}")
+    run.first_sample = sample(run)
+    run.log.say(sample_text(run.first_sample))
+
+
+def run_worker(config: "Config", store: DriveStore, log: Log, stop: StopButton) -> str:
+    """Load, resume, train, save. Returns how it ended: finished, stopped or superseded."""
+    patient = Patient(store, log.event, stop)
+    run, _ = halving_on_oom(lambda _: load_learner(config, patient, log, stop), 1, 1, "the start")
+    store.create()  # not before the model is there: a start that fails leaves nothing
+    settings = {name: value for name, value in asdict(config).items() if name not in OF_PROCESS}
+    settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash(), "created_at": time.time()}
+    there = patient.open_config(settings)
+    settle({name: settings[name] for name in MUST_AGREE}, there, [])  # somebody may have been faster
+    resume(run)  # before registering: a start that is refused must not take a running node's place
+    register(run)
+    log.show_bar(config.MAX_ROUNDS, run.done + 1)
     try:
-        prepare(run)
         train(run)
-        swarm.state = "done"
-        if run.done >= 0:  # also of a start that only finds them missing, after a stop in the last round
-            save_checkpoint(run)
-            save_models(run)
-            swarm.post(swarm.end, run.done)
+        log.say(f"writing checkpoint and models, {gigabytes(run)} GB")
+        save_checkpoint(run)  # of a start that found it missing
+        export_models(run, last=True)
+        write_winners(patient, config.MAX_ROUNDS - 1, run.sessions)
         if run.history:
-            log.event("end", f"finished; {conclusion(run)}; next: NODE_ROLE=report compares experiments")
+            conclude(run)
+        if COORDINATOR not in run.sessions:  # else it draws for all
+            patient.insist(write_picture, store, log.say)
         outcome = "finished"
     except Ended as how:
         outcome = str(how)
-        save_checkpoint(run)  # a superseded one's stays on the local disk, see `carry`
         if outcome == "stopped":
-            swarm.state = "stopped"
+            save_checkpoint(run)
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
-    finally:
-        arrived = stop.pressed < 2 and close(run)
-        swarm.is_abandoned = True
-        lock.close()  # in a notebook this process lives on
-    outcome = "superseded" if swarm.superseded else outcome
-    return "incomplete" if outcome == "finished" and not arrived else outcome
-
-
-def check_memory(config: Config, model, say) -> int:
-    """Say what memory is needed and what is there; ConfigError if even the models do not fit.
-
-    Weights, gradients and Adam take 16 bytes a parameter and node. Returns completions per forward pass.
-    """
-    needed = 16e-9 * sum(p.numel() for p in model.parameters()) * config.LOCAL_NODES
-    share = memory_share(config, config.DEVICE)
-    rows, row = rows_that_fit(model, config, share)
-    batch = config.NUM_GENERATIONS * (config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES)
-    memory = f"{needed:.2g} GB for {config.LOCAL_NODES} x {config.MODEL_NAME} with gradients and Adam"
-    memory += f", about {min(rows, batch) * row:.2g} GB for {min(rows, batch)} completions at once"
-    if needed > share / 1e9:
-        todo = "lower LOCAL_NODES or NUM_WORKERS, or set a smaller MODEL_NAME"
-        raise ConfigError(f"not enough memory: {memory}; this process may have {share / 1e9:.1f} GB: {todo}")
-    say(f"memory: {memory}; {share / 1e9:.1f} GB available")
-    return rows
-
-
-def new_node(node_id: str, model, config: Config) -> Node:
-    """A node with its own copy of the weights."""
-    own = copy.deepcopy(model).eval()
-    return Node(node_id, own, new_optimizer(own, config))
-
-
-def make_scratch(store: DriveStore, log: Log) -> tuple[Path, object]:
-    """A local folder for files on their way to the shared one, and its lock, open while this process lives.
-
-    Those that ended processes left are deleted; one with files that did not arrive is kept, and named by the
-    next start of its node.
-    """
-    whose = f"{os.path.realpath(store.base)} {store.owner}"
-    try:
-        scratch = Path(tempfile.mkdtemp(prefix="sapo-"))
-        lock = open(scratch / "lock", "w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        print(whose, file=lock, end="", flush=True)
-    except OSError as error:
-        raise ConfigError(f"TMPDIR={tempfile.gettempdir()}: no folder can be made there ({error})") from error
-    for path in scratch.parent.glob("sapo-????????/lock"):
-        with contextlib.suppress(OSError, ValueError), open(path, "r+") as theirs:
-            fcntl.flock(theirs, fcntl.LOCK_EX | fcntl.LOCK_NB)  # OSError: in use
-            if not (waiting := waiting_files(path.parent)):
-                if os.fstat(theirs.fileno()).st_mtime < time.time() - 60:  # else just made, not yet locked
-                    shutil.rmtree(path.parent)
-            elif theirs.read(len(whose) + 1) == whose:
-                why = f"did not reach {store.base} in an earlier start, and this one does not use it"
-                todo = "a copy there is gone on from (rewards before it that are not there stay missing)"
-                log.say(f"{plain(waiting[0], 300)} {why}; {todo}; or delete it")
-    return scratch, lock
-
-
-def prepare(run: Run) -> None:
-    """Resume, register, try out the folder, look at it, check the disk, say what begins."""
-    config, store, swarm = run.config, run.store, run.swarm
-    resume(run)  # before registering: a start that is refused must not take a running node's place
-    run.log.say(f"the folder: {store.probe()}")  # it also sweeps what a killed process of this name left
-    about = {"model": config.MODEL_NAME, "device": config.DEVICE, **process_identity()}
-    about |= {"cpus": os.cpu_count(), "torch": torch.__version__, "transformers": transformers.__version__}
-    about |= {"python": platform.python_version(), "reasoning_gym": REASONING_GYM_VERSION}
-    session = store.new_session(*swarm.nodes)
-    for node in run.nodes:
-        swarm.nodes[node.id] = store.register(node.id, "worker", about, session)
-        swarm.post(store.rewrite, f"logs/{node.id}/system_info.json", {"node_id": node.id, **about})
-    swarm.round = run.done + 1
-    swarm.start()
-    nodes, end = {node.id: node for node in run.nodes}, min(swarm.clock, config.MAX_ROUNDS)
-    for t in [t for t in store.rounds("rewards") if run.done < t < end and not swarm.alone]:
-        run.stop.check()  # these rounds were finished before a kill, and are not replayed
-        for row in store.rewards(t, nodes):
-            nodes[row["node_id"]].total_reward += row["reward"]
-    size = checkpoint_bytes(run)
-    for place, copies in ((store.base, config.CHECKPOINT_KEEP + 1), (run.scratch, 1)):
-        if (free := shutil.disk_usage(place).free) < copies * size:
-            needed = f"{free / 1e9:.2f} GB free, {copies} checkpoints need {copies * size / 1e9:.2f} GB"
-            run.log.event("disk", f"{place}: {needed}; lower CHECKPOINT_KEEP or make room")
-    if config.NUM_TRANSPLANT_TREES == 0:
-        run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
-    what = f"{len(run.nodes)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
-    run.log.event("start", f"{what}, round {run.done + 1}")
-    run.log.say(f"to resume: {run.log.resume_line}")
-    if sys.stdout.isatty() or in_notebook():  # a log file wants plain lines
-        from tqdm.auto import tqdm  # transformers brings it
-
-        rounds = dict(total=config.MAX_ROUNDS, initial=run.done + 1, unit="round", dynamic_ncols=True)
-        with contextlib.suppress(OSError, ValueError):
-            run.log.bar = tqdm(**rounds)
-
-
-def close(run: Run) -> bool:
-    """Write what is still queued and say goodbye; whether all of it arrived. Nothing is given up silently."""
-    if run.log.bar is not None:
-        with contextlib.suppress(OSError, ValueError):
-            run.log.bar.close()
-        run.log.bar = None
-    if uploads():
-        run.stop.pressed = 1  # one more is the last
-        run.log.say("waiting for the Hub (Ctrl-C gives up)")
-    deadline = time.monotonic() + (HUB_PATIENCE if run.swarm.state == "done" else 120.0)
-    with contextlib.suppress(KeyboardInterrupt):
-        for thread in uploads():
-            thread.join(max(0.0, deadline - time.monotonic()))
-    if uploads():
-        run.log.event("hub", f"an upload did not reach the Hub; the model lies in {run.scratch / 'hub'}")
-    pending = True  # as long as it is not known
-    with contextlib.suppress(KeyboardInterrupt):
-        if pending := run.swarm.close(patience=10.0):
-            run.stop.pressed = 1
-            run.log.say(f"{pending} writes wait for the shared folder, up to 5 minutes (Ctrl-C gives up)")
-            pending = run.swarm.close(patience=300.0)
-    if run.swarm.set_aside:
-        run.log.say(f"set aside, because they cannot be written: {len(run.swarm.set_aside)} files")
-    waiting = waiting_files(run.scratch)
-    unsaved = run.swarm.state != "running" and run.done not in (-1, *run.checkpoints)
-    lost = pending or len(waiting) or len(run.swarm.set_aside) or unsaved
-    if lost:
-        here = f"; what lies in {run.scratch} can be copied there" * bool(waiting)
-        run.log.say(f"{'some' if lost is True else lost} writes did not reach the shared folder{here}")
-    if not waiting and not uploads():
-        shutil.rmtree(run.scratch, ignore_errors=True)
-    return not lost
-
-
-def run_coordinator(config: Config, log: Log, stop: StopButton) -> str:
-    """Open rounds for the swarm; loads no model."""
-    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, COORDINATOR, config.MAX_STAGES)
-    store.create()
-    store.open_config({}, only_read=True)  # StoreError if it is none of this program's
-    stages = begun_with(store, "MAX_STAGES", config.MAX_STAGES)
-    if config.MAX_STAGES not in (stages, Config.MAX_STAGES):  # not set: whatever the workers have
-        todo = f"{store.base / 'config.json'} says {stages}; set that, or another EXPERIMENT_NAME"
-        raise ConfigError(f"MAX_STAGES={config.MAX_STAGES}: {todo}")
-    store.max_stages = min(100, stages)
-    store.sweep()
-    session = store.register(COORDINATOR, "coordinator", {"model": None, **process_identity()})
-    swarm = Swarm(store, {COORDINATOR: session}, config, log.event, log.lines)
-    outcome = Coordinator(swarm, config, log.say).run(lambda: stop.pressed)
-    log.say(f"coordinator: {outcome}" + " by a newer one on this seat" * (outcome == "superseded"))
-    swarm.state = "done" if outcome == "finished" else "stopped"
-    swarm.close(patience=10.0)
+    if log.bar:
+        log.bar.close()
+    if outcome != "superseded":
+        beat(run, "done" if outcome == "finished" else "stopped")
+    log.flush(patient)
     return outcome
 
 
-def run_reader(config: Config, stop: StopButton) -> str:
+def run_coordinator(config: "Config", store: DriveStore, log: Log, stop: StopButton) -> str:
+    """Open rounds for the swarm; loads no model."""
+    store.create()
+    patient = Patient(store, log.event, stop)
+    outcome = keep_the_clock(patient, config, log, stop)
+    log.say(f"coordinator: {outcome}" + (" by a newer one on this seat" if outcome == "superseded" else ""))
+    if outcome == "finished":
+        patient.insist(write_picture, store, log.say)
+    log.flush(patient)
+    return outcome
+
+
+def run_reader(given: dict, stop: StopButton) -> str:
     """monitor, validate or report: they change no experiment and load no model."""
-    names, shared = list_experiments(config.GDRIVE_PATH), DriveStore(config.GDRIVE_PATH, None)
-    if config.NODE_ROLE == "report" and names:
-        rows = compare_experiments(config.GDRIVE_PATH)
-        lines = [report_text(rows) if rows else f"report: no rewards below {config.GDRIVE_PATH}"]
-        for name, data in (report_files(rows) if rows else {}).items():
-            path = f"reports/{name}"
-            try:
-                shared.write(path, data)
-                lines.append(str(shared.base / path))
-            except OSError as error:
-                lines.append(f"{shared.base / path} cannot be written: {error}")
-        print(*lines, sep="\n")  # last: whoever reads it may leave (head)
-        return "finished" if rows else "invalid"
-    live = config.NODE_ROLE == "monitor" and (sys.stdout.isatty() or in_notebook())
-    if live and config.EXPERIMENT_NAME not in names:
-        print(f"waiting for experiment {config.EXPERIMENT_NAME} in {config.GDRIVE_PATH}", flush=True)
-    while live and config.EXPERIMENT_NAME not in names and not stop.pressed:
-        time.sleep(0.5)
-        names = list_experiments(config.GDRIVE_PATH)
-    if config.EXPERIMENT_NAME not in names:
-        there = f"there are: {some(names)}" if names else "there is none"
-        print(f"no experiment {config.EXPERIMENT_NAME!r} in {config.GDRIVE_PATH}; {there}")
-        return "invalid"
-    store = DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME)
-    store.open_config({}, only_read=True)  # StoreError if it is none of this program's
-    rounds = config.MAX_ROUNDS if config.MAX_ROUNDS != Config.MAX_ROUNDS else None  # as set here
-    if config.NODE_ROLE == "monitor":
-        monitor(store, config.STALE_AFTER_SECONDS, rounds, once=not live, should_stop=lambda: stop.pressed)
+    config = Config(**given)
+    name, path = config.EXPERIMENT_NAME, config.GDRIVE_PATH
+    names = list_experiments(path)
+    if config.NODE_ROLE == "report":
+        rows = compare_experiments(path, fnmatch.filter(names, given.get("EXPERIMENT_NAME", "*")))
+        if not rows:
+            print(f"report: no rewards below {path} for EXPERIMENT_NAME={given.get('EXPERIMENT_NAME', '*')}")
+            return "invalid"
+        print(report_text(rows))
+        shared, picture = DriveStore(path, None), draw(rows)
+        shared.write("reports/report.md", report_text(rows).encode())
+        if picture:
+            shared.write("reports/report.png", picture)
+            print(shared.base / "reports" / "report.png")
         return "finished"
-    set_here = max(config.LOCAL_NODES, config.NUM_WORKERS)
-    begun = max(begun_with(store, "LOCAL_NODES", 1), begun_with(store, "NUM_WORKERS", 1))
-    nodes = next((n for n in (set_here, begun) if n > 1), len(without_seat(store.sessions())))
-    rounds = rounds or max(begun_with(store, "MAX_ROUNDS", Config.MAX_ROUNDS), store.clock()[0] + 1)
+    if name not in names:
+        print(f"no experiment {name!r} in {path}; there are: {some(names) or 'none'}")
+        return "invalid"
+    store = DriveStore(path, name)
+    rounds = given.get("MAX_ROUNDS") or max(begun_with(store, "MAX_ROUNDS", 1), store.clock() + 1)
+    if config.NODE_ROLE == "monitor":
+        once = not (sys.stdout.isatty() or in_notebook())
+        monitor(store, config.STALE_AFTER_SECONDS, rounds, once, stop)
+        return "finished"
+    of_experiment = max(begun_with(store, "LOCAL_NODES", 1), begun_with(store, "NUM_WORKERS", 1))
+    nodes = given.get("NUM_WORKERS") or given.get("LOCAL_NODES") or of_experiment
     problems = validate_experiment(store, rounds, nodes)
     for line in (*problems, f"{store.base}: " + ("FAILED" if problems else "passed")):
         print(f"validate: {line}")
     return "invalid" if problems else "valid"
 
 
-# -------- For notebooks, and the command line -----------------------------------------------------
+# -------- For notebooks, and the command line -------------------------------------------------------------
 
 
 def get_experiment_status(path, name: str) -> dict:
@@ -1465,19 +1292,18 @@ def get_experiment_status(path, name: str) -> dict:
 def get_experiment_metrics(path, name: str):
     """One row per node, round and stage: a pandas.DataFrame if there is pandas, else a list of dicts."""
     rows = reward_rows(DriveStore(path, name))
-    with contextlib.suppress(ImportError):
+    try:
         import pandas
-
-        return pandas.DataFrame(rows)
-    return rows
+    except ImportError:
+        return rows
+    return pandas.DataFrame(rows)
 
 
 def list_experiments(path) -> list[str]:
     """Names of the experiments below `path`. One with a coordinator alone has no config.json yet."""
     shared = DriveStore(path, None)
     names = [n for n in (shared.names("experiments") if os.path.isdir(path) else ()) if is_name(n)]
-    inside = ((n, shared.names(f"experiments/{n}{p}", look=False)) for n in names for p in ("", "/state"))
-    return sorted({n for n, there in inside if {"config.json", "rounds"} & {*there}})
+    return [n for n in names if {"config.json", "state"} & set(shared.names(f"experiments/{n}"))]
 
 
 def compare_experiments(path, names=None) -> list[dict]:
@@ -1485,59 +1311,61 @@ def compare_experiments(path, names=None) -> list[dict]:
     summaries = []
     for name in names or list_experiments(path):
         try:
-            summaries.append(summarize(store := DriveStore(path, name)))
-            said = [f"experiment {name}: not used: {plain(why)}" for why in store.skipped]
-        except (ValueError, OSError, StoreError) as error:  # one that is damaged: the others are reported
-            said = [f"experiment {name} is left out: {error}"]
-        with contextlib.suppress(OSError):  # a full disk
-            print("".join(f"{line}\n" for line in said), end="")
-    return compare(summaries)
+            summaries.append(summarize(DriveStore(path, name)))
+        except (ValueError, OSError) as error:  # one that is damaged: the others are reported
+            print(f"experiment {name} is left out: {plain(error)}")
+    return compare([run for run in summaries if run])
 
 
-def unseen_globals(environ) -> list[str]:
-    """In a notebook: variables set as Python's own, which this program cannot see, with the line to write."""
-    names = sys.modules["IPython"].get_ipython().user_ns if in_notebook() else {}
-    unseen = [(f.name, names[f.name]) for f in fields(Config) if f.name in names and f.name != SECRET]
-    unseen = [(n, v) for n, v in unseen if isinstance(v, str | int | float) and environ.get(n) != str(v)]
-    return [f"{n} is a Python variable, which is not seen: write %env {n}={v}" for n, v in unseen]
+def run_role(given: dict, notes: list[str], stop: StopButton) -> str:
+    """Worker or coordinator: settle with the experiment that is there, say what is set, run. How it ended."""
+    store = DriveStore(given["GDRIVE_PATH"], given.get("EXPERIMENT_NAME", "default"), given["NODE_ID"])
+    there = store.open_config() or {}
+    config = settle(given, there, notes)
+    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, given, there))
+    over = store.base.is_dir() and store.clock() >= config.MAX_ROUNDS - 1
+    if over and config.NODE_ROLE == "worker" and all(store.names(f"models/{n}") for n in config.node_ids):
+        done = f"{config.EXPERIMENT_NAME}: already finished, all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
+        log.say(f"{done}; raise it, or choose another EXPERIMENT_NAME")
+        return "finished"
+    announce(config, store, log.say)
+    log.say(config_table(config, given))
+    for note in notes:
+        log.say(f"note: {note}")
+    role = run_coordinator if config.NODE_ROLE == "coordinator" else run_worker
+    try:
+        return role(config, store, log, stop)
+    except (Ended, KeyboardInterrupt):
+        log.say(f"stopped; to go on:\n  {log.resume_line}")
+        return "stopped"
 
 
 def main(environ=None) -> int:
     """Run the role that the environment asks for (read only here), say what goes wrong; the exit status."""
     environ = {name: str(value) for name, value in (os.environ if environ is None else environ).items()}
-    say, to_go_on = print, ""
-    sys.stdout, sys.stderr = (s or open(os.devnull, "w") for s in (sys.stdout, sys.stderr))  # closed by >&-
-    with contextlib.suppress(AttributeError):  # a notebook's has no encoding to care for
-        sys.stdout.reconfigure(errors="replace")  # a terminal may know no "…"
     stop = StopButton()
-    stop.install()
+    secret = environ.get(SECRET, "").strip()
     try:
-        config, notes = read_config(environ)
-        log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, environ))
-        say, to_go_on = log.say, f"; to go on:\n  {log.resume_line}"
-        run = {"worker": run_worker, "coordinator": run_coordinator}.get(config.NODE_ROLE)
-        if run:
-            say(config_table(config, config.VERBOSE))
-        for note in notes + unseen_globals(environ):
-            say(f"note: {note}")
-        outcome = run(config, log, stop) if run else run_reader(config, stop)
+        given, notes = read_environment(environ)
+        is_reader = given.get("NODE_ROLE") in ("monitor", "report", "validate")
+        outcome = run_reader(given, stop) if is_reader else run_role(given, notes, stop)
         return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
-    except (Ended, KeyboardInterrupt):
-        say(f"stopped{to_go_on}")
+    except KeyboardInterrupt:
         return 130
-    except ImportError as error:
-        say(f"{error}\n  pip install torch transformers reasoning-gym")
     except (ConfigError, StoreError, MemoryError) as error:
-        say(str(error))
+        why = str(error)
     except OSError as error:
-        say(f"GDRIVE_PATH={environ.get('GDRIVE_PATH', 'auto')} cannot be used: {plain(error)}")
+        why = f"GDRIVE_PATH={environ.get('GDRIVE_PATH', 'auto')} cannot be used: {plain(error, 300)}"
     finally:
         stop.restore()
+    print(why.replace(secret, "***") if secret else why, flush=True)
     return 2
 
 
 if __name__ == "__main__":
     wants_help = sys.argv[1:] and not in_notebook()  # --help, -h, help: nothing is set by arguments
+    if wants_help:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # of `| head`
     status = print(help_text()) if wants_help else main()
     if status and not in_notebook():  # in a notebook the cell just ends
         sys.exit(status)

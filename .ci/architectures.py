@@ -67,7 +67,7 @@ def judge(folder: str) -> tuple[str, str]:
         "DTYPE": "float32",
         "NUM_SHOTS": "0",
     }
-    config = sapo.read_config(settings)[0]
+    config = sapo.settle(sapo.read_environment(settings)[0], {}, [])
     try:
         model, codec = grpo.load_model(config, ["small_gcd"])
     except ValueError as error:
@@ -121,7 +121,6 @@ def in_a_process(name: str) -> str:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     transformers.utils.logging.set_verbosity_error()
-    sapo.import_learner()
     kinds = collections.Counter()
     for name in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         result = in_a_process(name)

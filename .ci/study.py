@@ -1,121 +1,190 @@
-"""Runs a study, one experiment for each arm and seed, and goes on where it was killed. Started by hand:
+"""The frontier: reward against generation, each arm at its own best learning rate. Started by hand:
 
-    python .ci/study.py smol FOLDER MODEL          the runs of one study, in the order of the seeds
-    python .ci/study.py smol FOLDER MODEL tables   what they gave so far, in Markdown
+    python .ci/study.py tiny FOLDER              all runs, one after the other; started again, it continues
+    python .ci/study.py smol FOLDER MODEL        the same with a real model (a folder or Hugging Face id)
+    python .ci/study.py tables FOLDER            what they gave so far, in Markdown
+    python .ci/study.py picture FOLDER FILE      the README's picture
 
-FOLDER is a shared folder for this study alone. A run that has saved its models is finished and is not
-started again; any other goes on from its newest checkpoint. Settings, arms, seeds and the tables were fixed
-before the first run. THREADS (1) is the number of threads of a run; figures repeat for the same number.
+Fixed before the first run: seeds 1 to 3 at each rate choose an arm's rate, by the highest mean cumulative
+reward (smol: seed 1). Only the seeds after these are reported. A run is finished when it has a line in
+FOLDER/results.jsonl. THREADS (1) is the number of threads of a run; figures repeat for the same number.
 """
 
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TINY = dict(MODEL_NAME="tiny", LOCAL_NODES=8, MAX_ROUNDS=120, CHECKPOINT_INTERVAL=60, ANSWER_TAG_SHARE=0.02)
-SETTINGS = {
-    "a": TINY,
-    "b": TINY | dict(ANSWER_TAG_SHARE=0.005),
-    "c": TINY | dict(LEARNING_RATE=1e-4, MAX_ROUNDS=150),
-    "smol": dict(
-        LOCAL_NODES=4, MAX_ROUNDS=40, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25,
-        LEARNING_RATE=1e-5, EVAL_INTERVAL=10, EVAL_SAMPLES=64, CHECKPOINT_INTERVAL=20, CHECKPOINT_KEEP=1,
-        TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
-    ),
-}  # fmt: skip
-OWN, PEERS, AGAIN = "NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "LOCAL_REPLAY"
-ARMS = {  # name -> what makes it; the two that matter most come first
-    "8/0": {OWN: 8, PEERS: 0},
-    "4/4": {OWN: 4, PEERS: 4},
-    "8/0 +r8": {OWN: 8, PEERS: 0, AGAIN: 8},
-    "4/0 +r4": {OWN: 4, PEERS: 0, AGAIN: 4},
-    "8/0 x2": {OWN: 8, PEERS: 0, "LOCAL_OVERSAMPLE": 2},
-    "6/2": {OWN: 6, PEERS: 2},
-    "2/6": {OWN: 2, PEERS: 6},
-    "4/4 unfiltered": {OWN: 4, PEERS: 4, "EXTERNAL_FILTER": False},
-    "8/0 x4": {OWN: 8, PEERS: 0, "LOCAL_OVERSAMPLE": 4},
-    "4/4 floor": {OWN: 4, PEERS: 4, "EXTERNAL_FLOOR": 0.05},
+TINY = dict(MODEL_NAME="tiny", LOCAL_NODES=8, MAX_ROUNDS=120, CHECKPOINT_INTERVAL=60, EVAL_INTERVAL=20)
+SMOL = dict(
+    LOCAL_NODES=4, MAX_ROUNDS=40, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25, EVAL_INTERVAL=10,
+    CHECKPOINT_INTERVAL=20, CHECKPOINT_KEEP=1,
+    TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
+)  # fmt: skip
+STUDIES = {  # settings, arms, rates, seeds that choose, seeds that are reported
+    "tiny": (TINY, "8/0 4/4 2/6 4/0 1/7 2/0 1/0 4/4u 8/0x2", "3e-4 6e-4 1e-3 2e-3", (1, 2, 3), range(4, 10)),
+    "smol": (SMOL, "8/0 4/4 2/6 4/0", "1e-5 3e-5 1e-4", (1,), range(2, 5)),
 }
-SEEDS = range(1, 7)
+LEVELS, T_95 = (0.3, 0.4), (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def runs(setting: str):
-    """(arm, seed, experiment) in order: all arms of a seed before the next seed, two main arms first."""
-    main = list(ARMS)[:2]
-    for arms, seeds in ((main, SEEDS[:3]), (ARMS, SEEDS[:3]), (ARMS, SEEDS)):
-        for seed in seeds:
-            for arm in arms:
-                name = f"{setting}-{arm}-s{seed}".replace("/", "_").replace(" ", "_").replace("+", "")
-                yield arm, seed, name
+def settings_of(arm: str) -> dict:
+    """ "4/4u" -> I = 4, J = 4, unfiltered; "8/0x2" -> LOCAL_OVERSAMPLE = 2."""
+    pair, _, times = arm.replace("u", "").partition("x")
+    own, peers = pair.split("/")
+    found = {"NUM_TRAIN_SAMPLES": own, "NUM_TRANSPLANT_TREES": peers, "LOCAL_OVERSAMPLE": times or 1}
+    return found | {"EXTERNAL_FILTER": "u" not in arm}
 
 
-def run(setting: str, folder: Path, model: str | None) -> None:
-    for arm, seed, name in dict.fromkeys(runs(setting)):
-        models = folder / "experiments" / name / "models"
-        wanted = {**SETTINGS[setting], **ARMS[arm], "SEED": seed, "NODE_ID": "node"}
-        if sum(1 for _ in models.glob("*/model.safetensors")) == wanted["LOCAL_NODES"]:
-            continue
-        wanted |= {"MODEL_NAME": model} if model else {}
-        threads = os.environ.get("THREADS", "1")
-        env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/"), "OMP_NUM_THREADS": threads}
-        env |= {n: str(v) for n, v in wanted.items()}
-        env |= {"GDRIVE_PATH": str(folder), "EXPERIMENT_NAME": name}
-        with open(folder / f"{name}.log", "a") as log:
-            status = subprocess.run([sys.executable, ROOT / "sapo.py"], env=env, stdout=log, stderr=log)
-        print(f"{name}: status {status.returncode}", flush=True)
-        if status.returncode:
-            return
-        for weights in (folder / "experiments" / name / "checkpoints").glob("*/*.safetensors"):
-            weights.unlink()  # gigabytes that nobody needs once the run is over
+def results(folder: Path) -> dict:
+    path = folder / "results.jsonl"
+    rows = map(json.loads, path.read_text().splitlines() if path.exists() else ())
+    return {(row["arm"], row["lr"], row["seed"]): row for row in rows}
 
 
-def tables(setting: str, folder: Path) -> None:
-    """What each run gave, answers right in whatever form included; from the files alone.
+def best_rate(arm: str, done: dict, seeds) -> str:
+    means = {lr: statistics.fmean(done[arm, lr, s]["cumulative"] for s in seeds)
+             for lr in sorted({lr for a, lr, _ in done if a == arm}, key=float)
+             if all((arm, lr, s) in done for s in seeds)}  # fmt: skip
+    return max(means, key=means.get)
 
-    *to 0.2*: first round in which the smoothed mean reward reaches it, and completions per node until then.
-    """
-    sys.path.insert(0, str(ROOT))
-    from coordinator import reward_rows, smooth, summarize
-    from drive_store import DriveStore
-    from grpo import make_question
 
-    columns = "cumulative reward | completions | informative per update | held-out | answer only | to 0.2"
-    print(f"| arm | seed | {columns} |\n{'|---' * 8}|")
-    for arm, seed, name in dict.fromkeys(runs(setting)):
-        store = DriveStore(folder, name)
-        if not store.base.exists() or not (rows := reward_rows(store)):
-            continue
-        nodes = len({row["node_id"] for row in rows})
-        last = max(row["round"] for row in rows)
-        held_out = [row["held_out"] for row in rows if "held_out" in row and row["round"] > last - 10]
-        right = total = 0  # answers whose last number is the right one, in whatever form
-        for path in sorted(store.base.glob(f"rollouts/round_{last:06d}/stage_0/*.json")):
-            for group in json.loads(path.read_text())["rollouts"].values():
-                answer = make_question(group["task"], group["seed"]).answer
-                for completion in group["completions"]:
-                    words = "".join(c if c.isdigit() or c == "-" else " " for c in completion["response"])
-                    right += bool(words.split()) and words.split()[-1] == answer
-                    total += 1
-        run = summarize(store)
-        reached = next((t for t, reward in enumerate(smooth(run["curve"])) if reward >= 0.2), None)
-        to_level = "-" if reached is None else f"{reached}, {run['spent'][reached]:.0f}"
-        print(
-            f"| {arm} | {seed}{'' if last + 1 == SETTINGS[setting]['MAX_ROUNDS'] else f' (round {last})'} "
-            f"| {sum(row['reward'] for row in rows) / nodes:.2f} "
-            f"| {sum(row['completions'] for row in rows) / nodes:.0f} "
-            f"| {sum(row['informative_groups'] for row in rows) / len(rows):.2f} "
-            f"| {sum(held_out) / max(1, len(held_out)):.2f} | {right / max(1, total):.2f} | {to_level} |"
-        )
+def run_all(study: str, folder: Path, model: str | None = None) -> None:
+    """The main four arms whole, then the others: choosing seeds at all rates, then the reported ones."""
+    settings, arms, rates, choosing, reported = STUDIES[study]
+    for part in (arms.split()[:4], arms.split()[4:]):
+        for seed in choosing:
+            for lr in rates.split():
+                for arm in part:
+                    run(settings, folder, model, arm, lr, seed)
+        for seed in reported:
+            for arm in part:
+                run(settings, folder, model, arm, best_rate(arm, results(folder), choosing), seed)
+
+
+def run(settings: dict, folder: Path, model: str | None, arm: str, lr: str, seed: int) -> None:
+    if (arm, lr, seed) in results(folder):
+        return
+    name = f"{arm.replace('/', '_')}-lr{lr}-s{seed}"
+    wanted = (
+        settings | settings_of(arm) | {"LEARNING_RATE": lr, "SEED": seed, "NODE_ID": "node", "DEVICE": "cpu"}
+    )
+    wanted |= {"GDRIVE_PATH": folder, "EXPERIMENT_NAME": name} | ({"MODEL_NAME": model} if model else {})
+    env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    env |= {"OMP_NUM_THREADS": os.environ.get("THREADS", "1")} | {n: str(v) for n, v in wanted.items()}
+    with open(folder / f"{name}.log", "a") as log:
+        subprocess.run([sys.executable, ROOT / "sapo.py"], env=env, stdout=log, stderr=log, check=True)
+    found = folder / "experiments" / name
+    rows = {}
+    for path in found.glob("logs/*/metrics.jsonl"):  # after a kill a round's last row counts
+        rows |= {(r["round"], r["node_id"]): r for r in map(json.loads, path.read_text().splitlines())}
+    row = {"arm": arm, "lr": lr, "seed": seed} | figures([*rows.values()], wanted["MAX_ROUNDS"])
+    with open(folder / "results.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
+    for path in (*found.glob("checkpoints/*/*"), *found.glob("models/*/*.safetensors")):
+        path.unlink()  # gigabytes that nobody needs once the run is over
+    print(name, f"{row['cumulative']:.2f}", flush=True)
+
+
+def figures(rows: list[dict], rounds: int) -> dict:
+    """What a run gave, per node: reward, completions and tokens, and what it took to reach the levels."""
+    by_round = [[row for row in rows if row["round"] == t] for t in range(rounds)]
+    per_round = {key: [statistics.fmean(row[key] for row in each) for each in by_round]
+                 for key in ("my_reward", "completions", "generated_tokens", "grad_norm")}  # fmt: skip
+    curve, window = per_round["my_reward"], max(1, rounds // 10)
+    smooth = [statistics.fmean(curve[max(0, t + 1 - window) : t + 1]) for t in range(rounds)]
+    levels = {}
+    for level in LEVELS:
+        at = next((t for t, reward in enumerate(smooth) if reward >= level), None)
+        spent = sum(per_round["completions"][: at + 1]) if at is not None else None
+        levels[str(level)] = None if at is None else {"round": at, "completions": spent}
+    return {
+        "cumulative": sum(curve), "completions": sum(per_round["completions"]), "levels": levels, "curve": curve,
+        "tokens": sum(per_round["generated_tokens"]), "last12": statistics.fmean(curve[-window:]),
+        "held_out": statistics.fmean([r["held_out"] for r in by_round[-1] if "held_out" in r] or [math.nan]),
+        "grad_norm": per_round["grad_norm"],
+    }  # fmt: skip
+
+
+def ratio(ours: dict, base: dict) -> str:
+    """Gain paired by seed with its 95% interval: Student's t on log ratios."""
+    logs = [math.log(ours[s] / base[s]) for s in ours if s in base]
+    if len(logs) < 3:
+        return ""
+    mean, error = statistics.fmean(logs), statistics.stdev(logs) / math.sqrt(len(logs)) * T_95[len(logs) - 2]
+    return "{:+.0%} ({:+.0%} to {:+.0%})".format(*(math.expm1(x) for x in (mean, mean - error, mean + error)))
+
+
+def reported_runs(folder: Path) -> dict[str, list[dict]]:
+    """{arm: its reported runs at the rate that was chosen}."""
+    done, found = results(folder), {}
+    for arm in dict.fromkeys(arm for arm, _, _ in done):
+        choosing = (1, 2, 3) if (arm, "6e-4", 1) in done else (1,)
+        rate = best_rate(arm, done, choosing)
+        runs = [row for (a, lr, seed), row in done.items() if (a, lr) == (arm, rate) and seed not in choosing]
+        found |= {arm: runs} if runs else {}
+    return found
+
+
+def tables(folder: Path) -> None:
+    found = reported_runs(folder)
+    base = {row["seed"]: row["cumulative"] for row in found["8/0"]}
+    print(
+        "| I/J | rate | seeds | cumulative reward | against 8/0 (95%) | completions | to 0.3 | to 0.4 | end | held-out |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for arm, runs in found.items():
+        total = [row["cumulative"] for row in runs]
+        spread = f" ± {statistics.stdev(total):.1f}" if len(runs) > 1 else ""
+        cells = [arm, runs[0]["lr"], len(runs), f"{statistics.fmean(total):.1f}{spread}"]
+        cells += ["" if arm == "8/0" else ratio({r["seed"]: r["cumulative"] for r in runs}, base)]
+        cells += [f"{statistics.fmean(row['completions'] for row in runs):.0f}"]
+        for level in map(str, LEVELS):
+            there = [row["levels"][level]["completions"] for row in runs if row["levels"][level]]
+            never = f" ({len(there)} of {len(runs)})" if len(there) < len(runs) else ""
+            cells += [f"{statistics.fmean(there):.0f}{never}" if there else "never"]
+        cells += [f"{statistics.fmean(row[key] for row in runs):.2f}" for key in ("last12", "held_out")]
+        print("|", " | ".join(map(str, cells)), "|")
+
+
+def picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -> None:
+    """Mean and standard error over seeds of the smoothed reward, over rounds and over completions."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((10, 4), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for arm, runs in [(arm, runs) for arm, runs in reported_runs(folder).items() if arm in arms]:
+        rounds = len(runs[0]["curve"])
+        window = max(1, rounds // 10)
+        smooth = [
+            [statistics.fmean(r["curve"][max(0, t + 1 - window) : t + 1]) for t in range(rounds)]
+            for r in runs
+        ]
+        mean = [statistics.fmean(now) for now in zip(*smooth, strict=True)]
+        error = [statistics.stdev(now) / math.sqrt(len(now)) for now in zip(*smooth, strict=True)]
+        each = runs[0]["completions"] / rounds
+        for axis, x in ((left, range(rounds)), (right, [each * (t + 1) for t in range(rounds)])):
+            (line,) = axis.plot(x, mean)
+            low, high = ([m + sign * e for m, e in zip(mean, error, strict=True)] for sign in (-1, 1))
+            axis.fill_between(x, low, high, alpha=0.2, color=line.get_color())
+            axis.annotate(
+                arm, (x[-1], mean[-1]), color=line.get_color(), xytext=(3, 0), textcoords="offset points"
+            )
+    right.margins(x=0.08)
+    left.set(xlabel="round", ylabel="mean reward, smoothed", ylim=(0, None))
+    right.set(xlabel="completions generated per node")
+    figure.suptitle("2/6 reaches a reward of 0.4 with a quarter of the generation that 8/0 takes (tiny, eight nodes)")
+    figure.savefig(file)
 
 
 if __name__ == "__main__":
-    setting, folder, *rest = sys.argv[1:]
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    if "tables" in rest:
-        tables(setting, folder)
+    mode, place, *rest = sys.argv[1:]
+    Path(place).mkdir(parents=True, exist_ok=True)
+    if mode in STUDIES:
+        run_all(mode, Path(place), *rest)
     else:
-        run(setting, folder, rest[0] if rest else None)
+        {"tables": tables, "picture": picture}[mode](Path(place), *rest)
