@@ -446,7 +446,9 @@ def draw_run(rows: list[dict], name: str) -> bytes | None:
             smooth([average(r.get(f"reward_{task}") for r in now) for now in by_round]),
             label=plain(task, 20),
         )
-    share = [average(r.get("informative_local", 0) / r.get("groups", 1) for r in now) for now in by_round]
+    share = [
+        average(r.get("informative_local", 0) / max(1, r.get("groups", 1)) for r in now) for now in by_round
+    ]
     shares.plot(x, smooth(share), label="informative groups")
     tags = [average(r.get("answer_tag_rate") for r in now) for now in by_round]
     shares.plot(x, smooth(tags), label="answers in <answer> tags")

@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.6", "transformers", "reasoning-gym"]
+# dependencies = ["torch>=2.9,<3", "transformers>=4.57,<6", "reasoning-gym>=0.1.25,<0.2"]
 # ///
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
 GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.

@@ -195,7 +195,7 @@ def test_L1_log_softmax_of_bfloat16_logits_is_taken_in_float32():
 
 def test_L1_dropout_and_recomputation_are_off_in_a_model_left_in_train_mode():
     left, clean = tiny_lm(dropout=0.5), tiny_lm()
-    left.activation_checkpointing_enable()  # in train mode it would also switch the KV cache off
+    left.gradient_checkpointing_enable()  # in train mode it would also switch the KV cache off
     prompts, settings = [[3, 4], [5]], (4, 10, 1.0, {2})
     draws = [generate(m, prompts, *settings, torch.Generator().manual_seed(5)) for m in (left.train(), clean)]
     assert draws[0] == draws[1]
