@@ -37,6 +37,7 @@ from grpo import group_advantages, grpo_loss, make_question, row_weights, sample
 from grpo import shared_prompt_logps, token_logps, update
 from sapo import Config, ConfigError, config_table, read_environment, resume_line, settle, stream_seed
 
+torch.set_num_threads(1)
 # ======== The mathematics =================================================================================
 # The plain_ functions do the same slowly: one sequence, one token at a time, no cache, no padding.
 
