@@ -2,7 +2,6 @@
 waiting (S3), seats (S4), signals (S5), SIGKILL at any moment (F3), runs that repeat bit for bit (L5)."""
 
 import functools
-import itertools
 import json
 import multiprocessing
 import os
@@ -27,17 +26,13 @@ QUICK = {  # nothing is learned: only who does what when counts
     "EXTERNAL_FILTER": False, "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4,
     "CHECKPOINT_INTERVAL": 3, "MAX_ROUNDS": 10**5, "FETCH_TIMEOUT_SECONDS": 20,
 }  # fmt: skip
-LEARNING = {
-    "WARM_START_STEPS": 60, "ANSWER_TAG_SHARE": 0.9, "EXTERNAL_FILTER": True, "NUM_TRAIN_SAMPLES": 4,
-    "MAX_ROUNDS": 40, "LEARNING_RATE": 0.001,
-}  # fmt: skip
-STARTS = itertools.count()
+LEARNING = {"WARM_START_STEPS": 60, "ANSWER_TAG_SHARE": 0.9, "EXTERNAL_FILTER": True, "NUM_TRAIN_SAMPLES": 4}
+LEARNING |= {"MAX_ROUNDS": 40, "LEARNING_RATE": 0.001}
 CHILDREN = []
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the server, too
-SERVER = multiprocessing.get_context("forkserver")  # it imports torch once; each process is forked from it
-SERVER.set_forkserver_preload(["test_swarm"])
-
-# -------- Processes and their folder ------------------------------------------------------------------------
+SERVER = multiprocessing.get_context("forkserver")  # it imports once; processes are forked from it
+SLOW = "transformers.models.gpt2.modeling_gpt2 transformers.generation matplotlib.backends.backend_agg"
+SERVER.set_forkserver_preload(["test_swarm", *SLOW.split()])
 
 
 def run_forked(environ: dict, log: Path):
@@ -61,7 +56,7 @@ class Process:
         self.drive, self.name = drive, name
 
     def start(self):
-        self.log = self.drive.parent / f"{self.name}.{next(STARTS)}.log"
+        self.log = self.drive.parent / f"{self.name}.{len(CHILDREN)}.log"
         self.child = SERVER.Process(target=run_forked, args=(words(self.settings), self.log))
         before = len(sessions(self.drive, self.name))
         self.is_here = lambda: len(sessions(self.drive, self.name)) > before
@@ -98,7 +93,7 @@ class Process:
         return int(found[1]) if found else None
 
 
-def until(condition, seconds: float = 60):
+def until(condition, seconds: float = 120):
     """The first truthy value of `condition()`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
@@ -129,7 +124,7 @@ def opened(drive: Path) -> dict[str, list[int]]:
 
 
 def clock(drive: Path) -> int:
-    return max(itertools.chain(*opened(drive).values()), default=-1)
+    return max((round_ for those in opened(drive).values() for round_ in those), default=-1)
 
 
 def newest_checkpoint(drive: Path, name: str) -> int | None:
@@ -143,6 +138,10 @@ def heartbeat(drive: Path, name: str) -> dict:
 
 def log_rows(drive: Path, path: str) -> list[dict]:
     return [json.loads(line) for line in (base(drive) / "logs" / path).read_text().splitlines()]
+
+
+def lines(drive: Path, log: str) -> int:
+    return sum(path.read_text().count("\n") for path in base(drive).glob(f"logs/*/{log}"))
 
 
 def figures(drive: Path) -> dict:
@@ -184,10 +183,8 @@ class Witness:
         for path in self.drive.rglob("*.json*"):
             for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
                 assert isinstance(json.loads(text), dict), path
-        paid = {
-            str(path).replace("/rewards/", "/rollouts/") for path in base(self.drive).glob("rewards/*/*/*")
-        }
-        assert paid and paid <= {*map(str, self.known)}
+        paid = [str(path) for path in self.known if "rewards" in path.parts]
+        assert paid and {path.replace("/rewards/", "/rollouts/") for path in paid} <= {*map(str, self.known)}
 
 
 @pytest.fixture
@@ -200,24 +197,24 @@ def drive(tmp_path) -> Path:
         child.join()
 
 
-# -------- The promises --------------------------------------------------------------------------------------
-
-
 def test_S1_a_worker_alone_trains_every_round(drive):
     assert main(words({**QUICK, "GDRIVE_PATH": drive, "NODE_ID": "n", "MAX_ROUNDS": 3})) == 0
     assert rounds(drive, "n") == [0, 1, 2] and opened(drive) == {"n": [0, 1, 2]}
     assert heartbeat(drive, "n")["state"] == "done" and newest_checkpoint(drive, "n") == 2
 
 
-def test_S1_workers_without_a_coordinator_keep_together_and_learn_from_one_another(drive):
+@pytest.mark.parametrize("led", [False, True])
+def test_S1_workers_keep_together_with_and_without_a_coordinator_and_learn_from_one_another(drive, led):
     names = ("w0", "w1", "w2")
-    settings = {"MAX_ROUNDS": 12, "NUM_WORKERS": 3, "COORDINATOR_ROUND_INTERVAL": 30}
-    swarm = [Process(drive, name, **settings).start() for name in names]
-    assert [process.end() for process in swarm] == [0] * 3
+    settings = {"MAX_ROUNDS": 12, "NUM_WORKERS": 3, "COORDINATOR_ROUND_INTERVAL": 60}
+    swarm = [Process(drive, name, **settings).start() for name in ("coordinator",) * led + names]
+    assert {process.end() for process in swarm} == {0}
     assert all(rounds(drive, name) == [*range(12)] for name in names), "nobody runs away or is left behind"
-    rows = figures(drive).values()
-    assert all(row["external_groups"] == 2 for row in rows), "each learns from the others in every round"
-    assert all(row["external_ages"] == [0, 0] for row in rows), "of the same round"
+    rows = [row for row in figures(drive).values() if row["round"] > 0]
+    assert all(row["external_ages"] == [0, 0] for row in rows), "each learns from the others in every round"
+    assert not led or opened(drive) == {"coordinator": [*range(12)]}
+    trained = ("rollouts", "rewards", "checkpoints", "models")
+    assert not [path for kind in trained for path in base(drive).glob(f"{kind}/**/coordinator*")]
 
 
 def test_S1_a_round_is_over_by_time_by_completion_or_by_either():
@@ -226,8 +223,8 @@ def test_S1_a_round_is_over_by_time_by_completion_or_by_either():
         (10, "ab", "a", 1, 0, 1), (9, "ab", "ab", 0, 1, 1), (9, "a", "ab", 0, 1, 1), (9, "", "a", 0, 1, 1),
         (10, "ab", "abc", 1, 1, 1),
     ]:  # fmt: skip
-        strategies = ("time", "completion", "hybrid")
-        over = [is_round_over(each, elapsed, 10, list(live), list(submitted)) for each in strategies]
+        ways = ("time", "completion", "hybrid")
+        over = [is_round_over(way, elapsed, 10, list(live), list(submitted)) for way in ways]
         assert over == [bool(e) for e in expected], (elapsed, live, submitted)
 
 
@@ -262,16 +259,6 @@ def test_S1_the_coordinator_waits_for_all_who_live_and_in_round_0_for_all_who_ar
     until(lambda: clock(drive) == 2)  # who leaves says so, and is not waited for
 
 
-def test_S1_a_coordinator_keeps_its_workers_in_step_and_trains_nothing(drive):
-    settings = {"ROUND_ADVANCE": "completion", "NUM_WORKERS": 2, "MAX_ROUNDS": 10}
-    swarm = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1")]
-    assert [process.end() for process in swarm] == [0] * 3
-    assert opened(drive) == {"coordinator": [*range(10)]}
-    assert rounds(drive, "w0") == rounds(drive, "w1") == [*range(10)]
-    trained = ("rollouts", "rewards", "checkpoints", "models")
-    assert not [path for kind in trained for path in base(drive).glob(f"{kind}/**/coordinator*")]
-
-
 def test_S2_who_comes_late_or_was_away_goes_on_with_the_clocks_round_and_says_what_it_missed(drive):
     settings = {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.3}
     Process(drive, "coordinator", **settings).start()
@@ -285,8 +272,8 @@ def test_S2_who_comes_late_or_was_away_goes_on_with_the_clocks_round_and_says_wh
     late.signal(signal.SIGCONT)
     until(lambda: rounds(drive, "late")[-1] >= asleep + 4)
     assert late.signal(signal.SIGINT).end() == 130
-    skips = [r for r in log_rows(drive, "late/training_events.jsonl") if r["event"] == "skip"]
-    skips = [(row["first"], row["last"]) for row in skips]
+    events = log_rows(drive, "late/training_events.jsonl")
+    skips = [(row["first"], row["last"]) for row in events if row["event"] == "skip"]
     missed = [t for first, last in skips for t in range(first, last + 1)]
     worked = rounds(drive, "late")
     assert {*range(4)} <= {*missed} and {asleep + 1, asleep + 2} <= {*missed}
@@ -296,7 +283,7 @@ def test_S2_who_comes_late_or_was_away_goes_on_with_the_clocks_round_and_says_wh
 
 def test_S2_workers_replace_a_dead_coordinator_after_stale_after_seconds_and_it_takes_over_again(drive):
     settings = {"ROUND_ADVANCE": "completion", "STALE_AFTER_SECONDS": 2, "NUM_WORKERS": 2}
-    lead, *workers = (Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1"))
+    lead, *_ = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1")]
     until(lambda: clock(drive) >= 5)
     lead.kill()
     assert opened(drive).keys() == {"coordinator"}
@@ -307,9 +294,7 @@ def test_S2_workers_replace_a_dead_coordinator_after_stale_after_seconds_and_it_
     until(lambda: min(rounds(drive, name)[-1] for name in ("w0", "w1")) > before + 3)
     lead.start()
     until(lambda: {*opened(drive)["coordinator"]} >= {*range(clock(drive) - 4, clock(drive) + 1)})
-    last_by_workers = max(opened(drive).get(name, [0])[-1] for name in ("w0", "w1"))
-    assert before < last_by_workers < clock(drive) - 4, "it goes on from where the clock stood"
-    assert all(process.child.is_alive() for process in (lead, *workers))
+    assert min(set(opened(drive)["coordinator"]) - {*range(before)}) > before, "from where the clock stood"
 
 
 @pytest.mark.parametrize("frequency", ["stage", "round"])
@@ -379,8 +364,7 @@ def test_S5_sigterm_and_sigusr1_stop_in_order_and_requeued_tasks_resume_under_th
         process.start()
     assert [process.end() for process in swarm] == [0] * 3
     assert [process.resumed_from for process in swarm[1:]] == [*saved.values()]
-    assert all(len(sessions(drive, name)) == 2 for name in names)
-    assert {name.split(".")[0] for name in sessions(drive)} == {*names}, "no other names"
+    assert sorted(name.split(".")[0] for name in sessions(drive)) == sorted([*names] * 2), "no other names"
 
 
 def learner(drive: Path, nodes: int) -> Process:
@@ -431,10 +415,10 @@ def test_F3_killed_at_random_moments_a_process_that_is_alone_repeats_the_unbroke
     nodes = sorted({node for _, _, node in figures(whole)})
     process, rng, witness = learner(drive, len(nodes)), random.Random(1), Witness(drive)
     for kill in range(8):
-        process.start()
-        if kill % 4:  # else it may die while it starts
-            process.wait_here()
-        time.sleep(rng.uniform(0, 0.4))
+        enough = lines(drive, "metrics.jsonl") + rng.randrange(1, 5) * len(nodes)
+        process.start().wait_here()
+        until(lambda: kill % 4 == 0 or lines(drive, "metrics.jsonl") >= enough)  # noqa: B023
+        time.sleep(rng.uniform(0, 0.1))
         process.kill()
         witness.look()
     (left := base(drive) / "tmp/n/left").write_text("by a kill in the middle of a write")
