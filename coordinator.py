@@ -11,6 +11,7 @@ import statistics
 import sys
 import textwrap
 import time
+from collections import Counter
 
 from tabulate import tabulate  # reasoning-gym brings it
 
@@ -279,9 +280,9 @@ def why_flat(rows: list[dict]) -> str:
 
 
 def reward_per_task(rows: list[dict]) -> dict[str, float]:
-    """{task: mean reward} of the figures of nodes or rounds, the best first."""
-    names = {name for row in rows for name in row if name.startswith("reward_")}
-    means = {name[7:]: average(row.get(name) for row in rows) for name in names}
+    """{task: mean reward} of the figures of nodes or rounds, the best first; 20 that occur most at most."""
+    counts = Counter(name for row in rows for name in row if name.startswith("reward_"))
+    means = {name[7:]: average(row.get(name) for row in rows) for name, _ in counts.most_common(20)}
     return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 

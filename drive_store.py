@@ -1,7 +1,8 @@
 """The shared folder: all that nodes tell one another goes through the files written and read here.
 
 Write-once  What the swarm relies on (clock, registrations, rollouts, rewards, config) goes to a temp file,
-            which is linked to its name: a reader sees no file or the whole one, and the first one counts.
+            which is linked to its name: a reader sees no file or the whole one, and the first one counts
+            (the last of two at once on a storage without hard links; an unusable file makes room).
 Rewritten   Heartbeats, checkpoints, models and what is for people: a temp file, then a rename.
 Appended    Logs. A line that a kill tore is closed before the next one.
 Tolerant    A stranger may write anything. Readers bound size, type and depth; they parse or raise BadFile.
@@ -85,7 +86,8 @@ def to_json(data: dict, indent: int | None = None) -> bytes:
 class DriveStore:
     """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
 
-    Paths are relative to `base`. All but `create` raise OSError where it is missing: an unmounted drive.
+    Paths are relative to `base`. All but `create` raise OSError where it is missing, an unmounted drive;
+    `open_config` takes that for an experiment that is new.
     """
 
     def __init__(self, root, experiment: str | None, owner: str = "reader"):

@@ -280,7 +280,7 @@ def peer_groups(run: "Run", node: Node, key: tuple) -> list[dict]:
         try:
             run.files[key] = run.store.fetch(*key, run.config.max_rollout_bytes)
         except BadFile as error:
-            run.files[key] = []
+            run.files[key] = []  # for the rest of this round: `finish_round` forgets it
             reject(run, node, key[2], str(error))
     return run.files[key]
 
@@ -471,8 +471,9 @@ def next_round(run: Run) -> int | None:
 def wait_for_clock(run: Run, own: int) -> int:
     """The clock's round as soon as it is `own` or later; where nobody leads, this process opens its own.
 
-    Nobody leads if no coordinator was live for two seconds, longer where NUM_WORKERS are expected. Where
-    nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
+    Nobody leads if no coordinator was live for two seconds, longer where NUM_WORKERS are expected. One that
+    was killed counts as live for STALE_AFTER_SECONDS (`DriveStore.life`). Where nobody else ever registered,
+    a process that resumes replays its rounds after the checkpoint.
     """
     config, store, ours = run.config, run.store, {node.id for node in run.nodes}
     while True:
@@ -680,7 +681,7 @@ class Config:
 
     GDRIVE_PATH: str = var("auto", "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
-    NODE_ROLE: str = var("worker", "monitor, report, validate only read; auto: by rank",
+    NODE_ROLE: str = var("worker", "who trains, opens rounds, or only reads; auto: by rank",
                          "worker coordinator auto monitor report validate")
     NODE_ID: str = var("auto", "unique name; auto: node_<rank or 8 hex>, node if LOCAL_NODES > 1")
     LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
@@ -863,9 +864,10 @@ def read_environment(environ) -> tuple[dict, list[str]]:
     elif role == "worker" and given["NODE_ID"].lower() == COORDINATOR:
         mistakes.append(f"NODE_ID={given['NODE_ID']!r}: this is the coordinator's seat; choose another")
     longest = f"{given['NODE_ID']}_{several - 1}" if several > 1 else given["NODE_ID"]
-    for name, value in (("EXPERIMENT_NAME", given.get("EXPERIMENT_NAME", "-")), ("NODE_ID", longest)):
+    experiment = "-" if role == "report" else given.get("EXPERIMENT_NAME", "-")  # there it is a pattern
+    for name, value in (("EXPERIMENT_NAME", experiment), ("NODE_ID", longest)):
         if not is_name(value):
-            allowed = "1 to 64 letters, digits, '.', '_', '-', no '.' at either end, no name of Windows' own"
+            allowed = "1 to 64 letters, digits, '.', '_', '-', no '.' at either end"
             mistakes.append(f"{name}={value!r}: use {allowed}")
     colab = Path("/content/drive/MyDrive")
     if given.get("GDRIVE_PATH", "auto") == "auto":

@@ -46,11 +46,11 @@ def results(folder: Path) -> dict:
     return {(row["arm"], row["lr"], row["seed"]): row for row in rows}
 
 
-def best_rate(arm: str, done: dict, seeds) -> str:
+def best_rate(arm: str, done: dict, seeds) -> str | None:
     means = {lr: statistics.fmean(done[arm, lr, s]["cumulative"] for s in seeds)
              for lr in sorted({lr for a, lr, _ in done if a == arm}, key=float)
              if all((arm, lr, s) in done for s in seeds)}  # fmt: skip
-    return max(means, key=means.get)
+    return max(means, key=means.get) if means else None
 
 
 def run_all(study: str, folder: Path, model: str | None = None) -> None:
@@ -177,7 +177,9 @@ def picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -> Non
     right.margins(x=0.08)
     left.set(xlabel="round", ylabel="mean reward, smoothed", ylim=(0, None))
     right.set(xlabel="completions generated per node")
-    figure.suptitle("2/6 reaches a reward of 0.4 with a quarter of the generation that 8/0 takes (tiny, eight nodes)")
+    figure.suptitle(
+        "2/6 reaches a reward of 0.4 with a quarter of the generation that 8/0 takes (tiny, eight nodes)"
+    )
     figure.savefig(file)
 
 

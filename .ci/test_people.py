@@ -1,0 +1,448 @@
+"""The promises to people: settings (U1), stopping (U2), the log (U3, U4), the readers (U5), the quick check (U6),
+comparisons (U7), models (U8), notebooks (U9), and tiny's warm start (L6), mostly by whole runs."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pty
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from signal import SIGINT
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import sapo
+import torch
+from drive_store import DriveStore
+from sapo import Config, compare_experiments, get_experiment_metrics, get_experiment_status, list_experiments
+from test_swarm import LEARNING, QUICK, ROOT, Process, base, by_hand, drive, figures, heartbeat  # noqa: F401
+from test_swarm import log_rows, main, newest_checkpoint, rounds, until, words
+from transformers import AutoModelForCausalLM
+
+# ruff: noqa: F811, `drive` is a fixture
+SECRET = "hf_NobodyMayEverSeeThisToken"
+KEPT = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+KEPT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def run(drive, **settings) -> int:
+    """One run in this process; returns its exit status."""
+    return main(words({**QUICK, "LOCAL_NODES": 2, "NODE_ID": "n", "GDRIVE_PATH": drive, **settings}))
+
+
+def command(*arguments, **settings) -> subprocess.CompletedProcess:
+    """A command with nothing but these settings in its environment."""
+    environ = KEPT | {"OMP_NUM_THREADS": "1"} | words(settings)
+    return subprocess.run(arguments, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> SimpleNamespace:
+    """A run of two nodes without a network: its folder, what it printed, its nodes and codec."""
+
+    def refuse(*_, **__):
+        raise OSError("no network")
+
+    drive, said, caught, train = tmp_path_factory.mktemp("finished"), io.StringIO(), [], sapo.train
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+        for name in ("create_connection", "getaddrinfo"):
+            patch.setattr(socket, name, refuse)
+        patch.setattr(sapo, "train", lambda run: (caught.append(run), train(run)))
+        assert run(drive, **LEARNING | {"MAX_ROUNDS": 12}, EVAL_INTERVAL=4, EVAL_SAMPLES=8) == 0
+    return SimpleNamespace(drive=drive, text=said.getvalue(), nodes=caught[0].nodes, codec=caught[0].codec)
+
+
+def test_U1_every_wrong_setting_is_named_at_once_and_nothing_is_left(tmp_path, monkeypatch, capsys):
+    wrong = {"GDRIVE_PATH": "/no/such/folder", "NODE_ID": "../n", "EXPERIMENT_NAME": "a/b", "TASKS": "gdc"}
+    for spec in dataclasses.fields(Config):
+        low = spec.metadata["low"]
+        if spec.type in (int, float):
+            wrong[spec.name] = "many" if low is None else str(low - 1)
+        elif spec.type is bool or spec.metadata["allowed"]:
+            wrong[spec.name] = "perhaps"  # bool("perhaps") is True
+    monkeypatch.chdir(tmp_path)
+    assert len(wrong) > 40 and main(wrong) == 2 and not [*tmp_path.iterdir()]
+    text = capsys.readouterr().out
+    assert [n for n, value in wrong.items() if n not in text or value not in text] == []
+    assert "did you mean gcd" in text and "dr_grpo" in text, "what is allowed is said"
+    assert main({"EXPERIMENT_NAM": "x", "MODEL_NAME": "tiny"}) == 2 and not [*tmp_path.iterdir()]
+    assert "EXPERIMENT_NAME?" in capsys.readouterr().out
+    assert run(tmp_path / "d", MAX_ROUNDS=1, NUM_GENERATION=9) == 0
+    assert "NUM_GENERATIONS?" in capsys.readouterr().out, "others' variables may be near, too"
+
+
+def test_U1_help_explains_every_variable_with_its_default():
+    done = command("bash", ROOT / "run_swarm.sh", "--help")
+    assert done.returncode == 0 and "CONFIGS=" in done.stdout, done.stderr
+    for spec in dataclasses.fields(Config):
+        (line,) = re.findall(rf"^ +{spec.name} .*$", done.stdout, re.MULTILINE)
+        assert spec.metadata["help"] in line and str(spec.default)[:8] in line
+
+
+def test_U2_ctrl_c_finishes_the_round_and_prints_the_line_that_really_resumes(drive):
+    process = Process(drive, "n", NUM_TRANSPLANT_TREES=0, TEMPERATURE=0.9).start()
+    until(lambda: len(rounds(drive, "n")) >= 4)
+    assert process.signal(SIGINT).end() == 130 and "Traceback" not in process.text
+    last = rounds(drive, "n")[-1]
+    assert newest_checkpoint(drive, "n") == last and heartbeat(drive, "n")["state"] == "stopped"
+    line = re.findall(r"^ *(.*NODE_ID=n.*python .*sapo\.py.*)$", process.text, re.MULTILINE)[-1]
+    done = command("bash", "-c", line, MAX_ROUNDS=last + 3)
+    assert done.returncode == 0 and rounds(drive, "n") == [*range(last + 3)], done.stdout + done.stderr
+    (resumed,) = (row for row in log_rows(drive, "n/training_events.jsonl") if row["event"] == "resume")
+    assert resumed["round"] == last
+    files = {path.name for path in (base(drive) / "logs/n").iterdir()}
+    assert files == {"metrics.jsonl", "training_events.jsonl", "stdout.log", "system_info.json"}, "U4"
+
+
+def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, monkeypatch):
+    def press_twice(*_):
+        for _ in range(2):
+            os.kill(os.getpid(), SIGINT)
+            time.sleep(0.6)  # one key press may arrive twice
+        time.sleep(60)
+
+    monkeypatch.setattr(sapo, "policy_gradient", press_twice)
+    began = time.monotonic()
+    assert run(tmp_path) == 130 and time.monotonic() - began < 30
+    assert not figures(tmp_path), "the round was not finished"
+
+
+class Terminal:
+    """run_swarm.sh at a terminal of its own."""
+
+    def __init__(self, place: Path, **settings):
+        given = {"GDRIVE_PATH": place / "drive", "PYTHON": sys.executable, "VERBOSE": 1, **settings}
+        self.pid, self.keyboard = pty.fork()
+        if self.pid == 0:
+            os.execvpe("bash", ["bash", str(ROOT / "run_swarm.sh")], KEPT | words({**QUICK, **given}))
+        self.text = ""
+        threading.Thread(target=self.read, daemon=True).start()
+
+    def read(self):
+        with contextlib.suppress(OSError):  # the last program that had it open has ended
+            while data := os.read(self.keyboard, 65536):
+                self.text += data.decode(errors="replace")
+
+    def ctrl_c(self) -> int:
+        """Its exit status, when no process of its session is left."""
+        os.write(self.keyboard, b"\x03")
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        until(lambda: not self.others(), 10)  # who prefixed the last lines may still be at it
+        return status
+
+    def others(self) -> list[Path]:
+        """The processes of its session, whatever their group."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):  # it has just ended
+                state, _, _, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
+                found += [path] * (int(session) == self.pid and state not in "ZX")
+        return found
+
+
+@pytest.mark.parametrize("moment", [0.5, 3, "training"])
+def test_U2_ctrl_c_ends_run_swarm_and_all_that_it_started_in_order(tmp_path, moment):
+    terminal = Terminal(tmp_path, NUM_WORKERS=1)
+    if moment == "training":
+        until(lambda: rounds(tmp_path / "drive", "worker_0"))
+    else:
+        time.sleep(moment)
+    assert terminal.ctrl_c() == 130 and "Traceback" not in terminal.text, terminal.text
+    if moment == "training":
+        last = rounds(tmp_path / "drive", "worker_0")[-1]
+        assert newest_checkpoint(tmp_path / "drive", "worker_0") == last
+        for name in ("worker_0", "coordinator"):
+            assert heartbeat(tmp_path / "drive", name)["state"] == "stopped"
+
+
+def test_U2_run_swarm_names_who_failed_ends_the_others_and_shares_out_the_gpus(tmp_path):
+    stand_in = """#!/bin/bash
+    case "$1 $NODE_ID" in
+    -c*) exec python3 "$@" ;;  # which packages are there, how many cores
+    *worker_1) echo "gpu ${CUDA_VISIBLE_DEVICES:-none}"; exit 7 ;;
+    *worker_*) echo "gpu ${CUDA_VISIBLE_DEVICES:-none}" ;;
+    *) trap 'echo the coordinator was stopped; exit 130' INT; while :; do sleep 0.1; done ;;
+    esac"""
+    for name, text in (("python", stand_in), ("nvidia-smi", "#!/bin/sh\necho GPU 0; echo GPU 1")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    settings = dict(PYTHON=tmp_path / "python", PATH=f"{tmp_path}:{KEPT['PATH']}", NUM_WORKERS=3)
+    done = command("bash", ROOT / "run_swarm.sh", **settings)
+    assert done.returncode == 1 and re.search(r"worker_1\b.*\b7\b", done.stderr), done.stdout + done.stderr
+    assert "worker_0" not in done.stderr and "the coordinator was stopped" in done.stdout
+    assert re.findall(r"gpu (\w+)", "".join(sorted(done.stdout.splitlines()))) == ["0", "1", "0"]
+
+
+def test_U3_a_line_a_round_says_reward_and_groups_and_the_end_what_was_learned_and_where(finished):
+    for t in range(12):
+        rows = [row for (round_, *_), row in figures(finished.drive).items() if round_ == t]
+        (line,) = re.findall(rf"^.*round 0*{t}/12\b.*$", finished.text, re.MULTILINE)
+        assert f"{sum(row['reward'] for row in rows) / 2:.2f}" in line
+        assert len(re.findall(r"\d+%", line)) >= 2, "answer tags, truncated completions"
+    assert str(base(finished.drive) / "models/n_0") in finished.text
+    total = sum(row["reward"] for row in figures(finished.drive).values())
+    assert f"{total / 2:.2f}" in finished.text[-3000:], "what each earned in all"
+    samples = [row for row in log_rows(finished.drive, "n/training_events.jsonl") if row["event"] == "sample"]
+    said = samples[-1]["groups"][0]["completions"][0]["response"]
+    assert len(samples) >= 2 and said.split()[0] in finished.text, "what the model answers"
+    assert (finished.drive / "reports/default.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_U3_ten_rounds_without_a_signal_are_explained_with_the_variable_that_helps(tmp_path, capsys):
+    assert run(tmp_path, MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0) == 0
+    (event,) = (row for row in log_rows(tmp_path, "n/training_events.jsonl") if row["event"] == "no signal")
+    named = {spec.name for spec in dataclasses.fields(Config)} & {*re.findall(r"\w+", event["text"])}
+    assert named and event["text"] in capsys.readouterr().out
+
+
+def test_U3_a_terminal_gets_a_progress_bar_and_a_file_none(tmp_path, monkeypatch, capsys):
+    for is_terminal in (False, True):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)  # noqa: B023
+        assert run(tmp_path / str(is_terminal), MAX_ROUNDS=3, LOCAL_NODES=1) == 0
+        assert ("3/3" in capsys.readouterr().err) == is_terminal
+
+
+def test_U4_each_node_has_its_metrics_and_system_and_each_process_its_events_and_output(finished):
+    events = log_rows(finished.drive, "n/training_events.jsonl")
+    assert all({"timestamp", "event", "node_id", "text"} <= row.keys() for row in events)
+    assert {"start", "checkpoint", "end"} <= {row["event"] for row in events}
+    written = (base(finished.drive) / "logs/n/stdout.log").read_text().splitlines()
+    assert {*finished.text.splitlines()} <= {*written}
+    for node in ("n_0", "n_1"):
+        rows, rewards = log_rows(finished.drive, f"{node}/metrics.jsonl"), figures(finished.drive)
+        assert [row["round"] for row in rows] == [*range(12)]
+        assert all(rewards[row["round"], 0, node].items() <= row.items() for row in rows)
+        assert rows[-1]["total_reward"] == pytest.approx(sum(row["my_reward"] for row in rows))
+        about = json.loads((base(finished.drive) / f"logs/{node}/system_info.json").read_text())
+        assert about["node_id"] == node and about["torch"] == torch.__version__ and about["device"] == "cpu"
+
+
+def test_U5_the_monitor_says_who_lives_what_was_earned_said_and_what_looks_wrong(drive, capsys):
+    store = by_hand(drive, "alive")
+    for node, state in (("gone", "stopped"), ("ended", "done")):
+        store.heartbeat(node, store.register([node], "worker", {}), 1, state)
+    store.write("peers/silent.1000000000000-00000000.json", {"node_id": "silent"})
+    groups = {"0": {"task": "gcd", "seed": 1, "prompt": "What is 1+1?", "answer": "2"}}
+    groups["0"]["completions"] = [{"response": "say 3\x1b[2J", "reward": 0.0, "finished": True}] * 2
+    for t in range(12):
+        store.open_round(t, "alive")
+        store.publish(t, 0, "alive", {}, groups)
+        for node in ("alive", "silent"):
+            store.submit_reward(t, 0, node, {"reward": 0.25, "timestamp": 1.0, "informative_groups": 0})
+    assert run(drive, NODE_ROLE="monitor", MAX_ROUNDS=40) == 0
+    text = capsys.readouterr().out
+    states = dict(re.findall(r"^(\w+) +(live|dead|left)\b.* 3\.00", text, re.MULTILINE))
+    assert states == {"alive": "live", "silent": "dead"}, text
+    assert re.search(r"^gone +left", text, re.MULTILINE) and re.search(r"^ended +left", text, re.MULTILINE)
+    assert "11 of 40" in text and "1+1?" in text and "say 3" in text and "\x1b" not in text
+    names = {spec.name for spec in dataclasses.fields(Config)}
+    assert names & {*re.findall(r"[A-Z_]+", text)}, "what may help"
+
+
+def experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **settings) -> DriveStore:
+    """A finished experiment of two nodes, by hand."""
+    store = DriveStore(drive, name, "by_hand")
+    store.create()
+    default = {spec.name: spec.default for spec in dataclasses.fields(Config)}
+    store.open_config(default | {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4} | settings)
+    row = dict.fromkeys(("local_groups", "external_groups", "informative_groups", "grad_norm"), 1)
+    for node in ("n1", "n2"):
+        store.heartbeat(node, store.register([node], "worker", {}), len(rewards), "done")
+        model = [f"models/{node}/{file}" for file in ("config.json", "tokenizer.json", "model.safetensors")]
+        for path in (f"logs/{node}/metrics.jsonl", "checkpoints/round_000001/n1.safetensors", *model):
+            store.write(path, {})
+        for t, reward in enumerate(rewards):
+            store.open_round(t, "n1")
+            store.publish(t, 0, node, {}, {})
+            row |= {"reward": reward, "timestamp": 100.0 + t, "completions": completions}
+            store.submit_reward(t, 0, node, row)
+    return store
+
+
+def test_U5_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path, capsys):
+    def validate(drive, **settings):
+        given = {"NODE_ROLE": "validate", "GDRIVE_PATH": drive, "EXPERIMENT_NAME": "x"}
+        return main(words(given | settings)), capsys.readouterr().out
+
+    experiment(tmp_path / "whole", MAX_ROUNDS=2)
+    assert validate(tmp_path / "whole")[0] == 0
+    for path, problem in {
+        "config.json": "config.json", "state/rounds/round_000001.n1.json": "round 0", "rollouts": "rollouts",
+        "logs/n2": "metrics.jsonl", "rewards/round_000001/stage_0/n2.json": "n2", "checkpoints": "checkpoint",
+        "models/n2/config.json": "config.json", "models/n2/tokenizer.json": "tokenizer.json",
+        "models/n1/model.safetensors": "weights",
+    }.items():  # fmt: skip
+        shutil.rmtree(tmp_path / "part", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "part")
+        DriveStore(tmp_path / "part", "x").delete(path)
+        status, text = validate(tmp_path / "part", MAX_ROUNDS=2)
+        assert status == 1 and problem in text, (path, text)
+    assert validate(tmp_path / "whole", MAX_ROUNDS=3)[0] == 1
+    assert validate(tmp_path / "whole", NUM_WORKERS=3)[0] == 1
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_U5_the_report_pairs_seeds_and_works_without_matplotlib(tmp_path, monkeypatch, capsys, optional):
+    ours, alone = (0.40, 0.44, 0.52, 0.48), (0.20, 0.22, 0.24, 0.25)
+    for seed, (high, low) in enumerate(zip(ours, alone, strict=True)):
+        experiment(tmp_path, f"a{seed}", [high] * 20, completions=16, SEED=seed)
+        lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0, SEED=seed)
+        experiment(tmp_path, f"b{seed}", [low] * 20, completions=32, **lone)
+    experiment(tmp_path, "other", [0.1] * 20, LOSS_TYPE="grpo")
+    experiment(tmp_path, "broken").delete("config.json")
+    if not optional:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main({"NODE_ROLE": "report", "GDRIVE_PATH": str(tmp_path)}) == 0
+    text = capsys.readouterr().out
+    best = compare_experiments(tmp_path)[0]
+    # by hand: the four ratios' logarithms, mean 0.7029, standard error 0.02532, Student's t of 3 degrees 3.182
+    assert [best[name] for name in ("low", "gain", "high")] == pytest.approx([0.863, 1.020, 1.189], abs=1e-3)
+    assert (best["per_node"], len(best["runs"]), best["completions"]) == (pytest.approx(20 * 0.46), 4, 320)
+    table = (tmp_path / "reports/report.md").read_text()
+    assert table in text and "+102% (+86% to +119%)" in table and "9.20" in table and "4.55" in table
+    assert "LOSS_TYPE=grpo" in table and "SEED" not in table, "runs that differ in more are never averaged"
+    assert (tmp_path / "reports/report.png").exists() == optional and ("matplotlib" in text) == (not optional)
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_U5_the_functions_for_notebooks_say_what_is_in_the_folder(tmp_path, monkeypatch, optional):
+    store = experiment(tmp_path)
+    assert get_experiment_status(tmp_path, "x") == {
+        "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 0,
+        "peer_ids": ["n1", "n2"], "last_updated": 101.0, "duration_seconds": 1.0,
+        "cumulative_rewards": {"n1": 0.5, "n2": 0.5},
+        "latest_checkpoint": str(store.base / "checkpoints/round_000001"),
+    }  # fmt: skip
+    assert list_experiments(tmp_path) == ["x"] and list_experiments(tmp_path / "no") == []
+    if not optional:
+        monkeypatch.setitem(sys.modules, "pandas", None)
+    rows = get_experiment_metrics(tmp_path, "x")
+    assert isinstance(rows, list) != optional and len(rows) == 4
+    rows = rows.to_dict("records") if optional else rows
+    expected = [(t, node, 0.25) for t in range(2) for node in ("n1", "n2")]
+    assert [(row["round"], row["node_id"], row["my_reward"]) for row in rows] == expected
+
+
+def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp_path, capsys):
+    settings = {"TEST_MODE": "1", "GDRIVE_PATH": str(tmp_path), "LOCAL_NODES": "2"}
+    began = time.monotonic()
+    assert main(settings) == 0 and time.monotonic() - began < 60
+    for name in ("informative_groups", "external_groups", "grad_norm"):
+        assert any(row[name] for row in figures(tmp_path).values()), name
+    assert main(settings | {"NODE_ROLE": "validate"}) == 0
+
+
+def test_U7_configs_and_seeds_are_run_one_by_one_and_reported(tmp_path):
+    settings = {**QUICK, "LOCAL_NODES": 2, "MAX_ROUNDS": 3, "EVAL_INTERVAL": 3, "EVAL_SAMPLES": 4}
+    settings |= {"CONFIGS": "2/0 1/1", "SEEDS": "1 2", "GDRIVE_PATH": tmp_path, "PYTHON": sys.executable}
+    done = command("bash", ROOT / "run_swarm.sh", **settings)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    names = [f"compare_{own}-{external}_seed{seed}" for own, external in ((1, 1), (2, 0)) for seed in (1, 2)]
+    assert list_experiments(tmp_path) == names
+    for name in names:
+        rows = get_experiment_metrics(tmp_path, name).to_dict("records")
+        assert len(rows) == 6 and {row["external_groups"] for row in rows} <= {0, int("1-1" in name)}
+    table = (tmp_path / "reports/report.md").read_text()
+    assert table in done.stdout and {*re.findall(r"^ *(\d/\d) +2 ", table, re.MULTILINE)} == {"2/0", "1/1"}
+
+
+def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_a_fair_baseline(tmp_path, finished):
+    shutil.copytree(finished.drive / "warmstart", tmp_path / "warmstart")
+    assert run(tmp_path, **LEARNING | {"MAX_ROUNDS": 12, "EXPERIMENT_NAME": "default"}) == 0
+    ours, plain = figures(finished.drive), figures(tmp_path)
+    held_out = {round_: row.pop("held_out") for (round_, _, _), row in ours.items() if "held_out" in row}
+    assert held_out.keys() == {3, 7, 11} and all(0 <= share <= 1 for share in held_out.values())
+    assert ours == plain, "a run that is evaluated is the same run"
+    fair = {**LEARNING, "MAX_ROUNDS": 4, "LOCAL_OVERSAMPLE": 3, "NUM_TRANSPLANT_TREES": 0}
+    shutil.rmtree(base(tmp_path))
+    assert run(tmp_path, **fair) == 0
+    for row in figures(tmp_path).values():
+        assert row["completions"] == 3 * 4 * 4 and row["local_groups"] == 4
+        assert row["informative_groups"] == min(4, row["informative_local"]), "informative ones first"
+    assert any(row["informative_local"] for row in figures(tmp_path).values())
+
+
+def test_U8_a_final_model_is_an_ordinary_folder_with_the_same_logits_and_the_printed_line_tries_it(finished):
+    ids = torch.tensor([finished.codec.encode("Solve the following")])
+    for node in finished.nodes:
+        loaded = AutoModelForCausalLM.from_pretrained(base(finished.drive) / "models" / node.id)
+        with torch.no_grad():
+            assert torch.equal(loaded(ids).logits, node.model(ids).logits)
+    line = re.findall(r"python -c .*$", finished.text, re.MULTILINE)[-1]
+    done = command("bash", "-c", line)
+    assert done.returncode == 0 and "generated_text" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("down", [False, True])
+def test_U8_models_are_pushed_and_a_hub_that_fails_stops_nothing(tmp_path, monkeypatch, capfd, down):
+    pushed = []
+
+    class Hub:
+        def __init__(self, token):
+            assert token == SECRET
+
+        def whoami(self):
+            if down:
+                raise ConnectionError(f"401 for {SECRET}")
+            return {"name": "me"}
+
+        def create_repo(self, *_, **__): ...
+
+        def upload_folder(self, *, repo_id, folder_path, **_):
+            pushed.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    assert run(tmp_path, MAX_ROUNDS=5, HUGGINGFACE_ACCESS_TOKEN=SECRET) == 0
+    assert len(figures(tmp_path)) == 10
+    nodes = [] if down else ["n_0", "n_1", "n_0", "n_1"]  # with the checkpoint after round 2, and at the end
+    assert [repo for repo, _ in pushed] == [f"me/default-{node}" for node in nodes]
+    assert all({"config.json", "model.safetensors", "tokenizer.json"} <= files for _, files in pushed)
+    files = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(SECRET[3:] in text for text in (*capfd.readouterr(), *files))
+
+
+def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_path):
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
+    modules = [ROOT / f"{name}.py" for name in ("drive_store", "grpo", "coordinator", "sapo")]
+    program, said = "\n".join(path.read_text() for path in modules), []
+
+    def run_cell(code, **settings):
+        code = f"import os; os.environ.update({words(settings)!r})\n{code}"
+        hook = lambda message: said.append(json.dumps(message["content"], default=str))  # noqa: E731
+        reply = client.execute_interactive(code, output_hook=hook, timeout=120)
+        assert reply["content"]["status"] == "ok" and "Traceback" not in "".join(said), said
+
+    def press_stop():
+        until(lambda: len(rounds(tmp_path, "n")) >= 2)
+        manager.interrupt_kernel()
+
+    try:
+        threading.Thread(target=press_stop).start()
+        run_cell(program, **QUICK | {"GDRIVE_PATH": tmp_path, "NODE_ID": "n", "NUM_TRANSPLANT_TREES": 0})
+        last = rounds(tmp_path, "n")[-1]
+        assert newest_checkpoint(tmp_path, "n") == last and heartbeat(tmp_path, "n")["state"] == "stopped"
+        run_cell(program, MAX_ROUNDS=last + 3)
+        assert rounds(tmp_path, "n") == [*range(last + 3)]
+        run_cell(f"assert get_experiment_status({str(tmp_path)!r}, 'default')['current_round'] == {last + 2}")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+def test_L6_the_warm_start_is_made_once_and_shared_by_processes_that_start_together(drive):
+    settings = {"WARM_START_STEPS": 60, "MAX_ROUNDS": 1}
+    processes = [Process(drive, name, **settings).start() for name in ("a", "b", "c")]
+    assert [process.end() for process in processes] == [0] * 3
+    assert [path.suffix for path in (drive / "warmstart").iterdir()] == [".safetensors"], "no claim is left"
+    assert sum("60/60" in process.text for process in processes) == 1
