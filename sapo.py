@@ -33,6 +33,9 @@ import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+if sys.orig_argv[-1].endswith("sapo.py") and "IPython" not in sys.modules:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is loaded, some seconds: no traceback
+
 import torch
 from tqdm import tqdm  # transformers brings it
 
@@ -51,9 +54,6 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
         mean_logps, new_optimizer, read_about, rows_that_fit, save_tensors, score_all, task_hash,
         training_state, update, warm_start, warm_start_name, weights_of, why_refused,
     )  # fmt: skip
-
-
-# -------- Algorithm 1 -------------------------------------------------------------------------------------
 
 
 def train(run: "Run") -> None:
@@ -234,8 +234,11 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
         late -= set(store.nodes("rollouts", t, stage))
         late = {peer for peer in late if is_live(run, peer)}
         if late and run.patience <= 0:
-            why = f"{some(sorted(late), 8)} not here after FETCH_TIMEOUT_SECONDS"
-            return run.log.event("wait", f"round {t}: {why}", round=t)
+            if math.isfinite(run.patience):  # say it once a round
+                why = f"{some(sorted(late), 8)} not here after FETCH_TIMEOUT_SECONDS"
+                run.log.event("wait", f"round {t}: {why}", round=t)
+            run.patience = -math.inf
+            return
         if late:
             beat(run)
             run.patience -= breathe(began)

@@ -511,7 +511,7 @@ TASKS = ["small_products", "small_count_bits"]
 SMALL = {
     "MODEL_NAME": "tiny", "TASKS": ",".join(TASKS), "WARM_START_STEPS": 300, "ANSWER_TAG_SHARE": 0.3,
     "LOCAL_NODES": 2, "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4,
-    "MAX_ROUNDS": 6, "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1, "LEARNING_RATE": 0.001,
+    "MAX_ROUNDS": 6, "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1, "LEARNING_RATE": 0.0006,
 }  # fmt: skip
 UNTRAINED = {"WARM_START_STEPS": 0}  # never right: own groups are flat, so what is learned comes from peers
 
@@ -577,11 +577,11 @@ def at_call(monkeypatch, step, number, action) -> None:
 
 
 def test_L6_a_swarm_learns_far_beyond_noise(drive):
-    """Mean reward of the last third of the rounds minus the first: measured 0.2, standard error 0.04."""
+    """Mean reward of the last third of the rounds minus the first: 0.21 to 0.28 with six seeds."""
     sizes = dict(LOCAL_NODES=4, NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, NUM_GENERATIONS=8)
-    assert swarm(drive, "learns", **sizes, MAX_ROUNDS=18, CHECKPOINT_INTERVAL=100) == 0
+    assert swarm(drive, "learns", **sizes, MAX_ROUNDS=24, CHECKPOINT_INTERVAL=100) == 0
     rewards = [row["reward"] for row in rows_of(drive, "learns")]
-    assert len(rewards) == 4 * 18 and sum(rewards[-24:]) / 24 - sum(rewards[:24]) / 24 > 0.12
+    assert len(rewards) == 4 * 24 and sum(rewards[-32:]) / 32 - sum(rewards[:32]) / 32 > 0.12
 
 
 def test_L4_external_groups_change_the_weights_even_where_all_own_groups_are_flat(drive):
@@ -739,7 +739,7 @@ def test_U9_one_main_guard_last_and_nothing_that_fails_in_a_notebook_or_runs_a_s
     for name, node in NODES:
         text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
         assert not {text, getattr(node, "module", ""), getattr(node, "name", "")} & {*never.split()}, name
-        assert text not in ("os.environ", "os.getenv", "sys.argv") or node in may_read, name
+        assert text not in ("os.environ", "os.getenv") or node in may_read, name
 
 
 def test_the_algorithm_comes_first_one_thread_does_all_and_no_function_is_longer_than_a_screen():

@@ -23,6 +23,7 @@ import pytest
 import sapo
 import torch
 from drive_store import DriveStore
+from jupyter_client.manager import start_new_kernel
 from sapo import Config, compare_experiments, get_experiment_metrics, get_experiment_status, list_experiments
 from test_swarm import LEARNING, QUICK, ROOT, Process, base, by_hand, drive, figures, heartbeat  # noqa: F401
 from test_swarm import log_rows, main, newest_checkpoint, rounds, until, words
@@ -30,6 +31,7 @@ from transformers import AutoModelForCausalLM
 
 # ruff: noqa: F811, `drive` is a fixture
 SECRET = "hf_NobodyMayEverSeeThisToken"
+NAMES = {spec.name for spec in dataclasses.fields(Config)}
 KEPT = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
 KEPT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
@@ -48,14 +50,9 @@ def command(*arguments, **settings) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> SimpleNamespace:
     """A run of two nodes without a network: its folder, what it printed, its nodes and codec."""
-
-    def refuse(*_, **__):
-        raise OSError("no network")
-
     drive, said, caught, train = tmp_path_factory.mktemp("finished"), io.StringIO(), [], sapo.train
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-        for name in ("create_connection", "getaddrinfo"):
-            patch.setattr(socket, name, refuse)
+        patch.setattr(socket, "getaddrinfo", None)
         patch.setattr(sapo, "train", lambda run: (caught.append(run), train(run)))
         assert run(drive, **LEARNING | {"MAX_ROUNDS": 12}, EVAL_INTERVAL=4, EVAL_SAMPLES=8) == 0
     return SimpleNamespace(drive=drive, text=said.getvalue(), nodes=caught[0].nodes, codec=caught[0].codec)
@@ -72,7 +69,7 @@ def test_U1_every_wrong_setting_is_named_at_once_and_nothing_is_left(tmp_path, m
     monkeypatch.chdir(tmp_path)
     assert len(wrong) > 40 and main(wrong) == 2 and not [*tmp_path.iterdir()]
     text = capsys.readouterr().out
-    assert [n for n, value in wrong.items() if n not in text or value not in text] == []
+    assert [n for n, value in wrong.items() if not re.search(rf"{n}\W+{re.escape(value)}", text)] == []
     assert "did you mean gcd" in text and "dr_grpo" in text, "what is allowed is said"
     assert main({"EXPERIMENT_NAM": "x", "MODEL_NAME": "tiny"}) == 2 and not [*tmp_path.iterdir()]
     assert "EXPERIMENT_NAME?" in capsys.readouterr().out
@@ -97,8 +94,8 @@ def test_U2_ctrl_c_finishes_the_round_and_prints_the_line_that_really_resumes(dr
     line = re.findall(r"^ *(.*NODE_ID=n.*python .*sapo\.py.*)$", process.text, re.MULTILINE)[-1]
     done = command("bash", "-c", line, MAX_ROUNDS=last + 3)
     assert done.returncode == 0 and rounds(drive, "n") == [*range(last + 3)], done.stdout + done.stderr
-    (resumed,) = (row for row in log_rows(drive, "n/training_events.jsonl") if row["event"] == "resume")
-    assert resumed["round"] == last
+    events = log_rows(drive, "n/training_events.jsonl")
+    assert [row["round"] for row in events if row["event"] == "resume"] == [last]
     files = {path.name for path in (base(drive) / "logs/n").iterdir()}
     assert files == {"metrics.jsonl", "training_events.jsonl", "stdout.log", "system_info.json"}, "U4"
 
@@ -119,18 +116,14 @@ def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, mon
 class Terminal:
     """run_swarm.sh at a terminal of its own."""
 
-    def __init__(self, place: Path, **settings):
-        given = {"GDRIVE_PATH": place / "drive", "PYTHON": sys.executable, "VERBOSE": 1, **settings}
+    def __init__(self, place: Path):
+        given = {"GDRIVE_PATH": place / "drive", "PYTHON": sys.executable, "VERBOSE": 1, "NUM_WORKERS": 1}
+        self.out = place / "out"
         self.pid, self.keyboard = pty.fork()
         if self.pid == 0:
+            out = os.open(self.out, os.O_CREAT | os.O_WRONLY)
+            os.dup2(out, 1), os.dup2(out, 2)
             os.execvpe("bash", ["bash", str(ROOT / "run_swarm.sh")], KEPT | words({**QUICK, **given}))
-        self.text = ""
-        threading.Thread(target=self.read, daemon=True).start()
-
-    def read(self):
-        with contextlib.suppress(OSError):  # the last program that had it open has ended
-            while data := os.read(self.keyboard, 65536):
-                self.text += data.decode(errors="replace")
 
     def ctrl_c(self) -> int:
         """Its exit status, when no process of its session is left."""
@@ -151,17 +144,15 @@ class Terminal:
 
 @pytest.mark.parametrize("moment", [0.5, 3, "training"])
 def test_U2_ctrl_c_ends_run_swarm_and_all_that_it_started_in_order(tmp_path, moment):
-    terminal = Terminal(tmp_path, NUM_WORKERS=1)
+    terminal, drive = Terminal(tmp_path), tmp_path / "drive"
     if moment == "training":
-        until(lambda: rounds(tmp_path / "drive", "worker_0"))
+        until(lambda: rounds(drive, "worker_0"))
     else:
         time.sleep(moment)
-    assert terminal.ctrl_c() == 130 and "Traceback" not in terminal.text, terminal.text
+    assert terminal.ctrl_c() == 130 and "Traceback" not in terminal.out.read_text(), terminal.out.read_text()
     if moment == "training":
-        last = rounds(tmp_path / "drive", "worker_0")[-1]
-        assert newest_checkpoint(tmp_path / "drive", "worker_0") == last
-        for name in ("worker_0", "coordinator"):
-            assert heartbeat(tmp_path / "drive", name)["state"] == "stopped"
+        assert newest_checkpoint(drive, "worker_0") == rounds(drive, "worker_0")[-1]
+        assert [heartbeat(drive, name)["state"] for name in ("worker_0", "coordinator")] == ["stopped"] * 2
 
 
 def test_U2_run_swarm_names_who_failed_ends_the_others_and_shares_out_the_gpus(tmp_path):
@@ -193,22 +184,19 @@ def test_U3_a_line_a_round_says_reward_and_groups_and_the_end_what_was_learned_a
     assert f"{total / 2:.2f}" in finished.text[-3000:], "what each earned in all"
     samples = [row for row in log_rows(finished.drive, "n/training_events.jsonl") if row["event"] == "sample"]
     said = samples[-1]["groups"][0]["completions"][0]["response"]
-    assert len(samples) >= 2 and said.split()[0] in finished.text, "what the model answers"
+    assert len(samples) >= 2 and repr(said)[:8] in finished.text, "what the model answers"
     assert (finished.drive / "reports/default.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_U3_ten_rounds_without_a_signal_are_explained_with_the_variable_that_helps(tmp_path, capsys):
-    assert run(tmp_path, MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0) == 0
-    (event,) = (row for row in log_rows(tmp_path, "n/training_events.jsonl") if row["event"] == "no signal")
-    named = {spec.name for spec in dataclasses.fields(Config)} & {*re.findall(r"\w+", event["text"])}
-    assert named and event["text"] in capsys.readouterr().out
-
-
-def test_U3_a_terminal_gets_a_progress_bar_and_a_file_none(tmp_path, monkeypatch, capsys):
+def test_U3_a_flat_curve_is_explained_and_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):
     for is_terminal in (False, True):
         monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)  # noqa: B023
-        assert run(tmp_path / str(is_terminal), MAX_ROUNDS=3, LOCAL_NODES=1) == 0
-        assert ("3/3" in capsys.readouterr().err) == is_terminal
+        drive = tmp_path / str(is_terminal)
+        assert run(drive, MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0) == 0
+        (event,) = (row for row in log_rows(drive, "n/training_events.jsonl") if row["event"] == "no signal")
+        said = capsys.readouterr()
+        assert NAMES & {*re.findall(r"\w+", event["text"])} and event["text"] in said.out, "what may help"
+        assert ("10/10" in said.err) == is_terminal
 
 
 def test_U4_each_node_has_its_metrics_and_system_and_each_process_its_events_and_output(finished):
@@ -240,12 +228,11 @@ def test_U5_the_monitor_says_who_lives_what_was_earned_said_and_what_looks_wrong
             store.submit_reward(t, 0, node, {"reward": 0.25, "timestamp": 1.0, "informative_groups": 0})
     assert run(drive, NODE_ROLE="monitor", MAX_ROUNDS=40) == 0
     text = capsys.readouterr().out
-    states = dict(re.findall(r"^(\w+) +(live|dead|left)\b.* 3\.00", text, re.MULTILINE))
-    assert states == {"alive": "live", "silent": "dead"}, text
-    assert re.search(r"^gone +left", text, re.MULTILINE) and re.search(r"^ended +left", text, re.MULTILINE)
-    assert "11 of 40" in text and "1+1?" in text and "say 3" in text and "\x1b" not in text
-    names = {spec.name for spec in dataclasses.fields(Config)}
-    assert names & {*re.findall(r"[A-Z_]+", text)}, "what may help"
+    states = dict(re.findall(r"^(\w+) +(live|dead|left)\b", text, re.MULTILINE))
+    assert states == {"alive": "live", "silent": "dead", "gone": "left", "ended": "left"}, text
+    assert text.count(" 3.00") == 2 and "11 of 40" in text
+    assert "1+1?" in text and "say 3" in text and "\x1b" not in text
+    assert NAMES & {*re.findall(r"\w+", text)}, "what may help"
 
 
 def experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **settings) -> DriveStore:
@@ -269,12 +256,9 @@ def experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **settings
 
 
 def test_U5_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path, capsys):
-    def validate(drive, **settings):
-        given = {"NODE_ROLE": "validate", "GDRIVE_PATH": drive, "EXPERIMENT_NAME": "x"}
-        return main(words(given | settings)), capsys.readouterr().out
-
-    experiment(tmp_path / "whole", MAX_ROUNDS=2)
-    assert validate(tmp_path / "whole")[0] == 0
+    settings = {"NODE_ROLE": "validate", "EXPERIMENT_NAME": "x", "MAX_ROUNDS": 2}
+    experiment(whole := tmp_path / "whole", MAX_ROUNDS=2)
+    assert run(whole, **settings) == 0
     for path, problem in {
         "config.json": "config.json", "state/rounds/round_000001.n1.json": "round 0", "rollouts": "rollouts",
         "logs/n2": "metrics.jsonl", "rewards/round_000001/stage_0/n2.json": "n2", "checkpoints": "checkpoint",
@@ -282,16 +266,14 @@ def test_U5_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path
         "models/n1/model.safetensors": "weights",
     }.items():  # fmt: skip
         shutil.rmtree(tmp_path / "part", ignore_errors=True)
-        shutil.copytree(tmp_path / "whole", tmp_path / "part")
+        shutil.copytree(whole, tmp_path / "part")
         DriveStore(tmp_path / "part", "x").delete(path)
-        status, text = validate(tmp_path / "part", MAX_ROUNDS=2)
-        assert status == 1 and problem in text, (path, text)
-    assert validate(tmp_path / "whole", MAX_ROUNDS=3)[0] == 1
-    assert validate(tmp_path / "whole", NUM_WORKERS=3)[0] == 1
+        assert run(tmp_path / "part", **settings) == 1 and problem in capsys.readouterr().out, path
+    assert [run(whole, **settings | more) for more in ({"MAX_ROUNDS": 3}, {"NUM_WORKERS": 3})] == [1, 1]
 
 
 @pytest.mark.parametrize("optional", [True, False])
-def test_U5_the_report_pairs_seeds_and_works_without_matplotlib(tmp_path, monkeypatch, capsys, optional):
+def test_U5_the_report_pairs_seeds_and_needs_no_matplotlib(tmp_path, monkeypatch, capsys, optional):
     ours, alone = (0.40, 0.44, 0.52, 0.48), (0.20, 0.22, 0.24, 0.25)
     for seed, (high, low) in enumerate(zip(ours, alone, strict=True)):
         experiment(tmp_path, f"a{seed}", [high] * 20, completions=16, SEED=seed)
@@ -299,8 +281,8 @@ def test_U5_the_report_pairs_seeds_and_works_without_matplotlib(tmp_path, monkey
         experiment(tmp_path, f"b{seed}", [low] * 20, completions=32, **lone)
     experiment(tmp_path, "other", [0.1] * 20, LOSS_TYPE="grpo")
     experiment(tmp_path, "broken").delete("config.json")
-    if not optional:
-        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for name in () if optional else ("matplotlib.figure", "pandas"):
+        monkeypatch.setitem(sys.modules, name, None)
     assert main({"NODE_ROLE": "report", "GDRIVE_PATH": str(tmp_path)}) == 0
     text = capsys.readouterr().out
     best = compare_experiments(tmp_path)[0]
@@ -311,10 +293,10 @@ def test_U5_the_report_pairs_seeds_and_works_without_matplotlib(tmp_path, monkey
     assert table in text and "+102% (+86% to +119%)" in table and "9.20" in table and "4.55" in table
     assert "LOSS_TYPE=grpo" in table and "SEED" not in table, "runs that differ in more are never averaged"
     assert (tmp_path / "reports/report.png").exists() == optional and ("matplotlib" in text) == (not optional)
+    assert isinstance(get_experiment_metrics(tmp_path, "a0"), list) != optional
 
 
-@pytest.mark.parametrize("optional", [True, False])
-def test_U5_the_functions_for_notebooks_say_what_is_in_the_folder(tmp_path, monkeypatch, optional):
+def test_U5_the_functions_for_notebooks_say_what_is_in_the_folder(tmp_path):
     store = experiment(tmp_path)
     assert get_experiment_status(tmp_path, "x") == {
         "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 0,
@@ -323,19 +305,13 @@ def test_U5_the_functions_for_notebooks_say_what_is_in_the_folder(tmp_path, monk
         "latest_checkpoint": str(store.base / "checkpoints/round_000001"),
     }  # fmt: skip
     assert list_experiments(tmp_path) == ["x"] and list_experiments(tmp_path / "no") == []
-    if not optional:
-        monkeypatch.setitem(sys.modules, "pandas", None)
-    rows = get_experiment_metrics(tmp_path, "x")
-    assert isinstance(rows, list) != optional and len(rows) == 4
-    rows = rows.to_dict("records") if optional else rows
-    expected = [(t, node, 0.25) for t in range(2) for node in ("n1", "n2")]
-    assert [(row["round"], row["node_id"], row["my_reward"]) for row in rows] == expected
+    rows = get_experiment_metrics(tmp_path, "x")[["round", "node_id", "my_reward"]].values.tolist()
+    assert rows == [[t, node, 0.25] for t in range(2) for node in ("n1", "n2")]
 
 
 def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp_path, capsys):
-    settings = {"TEST_MODE": "1", "GDRIVE_PATH": str(tmp_path), "LOCAL_NODES": "2"}
-    began = time.monotonic()
-    assert main(settings) == 0 and time.monotonic() - began < 60
+    settings, began = words({"TEST_MODE": 1, "GDRIVE_PATH": tmp_path, "LOCAL_NODES": 2}), time.process_time()
+    assert main(settings) == 0 and time.process_time() < 60 + began  # a minute where nothing else runs
     for name in ("informative_groups", "external_groups", "grad_norm"):
         assert any(row[name] for row in figures(tmp_path).values()), name
     assert main(settings | {"NODE_ROLE": "validate"}) == 0
@@ -357,14 +333,14 @@ def test_U7_configs_and_seeds_are_run_one_by_one_and_reported(tmp_path):
 
 def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_a_fair_baseline(tmp_path, finished):
     shutil.copytree(finished.drive / "warmstart", tmp_path / "warmstart")
-    assert run(tmp_path, **LEARNING | {"MAX_ROUNDS": 12, "EXPERIMENT_NAME": "default"}) == 0
+    assert run(tmp_path, **LEARNING | {"MAX_ROUNDS": 12}) == 0
     ours, plain = figures(finished.drive), figures(tmp_path)
     held_out = {round_: row.pop("held_out") for (round_, _, _), row in ours.items() if "held_out" in row}
     assert held_out.keys() == {3, 7, 11} and all(0 <= share <= 1 for share in held_out.values())
     assert ours == plain, "a run that is evaluated is the same run"
-    fair = {**LEARNING, "MAX_ROUNDS": 4, "LOCAL_OVERSAMPLE": 3, "NUM_TRANSPLANT_TREES": 0}
     shutil.rmtree(base(tmp_path))
-    assert run(tmp_path, **fair) == 0
+    fair = {"MAX_ROUNDS": 4, "LOCAL_OVERSAMPLE": 3, "NUM_TRANSPLANT_TREES": 0}
+    assert run(tmp_path, **LEARNING | fair) == 0
     for row in figures(tmp_path).values():
         assert row["completions"] == 3 * 4 * 4 and row["local_groups"] == 4
         assert row["informative_groups"] == min(4, row["informative_local"]), "informative ones first"
@@ -377,8 +353,7 @@ def test_U8_a_final_model_is_an_ordinary_folder_with_the_same_logits_and_the_pri
         loaded = AutoModelForCausalLM.from_pretrained(base(finished.drive) / "models" / node.id)
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, node.model(ids).logits)
-    line = re.findall(r"python -c .*$", finished.text, re.MULTILINE)[-1]
-    done = command("bash", "-c", line)
+    done = command("bash", "-c", re.findall(r"python -c .*$", finished.text, re.MULTILINE)[-1])
     assert done.returncode == 0 and "generated_text" in done.stdout, done.stderr
 
 
@@ -403,16 +378,14 @@ def test_U8_models_are_pushed_and_a_hub_that_fails_stops_nothing(tmp_path, monke
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert run(tmp_path, MAX_ROUNDS=5, HUGGINGFACE_ACCESS_TOKEN=SECRET) == 0
     assert len(figures(tmp_path)) == 10
-    nodes = [] if down else ["n_0", "n_1", "n_0", "n_1"]  # with the checkpoint after round 2, and at the end
-    assert [repo for repo, _ in pushed] == [f"me/default-{node}" for node in nodes]
+    twice = [f"me/default-n_{i}" for i in (0, 1, 0, 1)]  # with the checkpoint after round 2, and at the end
+    assert [repo for repo, _ in pushed] == ([] if down else twice)
     assert all({"config.json", "model.safetensors", "tokenizer.json"} <= files for _, files in pushed)
     files = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(SECRET[3:] in text for text in (*capfd.readouterr(), *files))
 
 
 def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_path):
-    from jupyter_client.manager import start_new_kernel
-
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
     modules = [ROOT / f"{name}.py" for name in ("drive_store", "grpo", "coordinator", "sapo")]
     program, said = "\n".join(path.read_text() for path in modules), []
@@ -441,8 +414,7 @@ def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_
 
 
 def test_L6_the_warm_start_is_made_once_and_shared_by_processes_that_start_together(drive):
-    settings = {"WARM_START_STEPS": 60, "MAX_ROUNDS": 1}
-    processes = [Process(drive, name, **settings).start() for name in ("a", "b", "c")]
+    processes = [Process(drive, name, WARM_START_STEPS=60, MAX_ROUNDS=1).start() for name in "abc"]
     assert [process.end() for process in processes] == [0] * 3
     assert [path.suffix for path in (drive / "warmstart").iterdir()] == [".safetensors"], "no claim is left"
     assert sum("60/60" in process.text for process in processes) == 1
