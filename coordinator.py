@@ -159,7 +159,7 @@ def say_round(store, config, say, t: int, submitted, late, began: float, past: l
     say(f"{counted(t, config.MAX_ROUNDS)} | {round_line(past[-20:])} | {who} | {went}")
 
 
-# How to read it: README, "The log line".
+# How to read it: .github/MANUAL.md, "The log line".
 ROUND_LINE = (
     "reward {reward:.2f} ({recent} rounds: {smooth:.2f})"
     " | tags {answer_tag_rate:.0%} cut {truncated_rate:.0%}"

@@ -74,7 +74,7 @@ def is_plain(text: str) -> bool:
 
 
 def play_all_roles(drive, monkeypatch, **given) -> None:
-    """A worker to its end, a coordinator, the readers: none is held up, ended, or prints a stranger's text."""
+    """A worker to its end, a coordinator, the readers: none is held up, ended, or prints strangers' text."""
     for name in ("draw", "draw_run"):
         monkeypatch.setattr(sapo, name, lambda *_: b"a picture")
     with at_most(), contextlib.redirect_stdout(screen := io.StringIO()):
@@ -88,16 +88,16 @@ ROUNDS = [f"{kind}/round_{t:06d}/stage_0/" for t in range(4) for kind in ("rollo
 PEERS = (
     [f"{place}p.json" for place in ROUNDS[:6]]
     + f"""peers/p.{SESSION}.json peers/coordinator.{SESSION}.json
-    heartbeats/p.json heartbeats/coordinator.json models/p state/rounds/round_000000.p.json checkpoints/p""".split()
+    heartbeats/p.json heartbeats/coordinator.json models/p state/rounds/round_000000.p.json junk""".split()
 )
-LOGS = "n/stdout.log n/training_events.jsonl n_0/metrics.jsonl n_0/system_info.json coordinator/stdout.log".split()
+LOGS = "n/stdout.log n/training_events.jsonl n_0/metrics.jsonl coordinator/stdout.log".split()
 OWN = (
     [f"{place}n_0.json" for place in ROUNDS]
     + """winners/round_000001.json models/n_0/config.json
     models/n_0/model.safetensors heartbeats/n_0.json state/current_state.json""".split()
 )
-OTHERS = """../../reports/report.md ../../reports/report.png ../../reports/y.png ../../archives tmp/n tmp/reader
-    ../../tmp/n ../../warmstart/WARM.safetensors ../../warmstart/WARM.claim""".split()
+OTHERS = """../../reports/report.md ../../reports/report.png ../../reports/y.png ../../archives tmp/n
+    tmp/reader ../../tmp/n ../../warmstart/WARM.safetensors ../../warmstart/WARM.claim""".split()
 BYTES = {
     "empty": b"", "torn": b'{"format": 1, "peer_id": "p', "no text": b"\xff\xfe\0" * 99, "no object": b"[1]",
     "deep": b'{"a": ' + b"[" * 4000 + b"]" * 4000 + b"}", "not finite": b'{"time": NaN, "reward": 1e999}',
@@ -106,18 +106,18 @@ BYTES = {
     "odd types": b'{"time": 1' + b"0" * 400 + b', "session": ["x"], "round": "\\u001b[2J", "reward": true}',
 }  # fmt: skip
 KINDS = {
-    "link": lambda path, outside: path.symlink_to(outside / "n_0.json"), "FIFO": lambda path, _: os.mkfifo(path),
+    "link": lambda path, outside: path.symlink_to(outside / "n_0.json"),
     "link to a folder": lambda path, outside: path.symlink_to(outside),
     "dangling link": lambda path, outside: path.symlink_to(outside / "new"),
     "loop": lambda path, _: path.symlink_to(path), "/dev/zero": lambda path, _: path.symlink_to("/dev/zero"),
-    "folder": lambda path, _: (path / "inner").mkdir(parents=True),
+    "FIFO": lambda path, _: os.mkfifo(path), "folder": lambda path, _: (path / "in").mkdir(parents=True),
     "terabytes": lambda path, _: path.touch() or os.truncate(path, 2**43),
 } | {kind: lambda path, _, data=data: path.write_bytes(data) for kind, data in BYTES.items()}  # fmt: skip
 
 
 @pytest.fixture
 def outside(tmp_path):
-    """A folder that is nobody's business, with names that the program writes or deletes; it stays as it is."""
+    """A folder that is nobody's business, with names that the program writes or deletes; it stays so."""
 
     def picture():
         found = sorted((tmp_path / "outside").rglob("*"))
@@ -164,9 +164,10 @@ def test_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest, tmp_path, out
 @pytest.mark.parametrize("how", ["link to a folder", "dangling link", "empty"])
 @pytest.mark.parametrize("folders", [  # that are links, or files, at the same time
     "peers heartbeats logs state rollouts rewards winners checkpoints models tmp ../../archives ../../reports"
-    " ../../tmp ../../warmstart", "logs/n logs/n_0 state/rounds rollouts/round_000000 rewards/round_000001 tmp/n"
-    " models/n_0 checkpoints/round_000001 ../../archives/y", "rollouts/round_000001/stage_0 ../../archives/y/rollouts"
-    " rewards/round_000000/stage_0", "../../archives/y/rollouts/round_000000 ../../archives/y/rollouts/round_000001",
+    " ../../tmp ../../warmstart", "logs/n logs/n_0 state/rounds rollouts/round_000000 models/n_0 tmp/n"
+    " rewards/round_000001 checkpoints/round_000001 ../../archives/y", "rollouts/round_000001/stage_0"
+    " rewards/round_000000/stage_0 ../../archives/y/rollouts",
+    "../../archives/y/rollouts/round_000000 ../../archives/y/rollouts/round_000001",
 ], ids=range(4))  # fmt: skip
 def test_X2_nothing_happens_below_a_folder_that_is_a_link(tmp_path, outside, monkeypatch, folders, how):
     for archive in ("True", "False"):
@@ -222,8 +223,8 @@ def test_X1_X3_texts_and_figures_of_strangers_end_hold_up_and_deceive_nobody_who
 
 
 RAW = {
-    "@huge@": "9" * 4000, "@1e400@": "1e400", "@nan@": "NaN", "@deep@": "[" * 900 + "]" * 900, "@half@": '"\\ud800"',
-    "@text@": '"' + "x" * 40_000 + '"', "@escape@": '"\\u001b[2J\\u0007\\n\\u202e"',
+    "@huge@": "9" * 4000, "@1e400@": "1e400", "@nan@": "NaN", "@deep@": "[" * 900 + "]" * 900,
+    "@half@": '"\\ud800"', "@text@": '"' + "x" * 40_000 + '"', "@escape@": '"\\u001b[2J\\u0007\\n\\u202e"',
 }  # fmt: skip
 ODD = [None, True, 0, 1, -1, 0.5, 1e300, 2**53, 10**400, "", "1", "p", " auto", "tiny", "../x", "x" * 300]
 scalars, short = st.sampled_from([*RAW, *ODD]) | st.text(max_size=6), dict(max_size=3)
@@ -261,8 +262,8 @@ def mutants(draw, valid: dict) -> bytes:
     return encode(tree)
 
 
-READ = f"""config.json {PEERS[0]} {PEERS[1]} peers/p.{SESSION}.json heartbeats/p.json heartbeats/coordinator.json
-    ../../warmstart/0.claim""".split()
+READ = f"""config.json {PEERS[0]} {PEERS[1]} peers/p.{SESSION}.json heartbeats/p.json
+    heartbeats/coordinator.json ../../warmstart/0.claim""".split()
 
 
 @pytest.fixture(scope="module")
@@ -361,8 +362,8 @@ def reader(drive, **environ):
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh"  # as variables of a formula
 PAYLOADS = [
     "__import__('os').system('touch PWNED')", "open('PWNED','w')", "().__class__.__base__.__subclasses__()",
-    "{{7*7}}", "${jndi:ldap://x}", "[x for x in [1]]", "lambda: 1", "$(touch PWNED)", "`id`", "%n%s", "exec('1')",
-    "!!python/object/apply:os.system ['id']", "cos\nsystem\n(S'id'\ntR.", "9**9**9", "factorial(10**9)", "{0.__class__}",
+    "{{7*7}}", "${jndi:ldap://x}", "[x for x in [1]]", "lambda: 1", "$(touch PWNED)", "`id`", "%n%s",
+    "exec('1')", "!!python/object/apply:os.system ['id']", "cos\nsystem\n(S'id'\ntR.", "9**9**9",
 ]  # fmt: skip
 FORMS = "{}|{} {}|[[{}]]|({})|{}+{}|{}∧{}|'{}'|\\frac{{{}}}{{{}}}|print({})|<answer>{}".split("|")
 EVENTS = "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import".split()
@@ -415,8 +416,8 @@ def test_X3_the_longest_texts_cost_bounded_time(scorer, piece):
 
 
 @pytest.mark.parametrize("changes, reason", [
-    ({"seed": HELD_OUT_SEEDS.start + 5}, "held-out question"), ({"prompt": "What is 1 + 1?"}, "prompt differs"),
-    ({"task": "lcm"}, "not one of this"), ({"task": "basic_arithmetic", "seed": 721121905971561}, "cannot be made"),
+    ({"seed": HELD_OUT_SEEDS.start + 5}, "held-out"), ({"prompt": "What is 1 + 1?"}, "prompt differs"),
+    ({"task": "lcm"}, "not one"), ({"task": "basic_arithmetic", "seed": 721121905971561}, "cannot be made"),
     ({"task": "decimal_arithmetic", "seed": 1488473454406226}, "cannot be made"),
     ({"completions": [{"response": "", "finished": False}] * 4}, "empty"),
 ])  # fmt: skip
@@ -463,8 +464,8 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
     assert run(drive, **told) == 0
     assert "push failed" in (drive / "experiments/y/logs/n/stdout.log").read_text()
     for wrong, status in (
-        ({"MODEL_NAME": "no/such model"}, 2), ({"SEED": "x"}, 2), ({"SEED": 7}, 2), ({"NODE_ROLE": "monitor"}, 0),
-        ({"GDRIVE_PATH": "/dev/null/x"}, 2), ({"HUGGINGFACE_ACCES_TOKEN": secret}, 0),
+        ({"MODEL_NAME": "no/such model"}, 2), ({"SEED": "x"}, 2), ({"SEED": 7}, 2), ({"NODE_ID": "../n"}, 2),
+        ({"NODE_ROLE": "monitor"}, 0), ({"HUGGINGFACE_ACCES_TOKEN": secret}, 0),
     ):  # fmt: skip
         assert run(drive, **told | {"MAX_ROUNDS": 5} | wrong) == status, wrong
     at_call(monkeypatch, "communicate", 1, lambda: 1 / 0)  # a mistake in the program
