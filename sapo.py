@@ -1328,7 +1328,8 @@ def run_role(given: dict, notes: list[str], stop: StopButton) -> str:
     there = store.open_config() or {}
     config = settle(given, there, notes)
     log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, given, there))
-    over = store.base.is_dir() and store.clock() >= config.MAX_ROUNDS - 1
+    saved = store.names(bucket("checkpoints", config.MAX_ROUNDS - 1)) if store.base.is_dir() else []
+    over = f"{config.NODE_ID}.safetensors" in saved
     if over and config.NODE_ROLE == "worker" and all(store.names(f"models/{n}") for n in config.node_ids):
         done = f"{config.EXPERIMENT_NAME}: already finished, all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
         log.say(f"{done}; raise it, or choose another EXPERIMENT_NAME")

@@ -359,7 +359,6 @@ def reader(drive, **environ):
     return sapo.Run(config, store, codec, [node], log, stop, tasks, 64), node
 
 
-LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefgh"  # as variables of a formula
 PAYLOADS = [
     "__import__('os').system('touch PWNED')", "open('PWNED','w')", "().__class__.__base__.__subclasses__()",
     "{{7*7}}", "${jndi:ldap://x}", "[x for x in [1]]", "lambda: 1", "$(touch PWNED)", "`id`", "%n%s",
@@ -403,7 +402,8 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(scorer
 
 
 @pytest.mark.parametrize(
-    "piece", ["x", "<answer>", " ", "9", "\U0001f600", "(", "</answer>", "P∧", "∧".join(LETTERS)]
+    "piece",
+    ["x", "<answer>", " ", "9", "\U0001f600", "(", "</answer>", "P∧", "∧".join("abcdefghijklmnopqrst")],
 )
 def test_X3_the_longest_texts_cost_bounded_time(scorer, piece):
     (reading, questions), long = scorer, (piece * 10**6)[: 3 * 10**5]
