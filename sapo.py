@@ -1314,7 +1314,7 @@ def list_experiments(path) -> list[str]:
 def compare_experiments(path, names=None) -> list[dict]:
     """Figures of experiments (all below `path` by default) over seeds, against their J = 0 baseline."""
     summaries = []
-    for name in names or list_experiments(path):
+    for name in list_experiments(path) if names is None else names:
         try:
             summaries.append(summarize(DriveStore(path, name)))
         except (ValueError, OSError) as error:  # one that is damaged: the others are reported

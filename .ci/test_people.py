@@ -283,7 +283,9 @@ def test_U5_the_report_pairs_seeds_and_needs_no_matplotlib(tmp_path, monkeypatch
     experiment(tmp_path, "broken").delete("config.json")
     for name in () if optional else ("matplotlib.figure", "pandas"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert main({"NODE_ROLE": "report", "GDRIVE_PATH": str(tmp_path)}) == 0
+    report = {"NODE_ROLE": "report", "GDRIVE_PATH": str(tmp_path)}
+    assert main(report | {"EXPERIMENT_NAME": "no_*"}) == 1, "nothing else is shown"
+    assert main(report) == 0
     text = capsys.readouterr().out
     best = compare_experiments(tmp_path)[0]
     # by hand: the four ratios' logarithms, mean 0.7029, standard error 0.02532, Student's t of 3 degrees 3.182
