@@ -6,6 +6,7 @@ The readers change nothing in an experiment. A store (drive_store.py) is passed 
 import io
 import itertools
 import math
+import re
 import shutil
 import statistics
 import sys
@@ -142,16 +143,8 @@ def who_submitted(store, sessions: dict, t: int, stage: int, stale_after: float)
 def say_round(store, config, say, t: int, submitted, late, began: float, past: list[dict]) -> None:
     """One line for a round that has ended, and its winners. past: figures of the rounds since `began`."""
     rows = write_winners(store, t, submitted)
-    names = (
-        "reward",
-        "answer_tag_rate",
-        "truncated_rate",
-        "local_groups",
-        "external_groups",
-        "informative_groups",
-    )
-    past.append({name: average(row.get(name) for row in rows) or 0.0 for name in names})
-    past[-1]["ended"] = time.monotonic()
+    means = {name: average(row.get(name) for row in rows) or 0.0 for name in IN_ROUND_LINE}
+    past.append(means | {"ended": time.monotonic()})
     who = f"{len(submitted)} nodes"
     if late:
         who += f" | late: {some(sorted(late), 3)}"
@@ -165,6 +158,9 @@ ROUND_LINE = (
     " | tags {answer_tag_rate:.0%} cut {truncated_rate:.0%}"
     " | groups {local_groups:.0f}+{external_groups:.3g}, {informative_groups:.3g} informative"
 )
+
+
+IN_ROUND_LINE = re.findall(r"{(\w+_\w+|reward)\b", ROUND_LINE)  # its figures
 
 
 def round_line(recent: list[dict]) -> str:
@@ -265,9 +261,7 @@ def sparkline(values: list[float], width: int = 24) -> str:
 
 def why_flat(rows: list[dict]) -> str:
     """Why rewards within a group were all equal, and which variable may help. rows: recent figures."""
-    rates = {
-        n: average(row.get(n) for row in rows) or 0.0 for n in ("reward", "answer_tag_rate", "truncated_rate")
-    }
+    rates = {name: average(row.get(name) for row in rows) or 0.0 for name in IN_ROUND_LINE}
     todo = "easier TASKS, or a better MODEL_NAME: the answers are wrong"
     if rates["reward"] > 0.95:
         todo = "harder TASKS: all answers are right"
@@ -350,6 +344,7 @@ def summarize(store) -> dict | None:
     nodes, found = len(rows_by("node_id", rows)), rows_by("round", rows)
     by_round = [found.get(t, []) for t in range(rows[-1]["round"] + 1)]
     settings = {name: value for name, value in config.items() if name.isupper()} | {"nodes": nodes}
+    completions = [sum(row.get("completions", 0) for row in now) / nodes for now in by_round]
     own, external, oversample, filtered, floor = (settings.pop(name) for name in ARM)
     arm = f"{own}/{external}" + (f" x{oversample}" if oversample > 1 else "")
     arm += "" if filtered or not external else " unfiltered"
@@ -362,9 +357,7 @@ def summarize(store) -> dict | None:
         "per_node": sum(row["reward"] for row in rows) / nodes,
         "held_out": average(row.get("held_out") for row in rows[-len(rows) // 10 :]),
         "curve": [average(row["reward"] for row in now) or 0.0 for now in by_round],
-        "spent": [
-            *itertools.accumulate(sum(r.get("completions", 0) for r in now) / nodes for now in by_round)
-        ],
+        "spent": list(itertools.accumulate(completions)),
     }
 
 
@@ -392,11 +385,8 @@ def compare(runs: list[dict]) -> list[dict]:
         if arm != members[0]["baseline"] and 3 <= len(pairs) <= 10 and min(map(max, pairs)) > least:
             logs = [math.log(max(ours, 1e-3) / max(theirs, 1e-3)) for ours, theirs in pairs]
             mean, error = average(logs), statistics.stdev(logs) / math.sqrt(len(logs)) * T_95[len(logs) - 2]
-            row |= {
-                "gain": math.expm1(mean),
-                "low": math.expm1(mean - error),
-                "high": math.expm1(mean + error),
-            }
+            row |= {"gain": math.expm1(mean), "low": math.expm1(mean - error)}
+            row["high"] = math.expm1(mean + error)
         rows.append(row)
     return sorted(rows, key=lambda row: -row["per_node"])
 

@@ -322,9 +322,8 @@ class DriveStore:
         except BadFile as error:
             todo = "wait, restore it or start a new EXPERIMENT_NAME"
             raise StoreError(f"{self.base / 'config.json'}: {error}; {todo}") from error
-        unpadded = self.base.is_dir() and any(
-            re.fullmatch(r"round_\d{1,5}", n) for n in self.names("rollouts")
-        )
+        names = self.names("rollouts") if self.base.is_dir() else []
+        unpadded = any(re.fullmatch(r"round_\d{1,5}", name) for name in names)
         if unpadded or (began_with is not None and began_with.get("layout") != LAYOUT):
             why = "was written by another program, or another version; nothing was changed"
             raise StoreError(f"{self.base} {why}: start a new EXPERIMENT_NAME")
@@ -487,12 +486,6 @@ def check_rollouts(data: dict, round_: int, stage: int, node: str) -> list[dict]
             need(isinstance(each.get("finished"), bool), "finished is no boolean")
         key, kept = (round_, stage, node, int(index)), ("response", "finished", "reward")
         completions = [{name: each.get(name, 0) for name in kept} for each in completions]
-        about = {
-            "key": key,
-            "task": task,
-            "seed": seed,
-            "prompt": prompt,
-            "answer": str(group.get("answer"))[:64],
-        }
-        groups.append({**about, "completions": completions})
+        about = {"key": key, "task": task, "seed": seed, "prompt": prompt}
+        groups.append({**about, "answer": str(group.get("answer"))[:64], "completions": completions})
     return groups

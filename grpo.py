@@ -809,13 +809,19 @@ def new_optimizer(model, config) -> torch.optim.AdamW:
 # -------- Warm start, and weights in files ----------------------------------------------------------------
 
 
-def warm_start_name(model, codec: Codec, config, tasks) -> str:
-    """Name of a warm start's weights: a hash of all that they depend on (2: of this version of it)."""
+def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
+    """All that a warm start's weights depend on, as {what people would change: value}."""
     names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
-    recipe = [2, *(getattr(config, name) for name in names), sorted(tasks), task_hash(), ANSWER_STYLES]
-    recipe += [REASONING_GYM_VERSION, checksum(p.detach().cpu() for p in model.parameters())]
-    recipe += [codec.prompt(lucky_question(tasks[0], 1)), codec.completions(["<answer>1</answer>"], [True])]
-    return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:16]
+    question, answer = lucky_question(tasks[0], 1), codec.completions(["<answer>1</answer>"], [True])
+    return {name: getattr(config, name) for name in names} | {
+        "version of this recipe": 3,
+        "TASKS": sorted(tasks),
+        "TASK_TABLE": task_hash(),
+        "ANSWER_STYLES": ANSWER_STYLES,
+        "reasoning-gym": REASONING_GYM_VERSION,
+        "the model's weights": checksum(p.detach().cpu() for p in model.parameters()),
+        "its prompts": [codec.prompt(question), answer],
+    }
 
 
 def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, share: float):

@@ -5,9 +5,9 @@
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
 GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
 
-`train` is the paper's Algorithm 1; its six steps stand below it, then clock, log, settings, checkpoints and
-roles. The shared folder is the state. All calls to it are made in order by one thread; one that fails is
-tried again until it works (`Patient` in coordinator.py). So what a kill leaves behind is always a prefix.
+`train` is the paper's Algorithm 1; its six steps stand below it, then clock, log, settings, checkpoints,
+roles. The shared folder is the state. Calls to it are made in order by one thread; one that fails is tried
+again until it works (`Patient` in coordinator.py). So what a kill leaves behind is always a prefix.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import random
 import re
 import secrets
@@ -36,8 +35,9 @@ from pathlib import Path
 if sys.orig_argv[-1].endswith("sapo.py") and "IPython" not in sys.modules:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is loaded, some seconds: no traceback
 
+import huggingface_hub  # transformers brings it, and tqdm
 import torch
-from tqdm import tqdm  # transformers brings it
+import tqdm
 
 if "DriveStore" not in globals():  # pasted into one notebook cell, the modules are there already
     from coordinator import (
@@ -52,7 +52,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
         Codec, Group, Question, available_memory, checksum, devices, fill, find_answer, generate,
         halving_on_oom, keep_freed_memory, load_model, load_tensors, lucky_question, make_question,
         mean_logps, new_optimizer, read_about, rows_that_fit, save_tensors, score_all, task_hash,
-        training_state, update, warm_start, warm_start_name, weights_of, why_refused,
+        training_state, update, warm_start, warm_start_recipe, weights_of, why_refused,
     )  # fmt: skip
 
 
@@ -98,6 +98,35 @@ class Node:
     rollouts: list = field(default_factory=list)  # its own, of the current stage
     unpublished: list = field(default_factory=list)  # of the round so far, as it will be published
     figures: dict = field(default_factory=dict)  # of the current stage, for the log and the reward file
+
+
+@dataclass
+class Run:
+    """What the functions below share: one process's nodes and what they know of the swarm."""
+
+    config: "Config"
+    store: Patient  # a DriveStore whose calls wait for the folder
+    codec: "Codec"
+    nodes: list[Node]
+    log: "Log"
+    stop: "StopButton"
+    tasks: list[str]
+    max_rows: int  # completions per forward pass in the update
+    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
+    session: str = ""  # of this process, in peers/
+    sessions: dict = field(default_factory=dict)  # node -> its newest session, as of the last look
+    done: int = -1  # last round finished
+    saved: int = -1  # last round after which a checkpoint was made
+    next_beat: float = 0.0
+    led_until: float = field(default_factory=time.monotonic)  # when a coordinator was last seen alive
+    patience: float = 0.0  # seconds that this round may still wait for peers' rollouts
+    files: dict = field(default_factory=dict)  # (round, stage, node) -> groups, structure checked
+    verified: dict = field(default_factory=dict)  # key of a group -> Rollout, or the reason of its rejection
+    reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
+    history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
+    began: float = field(default_factory=time.monotonic)
+    first_sample: list = field(default_factory=list)  # what the model said at the start
+    upload: object = None  # to the Hub, a Future
 
 
 # -------- The six steps of a round ------------------------------------------------------------------------
@@ -353,6 +382,26 @@ def policy_gradient(run: "Run", node: Node, external: list[Rollout]) -> None:
     beat(run)
 
 
+def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
+    """Step 6: publish the stage's reward and figures, now and then with held-out accuracy."""
+    config, figures = run.config, node.figures
+    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
+        figures["held_out"] = held_out_accuracy(run, node, t)
+    node.total_reward += figures["reward"]
+    run.store.submit_reward(t, stage, node.id, {"session": run.session, **figures})
+    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id, **figures}
+    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
+    row |= {"total_reward": node.total_reward}
+    run.log.add(f"{node.id}/metrics.jsonl", json.dumps(row))
+
+
+def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
+    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
+    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
+    questions = questions_of(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
+    return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
+
+
 def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Group]":
     """Externals without completions that are less likely, per token, than EXTERNAL_FLOOR of this node's own.
 
@@ -367,7 +416,8 @@ def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Gro
         pad_id=run.codec.pad_id, dtype=getattr(torch, run.config.DTYPE),
     )  # fmt: skip
     count = sum(len(group.completions) for group in own)
-    floor = [*sorted(means[:count]), math.inf][int(run.config.EXTERNAL_FLOOR * count)]  # inf: 1, all
+    rank = int(run.config.EXTERNAL_FLOOR * count)
+    floor = sorted(means[:count])[rank] if rank < count else math.inf  # a share of 1 leaves all out
     likely = iter(mean >= floor for mean in means[count:])
     kept = []
     for group in groups:
@@ -378,58 +428,7 @@ def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Gro
     return kept
 
 
-def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the stage's reward and figures, now and then with held-out accuracy."""
-    config, figures = run.config, node.figures
-    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
-        figures["held_out"] = held_out_accuracy(run, node, t)
-    node.total_reward += figures["reward"]
-    run.store.submit_reward(t, stage, node.id, {"session": run.session, **figures})
-    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id, **figures}
-    row |= {
-        "experiment": config.EXPERIMENT_NAME,
-        "my_reward": figures["reward"],
-        "total_reward": node.total_reward,
-    }
-    run.log.add(f"{node.id}/metrics.jsonl", json.dumps(row))
-
-
-def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
-    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
-    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
-    questions = questions_of(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
-    return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
-
-
 # -------- From round to round -----------------------------------------------------------------------------
-
-
-@dataclass
-class Run:
-    """What the functions above and below share: one process's nodes and what they know of the swarm."""
-
-    config: "Config"
-    store: Patient  # a DriveStore whose calls wait for the folder
-    codec: "Codec"
-    nodes: list[Node]
-    log: "Log"
-    stop: "StopButton"
-    tasks: list[str]
-    max_rows: int  # completions per forward pass in the update
-    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
-    session: str = ""  # of this process, in peers/
-    sessions: dict = field(default_factory=dict)  # node -> its newest session, as of the last look
-    done: int = -1  # last round finished
-    saved: int = -1  # last round after which a checkpoint was made
-    next_beat: float = 0.0
-    led_until: float = field(default_factory=time.monotonic)  # when a coordinator was last seen alive
-    patience: float = 0.0  # seconds that this round may still wait for peers' rollouts
-    files: dict = field(default_factory=dict)  # (round, stage, node) -> groups, structure checked
-    verified: dict = field(default_factory=dict)  # key of a group -> Rollout, or the reason of its rejection
-    reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
-    history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
-    began: float = field(default_factory=time.monotonic)
-    first_sample: list = field(default_factory=list)  # what the model said at the start
 
 
 class Ended(Exception):
@@ -510,7 +509,9 @@ def finish_round(run: Run, t: int) -> None:
         run.log.say(sample_text(sample(run)))
     if due or t == last:
         save_checkpoint(run)
-    if due and t < last and config.HUGGINGFACE_ACCESS_TOKEN:  # the last ones: run_worker
+    uploading = run.upload is not None and not run.upload.done()
+    if due and t < last and config.HUGGINGFACE_ACCESS_TOKEN and not uploading:  # the last ones: run_worker
+        end_upload(run)
         export_models(run, last=False)
     if config.ROLLOUT_CLEANUP_ENABLED:
         needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE  # by a node that resumes
@@ -564,7 +565,7 @@ class Log:
     def show_bar(self, total: int, done: int) -> None:
         """A progress bar below the lines, on a terminal: a log file or a notebook wants plain lines."""
         if sys.stdout.isatty():
-            self.bar = tqdm(total=total, initial=done, unit="round", dynamic_ncols=True, leave=False)
+            self.bar = tqdm.tqdm(total=total, initial=done, unit="round", dynamic_ncols=True, leave=False)
 
     def add(self, path: str, text: str) -> str:
         """Queue a line for a file, without the token; it is returned."""
@@ -648,11 +649,11 @@ def conclude(run: Run) -> None:
     say(sample_text(sample(run), before=run.first_sample))
     tenth = max(1, rounds // 10)
     first, last = (average(f["reward"] for f in part) for part in (history[:tenth], history[-tenth:]))
-    verdict = (
-        "learned" if last > first + 0.05 else "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
-    )
+    verdict = "learned"
     if not any(f["informative_groups"] for f in history):
         verdict = f"nothing was learned: {why_flat(history)}"
+    elif last < first + 0.05:
+        verdict = "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
     trend = sparkline([f["reward"] for f in history])
     total, peers = average(n.total_reward for n in run.nodes), sum(f["external_groups"] for f in history)
     went = f"mean reward {first:.2f} -> {last:.2f} in {rounds} rounds {trend}, {total:.2f} in all per node"
@@ -673,8 +674,14 @@ def write_picture(store, say) -> None:
 # -------- Settings ----------------------------------------------------------------------------------------
 
 
-def var(default, help, allowed="", low=None, high=None):
-    return field(default=default, metadata=dict(help=help, allowed=allowed.split(), low=low, high=high))
+def var(default, help, allowed="", of="node"):
+    """A line of Config. allowed: words, or the lowest and the highest number. of: whose setting it is."""
+    return field(default=default, metadata=dict(help=help, allowed=allowed, of=of))
+
+
+# All but a process's own stand in config.json. A joining node takes the swarm's from there where it sets none
+# itself; the model's, too, if its model is the same.
+of_swarm, of_model, of_process = (functools.partial(var, of=of) for of in ("swarm", "model", "process"))
 
 
 # fmt: off
@@ -682,58 +689,59 @@ def var(default, help, allowed="", low=None, high=None):
 class Config:
     """Every environment variable; `settle` works out "auto". Adding one here is all it takes."""
 
-    GDRIVE_PATH: str = var("auto", "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
+    GDRIVE_PATH: str = of_process("auto",
+                                  "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
     EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
-    NODE_ROLE: str = var("worker", "who trains, opens rounds, or only reads; auto: by rank",
-                         "worker coordinator auto monitor report validate")
-    NODE_ID: str = var("auto", "unique name; auto: node_<rank or 8 hex>, node if LOCAL_NODES > 1")
-    LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", low=1, high=256)
-    SEED: int = var(42, "the swarm's seed; nodes differ by NODE_ID", low=0, high=2**31)
+    NODE_ROLE: str = of_process("worker", "who trains, opens rounds, or only reads; auto: by rank",
+                                "worker coordinator auto monitor report validate")
+    NODE_ID: str = of_process("auto", "unique name; auto: node_<rank or 8 hex>, node if LOCAL_NODES > 1")
+    LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", (1, 256))
+    SEED: int = of_swarm(42, "the swarm's seed; nodes differ by NODE_ID", (0, 2**31))
     TEST_MODE: bool = var(False, "quick validation: 3 rounds, I = 4, J = 2, G = 4, tiny, short warm start")
-    MAX_ROUNDS: int = var(2000, "rounds to train", low=1, high=10**6)
-    MAX_STAGES: int = var(1, "generate-share-update stages in a round", low=1, high=100)
+    MAX_ROUNDS: int = of_swarm(2000, "rounds to train", (1, 10**6))
+    MAX_STAGES: int = of_swarm(1, "generate-share-update stages in a round", (1, 100))
     MODEL_NAME: str = var("auto", "tiny, a Hugging Face id or a folder; auto: by what the machine has")
-    TASKS: str = var("auto", "comma list; auto: the paper's nine, for tiny the eight small ones")
-    NUM_SHOTS: int = var("auto", "solved examples without a chat template; auto: 2, tiny 0", low=0, high=16)
-    WARM_START_STEPS: int = var("auto", "supervised steps first; auto: tiny 1750, else 0", low=0, high=10**6)
-    ANSWER_TAG_SHARE: float = var(0.02, "rewarded style at the end of tiny's warm start", low=0, high=1)
-    REWARD: str = var("exact", "1 if the verifier gives at least 0.99, else 0; its score", "exact verifier")
-    NUM_TRAIN_SAMPLES: int = var(8, "I: own questions per round and stage", low=1, high=4096)
-    NUM_TRANSPLANT_TREES: int = var(0, "J: external groups per stage; 0: plain GRPO", low=0, high=4096)
-    NUM_GENERATIONS: int = var(8, "G: completions per question", low=2, high=64)
-    TEMPERATURE: float = var(1.0, "of sampling and of the log-probabilities in the loss", low=0.01, high=100)
-    MAX_NEW_TOKENS: int = var("auto", "longest completion; auto: 10 for tiny, else 256", low=1, high=32768)
-    EXTERNAL_FILTER: bool = var(True, "drop groups that are not informative before drawing externals")
-    EXTERNAL_FLOOR: float = var(0.0, "leave out externals less likely than this share of own", low=0, high=1)
-    LOCAL_OVERSAMPLE: int = var(1, "k: generate k x I questions, train on I of them", low=1, high=64)
-    LEARNING_RATE: float = var("auto", "AdamW; auto: 6e-4 for tiny, else 1e-6", low=0, high=1)
-    CLIP_LOW: float = var(0.2, "ratio clipped below at 1 - this", low=0, high=1)
-    CLIP_HIGH: float = var(0.28, "ratio clipped above at 1 + this", low=0, high=10)
-    NUM_ITERATIONS: int = var(1, "optimizer steps on the completions of one stage", low=1, high=100)
-    LOSS_TYPE: str = var("dapo", "per token, per completion, by MAX_NEW_TOKENS", "dapo grpo dr_grpo")
-    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass; auto: by memory", low=1, high=65536)
+    TASKS: str = of_swarm("auto", "comma list; auto: the paper's nine, for tiny the eight small ones")
+    NUM_SHOTS: int = of_model("auto", "solved examples without a chat template; auto: 2, tiny 0", (0, 16))
+    WARM_START_STEPS: int = of_model("auto", "supervised steps first; auto: tiny 1750, else 0", (0, 10**6))
+    ANSWER_TAG_SHARE: float = of_model(0.02, "rewarded style at the end of tiny's warm start", (0, 1))
+    REWARD: str = of_swarm("exact", "1 where the verifier gives 0.99, else 0; its score", "exact verifier")
+    NUM_TRAIN_SAMPLES: int = of_swarm(8, "I: own questions per round and stage", (1, 4096))
+    NUM_TRANSPLANT_TREES: int = of_swarm(0, "J: external groups per stage; 0: plain GRPO", (0, 4096))
+    NUM_GENERATIONS: int = of_swarm(8, "G: completions per question", (2, 64))
+    TEMPERATURE: float = of_model(1.0, "of sampling and of the log-probabilities in the loss", (0.01, 100))
+    MAX_NEW_TOKENS: int = of_model("auto", "longest completion; auto: 10 for tiny, else 256", (1, 32768))
+    EXTERNAL_FILTER: bool = of_swarm(True, "drop groups that are not informative before drawing externals")
+    EXTERNAL_FLOOR: float = of_swarm(0.0, "leave out externals less likely than this share of own", (0, 1))
+    LOCAL_OVERSAMPLE: int = of_swarm(1, "k: generate k x I questions, train on I of them", (1, 64))
+    LEARNING_RATE: float = of_model("auto", "AdamW; auto: 6e-4 for tiny, else 1e-6", (0, 1))
+    CLIP_LOW: float = of_model(0.2, "ratio clipped below at 1 - this", (0, 1))
+    CLIP_HIGH: float = of_model(0.28, "ratio clipped above at 1 + this", (0, 10))
+    NUM_ITERATIONS: int = of_model(1, "optimizer steps on the completions of one stage", (1, 100))
+    LOSS_TYPE: str = of_model("dapo", "per token, per completion, by MAX_NEW_TOKENS", "dapo grpo dr_grpo")
+    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass; auto: by memory", (1, 65536))
     DTYPE: str = var("auto", "to compute in; auto: bfloat16 if the hardware can", "float32 bfloat16")
-    DEVICE: str = var("auto", "cuda, cuda:1, mps or cpu; auto: the first there is")
-    COORDINATOR_ROUND_INTERVAL: float = var(60.0, "seconds of a round, at the latest", low=0.01, high=86400)
-    ROUND_ADVANCE: str = var("hybrid", "interval over, all submitted, or either", "time completion hybrid")
-    ROLLOUT_PUBLISH_FREQUENCY: str = var("stage", "generation means stage", "stage round generation")
-    ROLLOUT_MAX_AGE: int = var(4, "how many rounds back externals may come from", low=0, high=1000)
-    FETCH_MAX_PEERS: int = var(10, "peers to read per round, drawn at random", low=1, high=1000)
-    FETCH_TIMEOUT_SECONDS: float = var(30.0, "how long to wait for peers' rollouts", low=0, high=3600)
-    STALE_AFTER_SECONDS: float = var(300.0, "silence after which a node is not live", low=1, high=86400)
-    ROLLOUT_CLEANUP_ENABLED: bool = var(False, "remove old rollouts")
-    ROLLOUT_KEEP_LAST_N_ROUNDS: int = var(10, "rounds of rollouts to keep", low=1, high=10**6)
-    ROLLOUT_ARCHIVE_OLD: bool = var(False, "move old rollouts to archives/ instead of deleting them")
-    CHECKPOINT_INTERVAL: int = var(10, "rounds between checkpoints", low=1, high=10**6)
-    CHECKPOINT_KEEP: int = var(2, "checkpoints to keep", low=1, high=1000)
-    EVAL_INTERVAL: int = var(0, "rounds between held-out evaluations (pass@1); 0: none", low=0, high=10**6)
-    EVAL_SAMPLES: int = var(64, "held-out questions, from seeds that no node trains on", low=1, high=65536)
-    VERBOSE: bool = var(False, "every node's line of every round on the screen, not only in stdout.log")
-    HUGGINGFACE_ACCESS_TOKEN: str = var("", "push the model to the Hub with each checkpoint; never shown")
-    HF_REPO: str = var("auto", "where to, with -<node> if several; auto: <user>/<experiment>-<node>")
-    NUM_WORKERS: int = var(0, "workers that run_swarm.sh starts (4), or to expect", low=0, high=10**4)
-    CONFIGS: str = var("", "I/J pairs to compare, such as 8/0 4/4")
-    SEEDS: str = var("", "seeds to compare them over")
+    DEVICE: str = of_process("auto", "cuda, cuda:1, mps or cpu; auto: the first there is")
+    COORDINATOR_ROUND_INTERVAL: float = of_swarm(60.0, "seconds of a round, at the latest", (0.01, 86400))
+    ROUND_ADVANCE: str = of_swarm("hybrid", "interval over, all are in, or either", "time completion hybrid")
+    ROLLOUT_PUBLISH_FREQUENCY: str = of_swarm("stage", "generation means stage", "stage round generation")
+    ROLLOUT_MAX_AGE: int = of_swarm(4, "how many rounds back externals may come from", (0, 1000))
+    FETCH_MAX_PEERS: int = var(10, "peers to read per round, drawn at random", (1, 1000))
+    FETCH_TIMEOUT_SECONDS: float = var(30.0, "how long to wait for peers' rollouts", (0, 3600))
+    STALE_AFTER_SECONDS: float = var(300.0, "silence after which a node is not live", (1, 86400))
+    ROLLOUT_CLEANUP_ENABLED: bool = of_swarm(False, "remove old rollouts")
+    ROLLOUT_KEEP_LAST_N_ROUNDS: int = of_swarm(10, "rounds of rollouts to keep", (1, 10**6))
+    ROLLOUT_ARCHIVE_OLD: bool = of_swarm(False, "move old rollouts to archives/ instead of deleting them")
+    CHECKPOINT_INTERVAL: int = of_swarm(10, "rounds between checkpoints", (1, 10**6))
+    CHECKPOINT_KEEP: int = var(2, "checkpoints to keep", (1, 1000))
+    EVAL_INTERVAL: int = var(0, "rounds between held-out evaluations (pass@1); 0: none", (0, 10**6))
+    EVAL_SAMPLES: int = var(64, "held-out questions, from seeds that no node trains on", (1, 65536))
+    VERBOSE: bool = of_process(False, "every node's line of every round on the screen, too")
+    HUGGINGFACE_ACCESS_TOKEN: str = of_process("", "push to the Hub with each checkpoint; never shown")
+    HF_REPO: str = of_process("auto", "where to, with -<node> if several; auto: <user>/<experiment>-<node>")
+    NUM_WORKERS: int = var(0, "workers that run_swarm.sh starts (4), or to expect", (0, 10**4))
+    CONFIGS: str = of_process("", "I/J pairs to compare, such as 8/0 4/4")
+    SEEDS: str = of_process("", "seeds to compare them over")
 
     @property
     def publishing_stages(self) -> range:
@@ -766,28 +774,11 @@ FOR_OTHERS = dict(
 )
 REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, Adam, activations of one node
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
-OF_PROCESS = (
-    SECRET,
-    "HF_REPO",
-    "NODE_ID",
-    "NODE_ROLE",
-    "GDRIVE_PATH",
-    "DEVICE",
-    "VERBOSE",
-    "CONFIGS",
-    "SEEDS",
-)
 MUST_AGREE = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # in all nodes of an experiment, for ever
-OF_SWARM = (  # a joining node takes them from config.json where it does not set them
-    *MUST_AGREE, "MAX_ROUNDS", "NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "NUM_GENERATIONS",
-    "EXTERNAL_FILTER", "EXTERNAL_FLOOR", "LOCAL_OVERSAMPLE", "CHECKPOINT_INTERVAL",
-    "COORDINATOR_ROUND_INTERVAL", "ROUND_ADVANCE", "ROLLOUT_PUBLISH_FREQUENCY", "ROLLOUT_MAX_AGE",
-    "ROLLOUT_CLEANUP_ENABLED", "ROLLOUT_KEEP_LAST_N_ROUNDS", "ROLLOUT_ARCHIVE_OLD",
-)  # fmt: skip
-OF_MODEL = (  # likewise, if its model is the same
-    "LEARNING_RATE", "TEMPERATURE", "MAX_NEW_TOKENS", "NUM_SHOTS", "WARM_START_STEPS", "ANSWER_TAG_SHARE",
-    "CLIP_LOW", "CLIP_HIGH", "NUM_ITERATIONS", "LOSS_TYPE",
-)  # fmt: skip
+OF_SWARM, OF_MODEL, OF_PROCESS = (
+    [spec.name for spec in fields(Config) if spec.metadata["of"] == of]
+    for of in ("swarm", "model", "process")
+)
 RANKS = ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
 SHORT_NAMES = {"LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES",
                "G": "NUM_GENERATIONS", "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME"}  # fmt: skip
@@ -800,22 +791,24 @@ class ConfigError(ValueError):
 def parse_value(text: str, spec):
     """One variable's text -> its value; ValueError says what is allowed."""
     kind, allowed = spec.type, spec.metadata["allowed"]
-    low, high = spec.metadata["low"], spec.metadata["high"]
-    words = dict.fromkeys("1 true yes on".split(), True) | dict.fromkeys("0 false no off".split(), False)
-    expected = f"{'an integer' if kind is int else 'a number'} from {low} to {high}"
-    if kind is bool or allowed:
-        expected = ", ".join(allowed or ["True or False"])
-    if spec.default == "auto":
-        expected += ", or auto"
+    truths = dict.fromkeys("1 true yes on".split(), True) | dict.fromkeys("0 false no off".split(), False)
     if text == "auto" and spec.default == "auto":
         return text
     try:
-        value = words[text.lower()] if kind is bool else kind(text)  # never bool(text): bool("False") is True
-        in_range = (low is None or low <= value) and (high is None or value <= high)  # nan is in none
+        if kind is bool:
+            expected = "True or False"
+            return truths[text.lower()]  # never bool(text): bool("False") is True
+        if kind is str:
+            expected = ", ".join(allowed.split())
+            fits, value = not allowed or text in allowed.split(), text
+        else:
+            expected = f"{'an integer' if kind is int else 'a number'} from {allowed[0]} to {allowed[1]}"
+            value = kind(text)
+            fits = allowed[0] <= value <= allowed[1]  # nan is in no range
     except (KeyError, ValueError):
-        in_range = False
-    if not in_range or (allowed and text not in allowed):
-        raise ValueError(f"expected {expected}")
+        fits = False
+    if not fits:
+        raise ValueError(f"expected {expected}" + (", or auto" if spec.default == "auto" else ""))
     return value
 
 
@@ -946,8 +939,8 @@ def help_text() -> str:
     """Every variable with its default and what it does, as `python sapo.py --help` prints it."""
     lines = ["usage: NAME=value … python sapo.py      (environment variables only)", ""]
     for f in fields(Config):
-        choice = ", ".join(f.metadata["allowed"])
-        meaning = f"{choice}: {f.metadata['help']}" if choice else f.metadata["help"]
+        choice = ", ".join(f.metadata["allowed"].split()) + ": " if f.type is str else ""
+        meaning = choice.removeprefix(": ") + f.metadata["help"]
         lines.append(f"  {f.name:27} {f.default!s:8.8} {meaning}")
     return "\n".join(lines)
 
@@ -957,12 +950,8 @@ def resume_line(config: "Config", given: dict, there: dict) -> str:
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
     there = there or asdict(config)  # a new experiment: they will be written there
-    same_model = there.get("MODEL_NAME") == config.MODEL_NAME
-    taken = (
-        *OF_SWARM,
-        *(OF_MODEL if same_model else ()),
-        *(["MODEL_NAME"] if config.MODEL_NAME == "tiny" else []),
-    )
+    taken = OF_SWARM + (OF_MODEL if there.get("MODEL_NAME") == config.MODEL_NAME else [])
+    taken = [*taken, "MODEL_NAME"] if config.MODEL_NAME == "tiny" else taken
     known = {name for name in taken if there.get(name) == getattr(config, name)}
     known |= {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
     named = {name: given[name] for name in given if name not in known}
@@ -1029,14 +1018,11 @@ def restore(run: Run, path: Path | None, round_: int) -> None:
     """
     if path is None:
         raise BadFile("not a regular file")
-    about = parse_json(read_about(path).encode())
-    if (about["model_name"], sorted(about["nodes"])) != (
-        run.config.MODEL_NAME,
-        sorted(n.id for n in run.nodes),
-    ):
-        made_with = f"MODEL_NAME={about['model_name']} and nodes {some(sorted(about['nodes']))}"
+    about, ours = parse_json(read_about(path).encode()), state_of(run.nodes)
+    nodes = sorted(about["nodes"])
+    if about["model_name"] != run.config.MODEL_NAME or nodes != sorted(node.id for node in run.nodes):
+        made_with = f"MODEL_NAME={about['model_name']} and nodes {some(nodes)}"
         raise ValueError(f"made with {made_with}: set these, or take another NODE_ID")
-    ours = state_of(run.nodes)
     saved = load_tensors(path, ours)
     if (about["next_round"], about["crc"]) != (round_ + 1, checksum(saved.values())):
         raise ValueError("damaged, or of another round")
@@ -1048,16 +1034,20 @@ def restore(run: Run, path: Path | None, round_: int) -> None:
 
 
 def export_models(run: Run, last: bool) -> None:
-    """The models as ordinary Hugging Face folders: to the Hub, if a token is set; last: to models/NODE."""
+    """The models as ordinary Hugging Face folders: last: to models/NODE; to the Hub, if a token is set."""
+    config, folder = run.config, tempfile.TemporaryDirectory()
     for node in run.nodes:
-        with tempfile.TemporaryDirectory() as folder:
-            node.model.save_pretrained(folder)
-            run.codec.tokenizer.save_pretrained(folder, save_jinja_files=False)  # several would be a folder
-            for file in sorted(Path(folder).iterdir()) if last else []:
-                copy_it = functools.partial(shutil.copyfile, file)
-                run.store.write(f"models/{node.id}/{file.name}", copy_it, sync=True)
-            if run.config.HUGGINGFACE_ACCESS_TOKEN:
-                push_to_hub(run, node, folder)
+        exported = Path(folder.name, node.id)
+        node.model.save_pretrained(exported)
+        run.codec.tokenizer.save_pretrained(exported, save_jinja_files=False)  # several would be a folder
+        for file in sorted(exported.iterdir()) if last else []:
+            copy_it = functools.partial(shutil.copyfile, file)
+            run.store.write(f"models/{node.id}/{file.name}", copy_it, sync=True)
+    if config.HUGGINGFACE_ACCESS_TOKEN:
+        api = huggingface_hub.HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN)
+        run.upload = api.run_as_future(push_to_hub, api, config, folder, f"after round {run.done}")
+    else:
+        folder.cleanup()
     if last:
         model = run.store.base / "models" / run.nodes[0].id
         prompt = run.codec.decode(run.codec.prompt(lucky_question(run.tasks[0], 1)))
@@ -1066,23 +1056,37 @@ def export_models(run: Run, last: bool) -> None:
         run.log.say(f"final model: {model}\n  try it: python -c {shlex.quote(ask)}")
 
 
-def push_to_hub(run: Run, node: Node, folder: str) -> None:
-    """Upload a folder, while training waits; a push that fails is said and stops nothing."""
-    config = run.config
-    try:
-        from huggingface_hub import HfApi  # transformers brings it
+def push_to_hub(api, config: "Config", folder: tempfile.TemporaryDirectory, message: str) -> list[str]:
+    """Upload the models of all nodes and delete `folder`; the names of their repositories.
 
-        api, repo = HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN), config.HF_REPO
-        if repo == "auto":
-            repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node.id}"
-        elif max(config.LOCAL_NODES, config.NUM_WORKERS) > 1:
-            repo += f"-{node.id}"
-        api.create_repo(repo, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"after round {run.done}")
-        run.log.event("hub", f"pushed to {repo}")
+    Runs in a thread of HfApi while training goes on: the one thing here that does.
+    """
+    repos = []
+    with folder:
+        for node in config.node_ids:
+            repo = config.HF_REPO
+            if repo == "auto":
+                repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node}"
+            elif max(config.LOCAL_NODES, config.NUM_WORKERS) > 1:
+                repo += f"-{node}"
+            api.create_repo(repo, exist_ok=True)
+            api.upload_folder(repo_id=repo, folder_path=Path(folder.name, node), commit_message=message)
+            repos.append(repo)
+    return repos
+
+
+def end_upload(run: Run) -> None:
+    """Wait for the upload in the background, if there is one, and say how it went; it stops nothing."""
+    if run.upload is None:
+        return
+    if not run.upload.done():
+        run.log.say("waiting for the upload to the Hub")
+    try:
+        run.log.event("hub", f"pushed to {some(run.upload.result())}")
     except Exception as error:  # its text may hold the token: only type and status are told
         status = getattr(getattr(error, "response", None), "status_code", "no answer")
         run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
+    run.upload = None
 
 
 # -------- Roles -------------------------------------------------------------------------------------------
@@ -1109,7 +1113,8 @@ def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopB
     """
     Path(config.GDRIVE_PATH).mkdir(exist_ok=True)
     store = Patient(DriveStore(config.GDRIVE_PATH, None, config.NODE_ID), log.event, stop)
-    name = warm_start_name(model, codec, config, tasks)
+    recipe = json.dumps(warm_start_recipe(model, codec, config, tasks))
+    name = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     path, claim, told = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim", False
 
     def made() -> bool:
@@ -1134,15 +1139,27 @@ def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopB
     while config.WARM_START_STEPS > 0 and not made():
         stop.check()
         if store.write(claim, {"time": time.time(), "by": config.NODE_ID}, keep=is_fresh):
-            log.say(f"{config.NODE_ID} makes the warm start, once for all")
+            log.say(
+                f"{config.NODE_ID} makes the warm start, once for all{why_new(store, json.loads(recipe))}"
+            )
             warm_start(model, codec, config, tasks, progress)
             weights = {name: x.cpu().contiguous() for name, x in weights_of(model).items()}
-            store.write(path, functools.partial(save_tensors, weights, "warm start"), sync=True)
+            store.write(path, functools.partial(save_tensors, weights, recipe), sync=True)
             return store.delete(claim)
         if not told:
             told = True
             log.say("another node makes the warm start; waiting for it")
         time.sleep(0.5)
+
+
+def why_new(store: Patient, recipe: dict) -> str:
+    """Why none of the warm starts that are there fits: in what the nearest one differs; "" without any."""
+    found = []
+    for name in store.names("warmstart"):
+        with contextlib.suppress(Exception):  # a claim, or a file that is damaged or a stranger's
+            other = parse_json(read_about(store.find(f"warmstart/{name}")).encode())
+            found.append([key for key in recipe if other.get(key) != recipe[key]])
+    return f" (not as the one that is there: {', '.join(min(found, key=len))})" if found else ""
 
 
 def load_learner(config: "Config", store: Patient, log: Log, stop: StopButton) -> Run:
@@ -1178,7 +1195,7 @@ ALONE = (
 def register(run: Run) -> None:
     """Announce this process's nodes, count the rewards of rounds that are not replayed, say what begins."""
     config, store, ours = run.config, run.store, {node.id: node for node in run.nodes}
-    about = {"model": config.MODEL_NAME, "device": config.DEVICE, "host": platform.node()}
+    about = {"model": config.MODEL_NAME, "device": config.DEVICE, "host": os.uname().nodename}
     about |= VERSIONS
     run.session = store.register([*ours], "worker", about)
     run.sessions = store.sessions()
@@ -1194,10 +1211,11 @@ def register(run: Run) -> None:
     elif config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
     what = f"{len(ours)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
-    free = shutil.disk_usage(config.GDRIVE_PATH).free / 1e9
-    room = (
-        f"{gigabytes(run, config.CHECKPOINT_KEEP + 1)} GB on disk for checkpoints and models, {free:.1f} free"
+    needed, free = (
+        gigabytes(run, config.CHECKPOINT_KEEP + 1),
+        shutil.disk_usage(config.GDRIVE_PATH).free / 1e9,
     )
+    room = f"{needed} GB on disk for checkpoints and models, {free:.1f} free"
     run.log.event("start", f"{what}, round {run.done + 1}; {room}")
     run.log.say(f"to resume: {run.log.resume_line}")
     run.first_sample = sample(run)
@@ -1220,6 +1238,7 @@ def run_worker(config: "Config", store: DriveStore, log: Log, stop: StopButton) 
         train(run)
         log.say(f"writing checkpoint and models, {gigabytes(run)} GB")
         save_checkpoint(run)  # of a start that found it missing
+        end_upload(run)
         export_models(run, last=True)
         write_winners(patient, config.MAX_ROUNDS - 1, run.sessions)
         if run.history:
@@ -1234,6 +1253,7 @@ def run_worker(config: "Config", store: DriveStore, log: Log, stop: StopButton) 
             log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
     if log.bar:
         log.bar.close()
+    end_upload(run)
     if outcome != "superseded":
         beat(run, "done" if outcome == "finished" else "stopped")
     log.flush(patient)
@@ -1353,6 +1373,9 @@ def main(environ=None) -> int:
     secret = environ.get(SECRET, "").strip()
     try:
         given, notes = read_environment(environ)
+        here = vars(sys.modules["__main__"]) if in_notebook() else {}
+        for name in [spec.name for spec in fields(Config) if spec.name in here and spec.name not in environ]:
+            notes.append(f"{name} is a variable of this notebook; a setting is os.environ[{name!r}] = '…'")
         is_reader = given.get("NODE_ROLE") in ("monitor", "report", "validate")
         outcome = run_reader(given, stop) if is_reader else run_role(given, notes, stop)
         return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
@@ -1374,4 +1397,5 @@ if __name__ == "__main__":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # of `| head`
     status = print(help_text()) if wants_help else main()
     if status and not in_notebook():  # in a notebook the cell just ends
-        sys.exit(status)
+        sys.stdout.flush()
+        os._exit(status)  # sys.exit would wait for an upload to the Hub

@@ -468,17 +468,18 @@ def config_error(**environ) -> str:
 
 @pytest.mark.parametrize("spec", fields(Config), ids=lambda spec: spec.name)
 def test_U1_a_bad_value_is_refused_by_name_value_and_what_is_allowed(spec):
-    low, high, allowed = (spec.metadata[key] for key in ("low", "high", "allowed"))
-    text, wrong, hint = CHECKED.get(spec.name, ("some-name", None, ""))
+    allowed, (text, wrong, hint) = spec.metadata["allowed"], CHECKED.get(spec.name, ("some-name", None, ""))
     good, bad = {text: text}, [wrong] if wrong else []
     if spec.type is bool:  # bool("False") is True
         good = {"False": False, "0": False, " yes ": True, "TRUE": True}
         bad, hint = ["maybe", "2"], "True or False"
     elif spec.type in (int, float):
+        low, high = allowed
         good, hint = {text: spec.type(text) for text in (str(max(1, low)), str(high))}, "expected"
         bad = ["many", "nan", str(low - 1), str(high + 1)]
     elif allowed:
-        good, bad, hint = {word: word for word in allowed if word != "auto"}, ["no such"], allowed[-1]
+        good = {word: word for word in allowed.split() if word != "auto"}
+        bad, hint = ["no such"], allowed.split()[-1]
     for text, value in good.items():
         found = getattr(config_of(**{spec.name: text}), spec.name)
         assert found == value and type(found) is spec.type
@@ -690,7 +691,7 @@ def test_L2_own_rollouts_are_trained_on_with_the_ids_that_were_sampled(drive, mo
 
 def test_X4_the_access_token_is_shown_nowhere_and_a_failing_hub_stops_nothing(drive, monkeypatch, capsys):
     given = {"HUGGINGFACE_ACCESS_TOKEN": (secret := "hf_0123456789abcdefSECRET")}
-    monkeypatch.setattr("huggingface_hub.HfApi", Mock(side_effect=OSError(f"401 for token {secret}")))
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", Mock(side_effect=OSError(f"401 for token {secret}")))
     assert swarm(drive, "hub", **given, MAX_ROUNDS=2, **UNTRAINED) == 0
     assert "push failed, training goes on" in str(events_of(drive, "hub", "hub"))
     config = config_of(**given)

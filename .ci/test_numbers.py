@@ -20,7 +20,7 @@ import torch
 from grpo import HELD_OUT_SEEDS, PAPER_TASKS, SMALL_TASKS, TASK_TABLE, BadQuestion, Codec, Group, build_tiny
 from grpo import check_model, end_of_turn, generate, halving_on_oom, load_model, lucky_question, make_codec
 from grpo import make_question, sample_tokens, score, score_all, sequence_logps, shared_prompt_logps
-from grpo import token_logps, warm_start_name
+from grpo import token_logps, warm_start_recipe
 from test_sapo import config_error, config_of, near, our_update, plain_logps, ragged_groups, tiny_lm
 from test_sapo import weights_of
 from tokenizers import AddedToken
@@ -383,7 +383,7 @@ def test_L6_tiny_and_its_warm_start_are_the_same_in_every_process_and_for_nobody
     texts = [make_question(task, seed).text for task in TASK_TABLE for seed in range(20)]
     assert [codec.decode(codec.encode(text)) for text in texts] == texts
     recipes = [(codec, config), (codec, replace(config, SEED=7)), (replace(codec, eos_id=5), config)]
-    assert len({warm_start_name(model, *recipe, SMALL_TASKS) for recipe in recipes * 2}) == 3
+    assert len({str(warm_start_recipe(model, *recipe, SMALL_TASKS)) for recipe in recipes * 2}) == 3
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.25, 0.5, 1.0])

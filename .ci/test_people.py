@@ -61,9 +61,8 @@ def finished(tmp_path_factory) -> SimpleNamespace:
 def test_U1_every_wrong_setting_is_named_at_once_and_nothing_is_left(tmp_path, monkeypatch, capsys):
     wrong = {"GDRIVE_PATH": "/no/such/folder", "NODE_ID": "../n", "EXPERIMENT_NAME": "a/b", "TASKS": "gdc"}
     for spec in dataclasses.fields(Config):
-        low = spec.metadata["low"]
         if spec.type in (int, float):
-            wrong[spec.name] = "many" if low is None else str(low - 1)
+            wrong[spec.name] = str(spec.metadata["allowed"][0] - 1)
         elif spec.type is bool or spec.metadata["allowed"]:
             wrong[spec.name] = "perhaps"  # bool("perhaps") is True
     monkeypatch.chdir(tmp_path)
@@ -361,13 +360,11 @@ def test_U8_a_final_model_is_an_ordinary_folder_with_the_same_logits_and_the_pri
 
 @pytest.mark.parametrize("down", [False, True])
 def test_U8_models_are_pushed_and_a_hub_that_fails_stops_nothing(tmp_path, monkeypatch, capfd, down):
-    pushed = []
+    pushed, last_reward = [], tmp_path / "experiments/default/rewards/round_000004/stage_0/n_1.json"
 
-    class Hub:
-        def __init__(self, token):
-            assert token == SECRET
-
+    class Hub(huggingface_hub.HfApi):
         def whoami(self):
+            assert self.token == SECRET
             if down:
                 raise ConnectionError(f"401 for {SECRET}")
             return {"name": "me"}
@@ -375,6 +372,7 @@ def test_U8_models_are_pushed_and_a_hub_that_fails_stops_nothing(tmp_path, monke
         def create_repo(self, *_, **__): ...
 
         def upload_folder(self, *, repo_id, folder_path, **_):
+            until(last_reward.exists)  # training goes on while the first one is under way
             pushed.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
@@ -407,7 +405,8 @@ def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_
         run_cell(program, **QUICK | {"GDRIVE_PATH": tmp_path, "NODE_ID": "n", "NUM_TRANSPLANT_TREES": 0})
         last = rounds(tmp_path, "n")[-1]
         assert newest_checkpoint(tmp_path, "n") == last and heartbeat(tmp_path, "n")["state"] == "stopped"
-        run_cell(program, MAX_ROUNDS=last + 3)
+        run_cell(f"VERBOSE = True\n{program}", MAX_ROUNDS=last + 3)
+        assert "VERBOSE is a variable of this notebook" in "".join(said)
         assert rounds(tmp_path, "n") == [*range(last + 3)]
         run_cell(f"assert get_experiment_status({str(tmp_path)!r}, 'default')['current_round'] == {last + 2}")
     finally:
@@ -420,3 +419,5 @@ def test_L6_the_warm_start_is_made_once_and_shared_by_processes_that_start_toget
     assert [process.end() for process in processes] == [0] * 3
     assert [path.suffix for path in (drive / "warmstart").iterdir()] == [".safetensors"], "no claim is left"
     assert sum("60/60" in process.text for process in processes) == 1
+    other = Process(drive, "d", WARM_START_STEPS=60, MAX_ROUNDS=1, EXPERIMENT_NAME="other", SEED=4).start()
+    assert other.end() == 0 and "(not as the one that is there: SEED)" in other.text, "why it is made again"

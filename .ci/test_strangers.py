@@ -458,7 +458,7 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
     def fail(*args, token=secret, **kwargs):
         raise ValueError(f"401 Unauthorized: Bearer {token}")
 
-    monkeypatch.setattr("huggingface_hub.HfApi", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", fail)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
     told = dict(HUGGINGFACE_ACCESS_TOKEN=secret, VERBOSE=True, **HERE)
     assert run(drive, **told) == 0
