@@ -145,11 +145,10 @@ def say_round(store, config, say, t: int, submitted, late, began: float, past: l
     rows = write_winners(store, t, submitted)
     means = {name: average(row.get(name) for row in rows) or 0.0 for name in IN_ROUND_LINE}
     past.append(means | {"ended": time.monotonic()})
-    who = f"{len(submitted)} nodes"
-    if late:
-        who += f" | late: {some(sorted(late), 3)}"
     went = pace(began, past, config.MAX_ROUNDS - 1 - t)
-    say(f"{counted(t, config.MAX_ROUNDS)} | {round_line(past[-20:])} | {who} | {went}")
+    if late:
+        went += f" | {len(submitted)} nodes, late: {some(sorted(late), 3)}"
+    say(f"{counted(t, config.MAX_ROUNDS)} | {round_line(past[-20:])} | {went}")
 
 
 # How to read it: .github/MANUAL.md, "The log line".
@@ -358,6 +357,7 @@ def summarize(store) -> dict | None:
         "held_out": average(row.get("held_out") for row in rows[-len(rows) // 10 :]),
         "curve": [average(row["reward"] for row in now) or 0.0 for now in by_round],
         "spent": list(itertools.accumulate(completions)),
+        "tasks": reward_per_task(rows[-len(rows) // 10 :]),
     }
 
 
@@ -392,15 +392,23 @@ def compare(runs: list[dict]) -> list[dict]:
 
 
 def report_text(rows: list[dict]) -> str:
-    """The comparison as a table: cumulative reward per node over seeds, gain over the baseline, cost."""
+    """Two tables: cumulative reward per node over seeds, gain over the baseline, cost; reward per task."""
     cells = []
     for row in rows:
         gain = "" if row["gain"] is None else f"{row['gain']:+.0%} ({row['low']:+.0%} to {row['high']:+.0%})"
+        if row["per_node"] < 0.05 * len(row["runs"][0]["curve"]):
+            gain = "nothing was learned: more MAX_ROUNDS"
         figures = [row[name] for name in ("per_node", "sd", "held_out", "completions")]
         cells.append([row["label"][:60], len(row["runs"]), *figures, gain])
     names = ["I/J", "runs", "reward per node", "sd", "held-out", "completions", "gain (95%)"]
     formats = ("", "d", ".2f", ".2f", ".2f", ".0f", "")
-    return tabulate(cells, names, "simple", floatfmt=formats, missingval="-", disable_numparse=[0, 6])
+    table = tabulate(cells, names, "simple", floatfmt=formats, missingval="-", disable_numparse=[0, 6])
+    tasks = {task: [] for row in rows for run in row["runs"] for task in run["tasks"]}
+    for task, row in itertools.product(tasks, rows):
+        tasks[task].append(average(run["tasks"].get(task) for run in row["runs"]))
+    names = ["reward at the end", *(row["label"][:30] for row in rows)]
+    by_task = [[plain(task, 40), *means] for task, means in sorted(tasks.items())]
+    return f"{table}\n\n{tabulate(by_task, names, 'simple', floatfmt='.2f', missingval='-')}"
 
 
 def new_figure():
@@ -484,7 +492,7 @@ def in_notebook() -> bool:
     return {"ipykernel", "IPython"} <= sys.modules.keys() and sys.modules["IPython"].get_ipython() is not None
 
 
-def dashboard(store, stale_after: float, rows: list[dict], max_rounds: int) -> str:
+def dashboard(store, stale_after: float, rows: list[dict], max_rounds: int | None) -> str:
     """An experiment as text that fits the terminal: clock, nodes, tasks, what looks wrong, one group."""
     screen = shutil.get_terminal_size((110, 40))
     clock, by_node, sessions = store.clock(), rows_by("node_id", rows), store.sessions()
@@ -492,12 +500,13 @@ def dashboard(store, stale_after: float, rows: list[dict], max_rounds: int) -> s
     led = lives.pop(COORDINATOR, "none")
     live = sum(life == "live" for life in lives.values())
     workers = f"{live} of {len(lives)} workers live, coordinator {led}"
-    lines = [f"{store.base.name}: round {clock} of {max_rounds}, {workers}"]
+    planned = max_rounds or max(begun_with(store, "MAX_ROUNDS", 0), clock + 1 if rows else 0)
+    lines = [f"{store.base.name}: round {clock}{f' of {planned}' if planned else ''}, {workers}"]
     claims = DriveStore(store.root, None)
     for name in claims.names("warmstart") if not rows else []:
         claim = claims.read_matching(f"warmstart/{name}") if name.endswith(".claim") else None
         if claim:
-            lines.append(plain(f"in the warm start: {claim.get('progress', '')}"))
+            lines.append(plain(claim.get("progress", "the warm start begins")))
     if rows:
         now = [row for row in rows if row["round"] == rows[-1]["round"]]
         ago = short_time(max(0.0, time.time() - rows[-1]["timestamp"]))
@@ -516,19 +525,15 @@ def dashboard(store, stale_after: float, rows: list[dict], max_rounds: int) -> s
     if recent and not any(row.get("informative_groups") for row in recent):
         lines.append(f"! nothing is learned: {why_flat(recent)}")
     left = [node for node, life in lives.items() if life == "dead"]
-    if left and clock < max_rounds - 1:
+    if left and clock < planned - 1:
         lines.append(f"! silent: {some(left, 8)} (STALE_AFTER_SECONDS={stale_after:g})")
     free = shutil.disk_usage(store.base).free / 1e9
     if free < 1:
         lines.append(f"! the disk is nearly full: {free:.2f} GB free")
-    if is_over(store, lives, max_rounds):
+    if rows and rows[-1]["round"] >= planned - 1 and "live" not in lives.values():
         lines.append("finished; NODE_ROLE=report compares experiments")
     lines += latest_group(store, clock, screen.columns)
     return "\n".join(line[: screen.columns] for line in lines[: screen.lines - 1])
-
-
-def is_over(store, lives: dict, max_rounds: int) -> bool:
-    return store.clock() >= max_rounds - 1 and "live" not in lives.values()
 
 
 def latest_group(store, clock: int, width: int) -> list[str]:
@@ -547,16 +552,17 @@ def group_lines(question: str, answer: str, completions: list[dict], width: int,
     question = plain(" ".join(question.split()), 10**6)
     right = f"  (right: {plain(answer, 30)})" if answer else ""
     room = width - len(who) - len(right) - 3
-    lines = [f"{who}? {question[-room:]}{right}"]
+    end = question if len(question) <= room else "…" + question[1 - room :]
+    lines = [f"{who}? {end}{right}"]
     for each in completions:
         lines.append(f"  {each['reward']:4.2f}  {plain(repr(each['response']), width - 8)}")
     return lines
 
 
-def monitor(store, stale_after: float, max_rounds: int, once: bool, stop) -> None:
-    """Show the dashboard every 30 s in place of the last until the run is over; once if asked.
+def monitor(store, stale_after: float, max_rounds: int | None, once: bool, stop) -> None:
+    """Show the dashboard every 10 s in place of the last until the run is over; once if asked.
 
-    In a notebook with the picture of the run.
+    max_rounds: where it is not what the experiment began with. In a notebook with the picture of the run.
     """
     known = {}
     while True:
@@ -575,7 +581,7 @@ def monitor(store, stale_after: float, max_rounds: int, once: bool, stop) -> Non
                 display(Image(picture))
         clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
         print(clear + text, flush=True)
-        for _ in range(150):
+        for _ in range(50):
             if once or stop.pressed or "\nfinished; " in text:
                 return
             time.sleep(0.2)

@@ -87,6 +87,7 @@ gpu_of() {  # a worker's own GPU, where there are several and nobody has chosen
 
 run_experiment() {  # coordinator and workers, until all have ended; returns 1 and names whoever failed
   pids=() names=()
+  echo "run_swarm: loading torch in every process, some seconds" || true
   if [ "${LOCAL_NODES:-1}" -gt 1 ]; then
     start swarm NODE_ROLE=worker "$@"  # its nodes keep step by themselves
   else

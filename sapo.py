@@ -1293,11 +1293,11 @@ def run_reader(given: dict, stop: StopButton) -> str:
         print(f"no experiment {name!r} in {path}; there are: {some(names) or 'none'}")
         return "invalid"
     store = DriveStore(path, name)
-    rounds = given.get("MAX_ROUNDS") or max(begun_with(store, "MAX_ROUNDS", 1), store.clock() + 1)
     if config.NODE_ROLE == "monitor":
         once = not (sys.stdout.isatty() or in_notebook())
-        monitor(store, config.STALE_AFTER_SECONDS, rounds, once, stop)
+        monitor(store, config.STALE_AFTER_SECONDS, given.get("MAX_ROUNDS"), once, stop)
         return "finished"
+    rounds = given.get("MAX_ROUNDS") or max(begun_with(store, "MAX_ROUNDS", 1), store.clock() + 1)
     of_experiment = max(begun_with(store, "LOCAL_NODES", 1), begun_with(store, "NUM_WORKERS", 1))
     nodes = given.get("NUM_WORKERS") or given.get("LOCAL_NODES") or of_experiment
     problems = validate_experiment(store, rounds, nodes)

@@ -215,6 +215,8 @@ def test_U4_each_node_has_its_metrics_and_system_and_each_process_its_events_and
 
 def test_U5_the_monitor_says_who_lives_what_was_earned_said_and_what_looks_wrong(drive, capsys):
     store = by_hand(drive, "alive")
+    store.open_round(0, "alive")
+    assert run(drive, NODE_ROLE="monitor") == 0 and "finished" not in capsys.readouterr().out, "has not begun"
     for node, state in (("gone", "stopped"), ("ended", "done")):
         store.heartbeat(node, store.register([node], "worker", {}), 1, state)
     store.write("peers/silent.1000000000000-00000000.json", {"node_id": "silent"})
@@ -249,7 +251,12 @@ def experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **settings
         for t, reward in enumerate(rewards):
             store.open_round(t, "n1")
             store.publish(t, 0, node, {}, {})
-            row |= {"reward": reward, "timestamp": 100.0 + t, "completions": completions}
+            row |= {
+                "reward": reward,
+                "reward_gcd": reward,
+                "timestamp": 100.0 + t,
+                "completions": completions,
+            }
             store.submit_reward(t, 0, node, row)
     return store
 
@@ -278,7 +285,7 @@ def test_U5_the_report_pairs_seeds_and_needs_no_matplotlib(tmp_path, monkeypatch
         experiment(tmp_path, f"a{seed}", [high] * 20, completions=16, SEED=seed)
         lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0, SEED=seed)
         experiment(tmp_path, f"b{seed}", [low] * 20, completions=32, **lone)
-    experiment(tmp_path, "other", [0.1] * 20, LOSS_TYPE="grpo")
+    experiment(tmp_path, "other", [0.01] * 20, LOSS_TYPE="grpo")
     experiment(tmp_path, "broken").delete("config.json")
     for name in () if optional else ("matplotlib.figure", "pandas"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -293,6 +300,7 @@ def test_U5_the_report_pairs_seeds_and_needs_no_matplotlib(tmp_path, monkeypatch
     table = (tmp_path / "reports/report.md").read_text()
     assert table in text and "+102% (+86% to +119%)" in table and "9.20" in table and "4.55" in table
     assert "LOSS_TYPE=grpo" in table and "SEED" not in table, "runs that differ in more are never averaged"
+    assert re.search(r"^gcd +0.46 +0.23 +0.01$", table, re.MULTILINE) and "nothing was learned" in table
     assert (tmp_path / "reports/report.png").exists() == optional and ("matplotlib" in text) == (not optional)
     assert isinstance(get_experiment_metrics(tmp_path, "a0"), list) != optional
 
