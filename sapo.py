@@ -632,12 +632,12 @@ def sample(run: Run) -> list[dict]:
 def sample_text(groups: list[dict], before: list[dict] | None = None) -> str:
     """`sample` as eight lines that fit the terminal, with what was said before beside it."""
     width = shutil.get_terminal_size((100, 24)).columns - 14  # run_swarm.sh puts a name before each line
-    lines = []
+    lines, half = [], width // 2
     for group, old in zip(groups, before or groups, strict=True):
         question, *answers = group_lines(group["prompt"], group["answer"], group["completions"], width)
         if before:
-            said = group_lines("", "", old["completions"], width // 2)[1:]
-            answers = [f"{a:{width // 2}}{b}" for a, b in zip(said, answers, strict=True)]
+            said = group_lines("", "", old["completions"], half - 1)[1:]
+            answers = [f"{a:{half}}{b[:half]}" for a, b in zip(said, answers, strict=True)]
         lines += [question, *answers]
     return "\n".join(lines)
 
@@ -658,7 +658,7 @@ def conclude(run: Run) -> None:
     total, peers = average(n.total_reward for n in run.nodes), sum(f["external_groups"] for f in history)
     went = f"mean reward {first:.2f} -> {last:.2f} in {rounds} rounds {trend}, {total:.2f} in all per node"
     run.log.event("end", f"{verdict}; {went}; {peers / rounds:.1f} groups a round came from peers")
-    tasks = [f"{task} {mean:.2f}" for task, mean in reward_per_task(history[-tenth:]).items()]
+    tasks = [f"{task} {mean:.2f}" for task, mean in reward_per_task(history[-max(20, tenth) :]).items()]
     say("reward per task: " + ", ".join(tasks))
 
 
@@ -1050,7 +1050,9 @@ def export_models(run: Run, last: bool) -> None:
         folder.cleanup()
     if last:
         model = run.store.base / "models" / run.nodes[0].id
-        prompt = run.codec.decode(run.codec.prompt(lucky_question(run.tasks[0], 1)))
+        question = lucky_question(run.tasks[0], 1)
+        chat = [{"role": "user", "content": question.text}]
+        prompt = chat if run.codec.tokenizer.chat_template else run.codec.decode(run.codec.prompt(question))
         made = f'pipeline("text-generation", {json.dumps(str(model))})'
         ask = f"from transformers import pipeline; print({made}({json.dumps(prompt)}, max_new_tokens=99))"
         run.log.say(f"final model: {model}\n  try it: python -c {shlex.quote(ask)}")

@@ -393,10 +393,11 @@ def test_U8_models_are_pushed_and_a_hub_that_fails_stops_nothing(tmp_path, monke
     assert not any(SECRET[3:] in text for text in (*capfd.readouterr(), *files))
 
 
-def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_path):
+@pytest.fixture
+def kernel(tmp_path):
+    """A notebook's kernel; run_cell(code, settings…) runs a cell, said holds all output."""
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
-    modules = [ROOT / f"{name}.py" for name in ("drive_store", "grpo", "coordinator", "sapo")]
-    program, said = "\n".join(path.read_text() for path in modules), []
+    said = []
 
     def run_cell(code, **settings):
         code = f"import os; os.environ.update({words(settings)!r})\n{code}"
@@ -404,22 +405,43 @@ def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_
         reply = client.execute_interactive(code, output_hook=hook, timeout=120)
         assert reply["content"]["status"] == "ok" and "Traceback" not in "".join(said), said
 
+    yield SimpleNamespace(run_cell=run_cell, said=said, interrupt=manager.interrupt_kernel)
+    client.stop_channels()
+    manager.shutdown_kernel(now=True)
+
+
+def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_path, kernel):
+    modules = [ROOT / f"{name}.py" for name in ("drive_store", "grpo", "coordinator", "sapo")]
+    program = "\n".join(path.read_text() for path in modules)
+
     def press_stop():
         until(lambda: len(rounds(tmp_path, "n")) >= 2)
-        manager.interrupt_kernel()
+        kernel.interrupt()
 
-    try:
-        threading.Thread(target=press_stop).start()
-        run_cell(program, **QUICK | {"GDRIVE_PATH": tmp_path, "NODE_ID": "n", "NUM_TRANSPLANT_TREES": 0})
-        last = rounds(tmp_path, "n")[-1]
-        assert newest_checkpoint(tmp_path, "n") == last and heartbeat(tmp_path, "n")["state"] == "stopped"
-        run_cell(f"VERBOSE = True\n{program}", MAX_ROUNDS=last + 3)
-        assert "VERBOSE is a variable of this notebook" in "".join(said)
-        assert rounds(tmp_path, "n") == [*range(last + 3)]
-        run_cell(f"assert get_experiment_status({str(tmp_path)!r}, 'default')['current_round'] == {last + 2}")
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
+    run_cell, said = kernel.run_cell, kernel.said
+    threading.Thread(target=press_stop).start()
+    run_cell(program, **QUICK | {"GDRIVE_PATH": tmp_path, "NODE_ID": "n", "NUM_TRANSPLANT_TREES": 0})
+    last = rounds(tmp_path, "n")[-1]
+    assert newest_checkpoint(tmp_path, "n") == last and heartbeat(tmp_path, "n")["state"] == "stopped"
+    run_cell(f"VERBOSE = True\n{program}", MAX_ROUNDS=last + 3)
+    assert "VERBOSE is a variable of this notebook" in "".join(said)
+    assert rounds(tmp_path, "n") == [*range(last + 3)]
+    run_cell(f"assert get_experiment_status({str(tmp_path)!r}, 'default')['current_round'] == {last + 2}")
+
+
+def test_U9_the_printed_cells_run_in_a_notebook_and_draw(tmp_path, kernel):
+    text = (ROOT / "README.md").read_text() + (ROOT / ".github/MANUAL.md").read_text()
+    cells = re.findall(r"<!-- cell: (\w+) -->\n```python\n(.*?)```", text, re.DOTALL)
+    assert [name for name, _ in cells] == "swarm mount swarm coordinator worker monitor look compare".split()
+    colab = (
+        "import sys; from types import SimpleNamespace as S; drive = S(mount=print, flush_and_unmount=print)"
+    )
+    kernel.run_cell(f"{colab}\nsys.modules |= {{'google': S(), 'google.colab': S(drive=drive)}}")
+    kernel.run_cell("", GDRIVE_PATH=tmp_path, WARM_START_STEPS=20, PYTHONPATH=ROOT)
+    for name, cell in [cell for cell in cells if cell[0] not in ("coordinator", "compare")]:
+        cell = re.sub("%pip.*", "", cell).replace("/content/drive/MyDrive/sapo", str(ROOT))
+        kernel.run_cell(re.sub(r'MAX_ROUNDS="\d+"', f'MAX_ROUNDS="{3 if name == "swarm" else 5}"', cell))
+    assert "finished; " in "".join(kernel.said) and "".join(kernel.said).count("image/png") >= 2
 
 
 def test_L6_the_warm_start_is_made_once_and_shared_by_processes_that_start_together(drive):
