@@ -479,7 +479,10 @@ def draw(rows: list[dict]) -> bytes | None:
     right.set(xlabel="completions generated per node")
     left.legend(fontsize=8)
     best = rows[0]
-    gain = f", {best['gain']:+.0%} over {best['runs'][0]['baseline']}" if best["gain"] is not None else ""
+    gain = ""
+    if best["gain"] is not None:
+        interval = f"95%: {best['low']:+.0%} to {best['high']:+.0%}"
+        gain = f", {best['gain']:+.0%} over {best['runs'][0]['baseline']} ({interval})"
     figure.suptitle(f"most reward: {best['label'][:60]}{gain}".replace("$", ""))
     return png_of(figure)
 
