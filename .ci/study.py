@@ -74,8 +74,8 @@ def run(settings: dict, folder: Path, model: str | None, arm: str, lr: str, seed
         settings | settings_of(arm) | {"LEARNING_RATE": lr, "SEED": seed, "NODE_ID": "node", "DEVICE": "cpu"}
     )
     wanted |= {"GDRIVE_PATH": folder, "EXPERIMENT_NAME": name} | ({"MODEL_NAME": model} if model else {})
-    env = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
-    env |= {"OMP_NUM_THREADS": os.environ.get("THREADS", "1")} | {n: str(v) for n, v in wanted.items()}
+    env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": os.environ.get("THREADS", "1")}
+    env |= {n: str(v) for n, v in wanted.items()}
     with open(folder / f"{name}.log", "a") as log:
         subprocess.run([sys.executable, ROOT / "sapo.py"], env=env, stdout=log, stderr=log, check=True)
     found = folder / "experiments" / name
@@ -134,9 +134,9 @@ def tables(folder: Path) -> None:
     found = reported_runs(folder)
     base = {row["seed"]: row["cumulative"] for row in found["8/0"]}
     print(
-        "| I/J | rate | seeds | cumulative reward | against 8/0 (95%) | completions | to 0.3 | to 0.4 | end | held-out |"
+        "| I/J | rate | seeds | reward | against 8/0 (95%) | completions | to 0.3 | to 0.4 | end | held-out |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---" * 10 + "|")
     for arm, runs in found.items():
         total = [row["cumulative"] for row in runs]
         spread = f" ± {statistics.stdev(total):.1f}" if len(runs) > 1 else ""
@@ -160,25 +160,21 @@ def picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -> Non
     for arm, runs in [(arm, runs) for arm, runs in reported_runs(folder).items() if arm in arms]:
         rounds = len(runs[0]["curve"])
         window = max(1, rounds // 10)
-        smooth = [
-            [statistics.fmean(r["curve"][max(0, t + 1 - window) : t + 1]) for t in range(rounds)]
-            for r in runs
-        ]
-        mean = [statistics.fmean(now) for now in zip(*smooth, strict=True)]
-        error = [statistics.stdev(now) / math.sqrt(len(now)) for now in zip(*smooth, strict=True)]
+        spans = [slice(max(0, t + 1 - window), t + 1) for t in range(rounds)]
+        smooth = [[statistics.fmean(run["curve"][span]) for run in runs] for span in spans]
+        mean = [statistics.fmean(now) for now in smooth]
+        error = [statistics.stdev(now) / math.sqrt(len(now)) for now in smooth]
         each = runs[0]["completions"] / rounds
         for axis, x in ((left, range(rounds)), (right, [each * (t + 1) for t in range(rounds)])):
             (line,) = axis.plot(x, mean)
             low, high = ([m + sign * e for m, e in zip(mean, error, strict=True)] for sign in (-1, 1))
             axis.fill_between(x, low, high, alpha=0.2, color=line.get_color())
-            axis.annotate(
-                arm, (x[-1], mean[-1]), color=line.get_color(), xytext=(3, 0), textcoords="offset points"
-            )
+            axis.annotate(f" {arm}", (x[-1], mean[-1]), color=line.get_color())
     right.margins(x=0.08)
     left.set(xlabel="round", ylabel="mean reward, smoothed", ylim=(0, None))
     right.set(xlabel="completions generated per node")
     figure.suptitle(
-        "2/6 reaches a reward of 0.4 with a quarter of the generation that 8/0 takes (tiny, eight nodes)"
+        "2/6 reaches a reward of 0.4 with a quarter of the generation that 8/0 takes (tiny, 8 nodes)"
     )
     figure.savefig(file)
 
