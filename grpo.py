@@ -70,7 +70,7 @@ class Group:
 
     @property
     def is_informative(self) -> bool:
-        """Whether it teaches anything: its rewards differ. [1, 1, 1] -> False, [0, 1, 0] -> True."""
+        """Whether it teaches anything: its rewards differ; else it is flat. [1, 1]: False, [0, 1]: True."""
         return max(self.rewards) - min(self.rewards) > 1e-6
 
 
@@ -104,15 +104,14 @@ def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> t
 def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
     """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `row_weights`.
 
-    logp, old_logp, mask: (B, T); advantages, weights: (B,). old_logp=None means "exactly on policy": ratio 1,
-    gradient A times that of logp. Returns (loss, number of clipped tokens), both scalar tensors.
+    logp, old_logp, mask: (B, T); advantages, weights: (B,). Where old_logp is logp.detach() the ratio is 1,
+    and its gradient A times that of logp. Returns (loss, number of clipped tokens), both scalar tensors.
     """
-    ratio = torch.exp(logp - (logp.detach() if old_logp is None else old_logp))  # (B, T)
+    ratio = torch.exp(logp - old_logp)  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)
     unclipped = ratio * a
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
-    # EXERCISE (KL): token_loss += beta * (exp(ref_logp - logp) - (ref_logp - logp) - 1); none for flat groups
     return (token_loss * mask * weights.unsqueeze(1)).sum(), ((clipped < unclipped) & mask.bool()).sum()
 
 
@@ -139,13 +138,13 @@ def update(
     old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
-    def accumulate(rows_at_once: int):
+    def accumulate(rows_at_once: int, is_first: bool):
         """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
         optimizer.zero_grad()
         total = torch.zeros(2, dtype=torch.float64)
         for pairs, rows in micro_batches(groups, rows_at_once):
             logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
-            if step == 0:  # the first of the loop below: the policy has not moved yet
+            if is_first:  # step: the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
             old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
             loss, clipped = grpo_loss(logp, old, a, mask, w, clip_low, clip_high)
@@ -154,7 +153,8 @@ def update(
         return total.tolist()
 
     for step in range(num_iterations if groups else 0):  # with none, Adam's momentum would move the weights
-        (loss, clipped), max_rows = halving_on_oom(accumulate, max_rows, len(lengths), "the update")
+        attempt = functools.partial(accumulate, is_first=step == 0)
+        (loss, clipped), max_rows = halving_on_oom(attempt, max_rows, len(lengths), "the update")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             print("non-finite gradient: the rest of this update is skipped", flush=True)

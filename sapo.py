@@ -122,7 +122,9 @@ class Run:
     patience: float = 0.0  # seconds that this round may still wait for peers' rollouts
     files: dict = field(default_factory=dict)  # (round, stage, node) -> groups, structure checked
     verified: dict = field(default_factory=dict)  # key of a group -> Rollout, or the reason of its rejection
-    reported: set = field(default_factory=set)  # (peer, reason) of rejections that were logged
+    reported: set = field(
+        default_factory=set
+    )  # what is said once: (peer, reason) of a rejection, a round waited in
     history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
     began: float = field(default_factory=time.monotonic)
     first_sample: list = field(default_factory=list)  # what the model said at the start
@@ -263,10 +265,10 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
         late -= set(store.nodes("rollouts", t, stage))
         late = {peer for peer in late if is_live(run, peer)}
         if late and run.patience <= 0:
-            if math.isfinite(run.patience):  # say it once a round
+            if t not in run.reported:  # say it once a round, whatever its stages
+                run.reported.add(t)
                 why = f"{some(sorted(late), 8)} not here after FETCH_TIMEOUT_SECONDS"
                 run.log.event("wait", f"round {t}: {why}", round=t)
-            run.patience = -math.inf
             return
         if late:
             beat(run)
@@ -298,8 +300,8 @@ def informative_pool(run: "Run", node: Node, round_: int, stage: int | None, rng
             if raw["key"] not in run.verified:  # the nodes of this process verify a group once for all
                 in_time = time.thread_time() - began < PEER_SECONDS
                 run.verified[raw["key"]] = verify(run, raw) if in_time else "too slow to verify"
-            found = run.verified[raw["key"]]  # a Rollout, or a reason
-            if isinstance(found, str):
+            found = run.verified[raw["key"]]
+            if isinstance(found, str):  # why it is rejected
                 reject(run, node, peer, found)
             elif found.group.is_informative or not config.EXTERNAL_FILTER:
                 pool.append(found)
@@ -473,14 +475,17 @@ def next_round(run: Run) -> int | None:
 def wait_for_clock(run: Run, own: int) -> int:
     """The clock's round as soon as it is `own` or later; where nobody leads, this process opens its own.
 
-    Nobody leads if no coordinator was live for two seconds, longer where NUM_WORKERS are expected. One that
-    was killed counts as live for STALE_AFTER_SECONDS (`DriveStore.life`). Where nobody else ever registered,
-    a process that resumes replays its rounds after the checkpoint.
+    A coordinator leads while it is live: when killed, for STALE_AFTER_SECONDS more (`DriveStore.life`). Where
+    none was seen alive for so long, the process opens the round itself:
+        COORDINATOR_ROUND_INTERVAL   at its first round, while fewer than NUM_WORKERS have registered
+        two seconds                  if others have registered, and it has one node
+        no time                      else
+    Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
     """
     config, store, ours = run.config, run.store, {node.id for node in run.nodes}
     while True:
         look = time.monotonic()
-        run.stop.check()  # the only place for it: a round that has begun is finished
+        run.stop.check()  # between rounds, and in no step of one: a round that has begun is finished
         beat(run)
         check_seat(run)
         others, clock = run.sessions.keys() - ours, store.clock()
@@ -879,7 +884,8 @@ def read_environment(environ) -> tuple[dict, list[str]]:
 
 
 def settle(given: dict, there: dict, notes: list[str]) -> "Config":
-    """What is set, else what the experiment began with (`there`), else defaults -> Config without "auto".
+    """Settings -> Config without "auto". Each comes from the first that has it: `given`, what is set;
+    `taken`, what the experiment began with (`there`); `usual`, TEST_MODE's; `auto`, what fits the machine.
 
     ConfigError if the experiment disagrees, or holds what cannot be used. notes: what people should know.
     """
@@ -1115,6 +1121,7 @@ def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopB
     """
     Path(config.GDRIVE_PATH).mkdir(exist_ok=True)
     store = Patient(DriveStore(config.GDRIVE_PATH, None, config.NODE_ID), log.event, stop)
+    store.delete(store.tmp)  # what a kill left
     recipe = json.dumps(warm_start_recipe(model, codec, config, tasks))
     name = hashlib.sha256(recipe.encode()).hexdigest()[:16]
     path, claim, told = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim", False

@@ -169,7 +169,7 @@ def test_U2_run_swarm_names_who_failed_ends_the_others_and_shares_out_the_gpus(t
     done = command("bash", ROOT / "run_swarm.sh", **settings)
     assert done.returncode == 1 and re.search(r"worker_1\b.*\b7\b", done.stderr), done.stdout + done.stderr
     assert "worker_0" not in done.stderr and "the coordinator was stopped" in done.stdout
-    assert re.findall(r"gpu (\w+)", "".join(sorted(done.stdout.splitlines()))) == ["0", "1", "0"]
+    assert re.findall(r"gpu (\w+)", "\n".join(sorted(done.stdout.splitlines()))) == ["0", "1", "0"]
 
 
 def test_U3_a_line_a_round_says_reward_and_groups_and_the_end_what_was_learned_and_where(finished):
