@@ -124,27 +124,26 @@ def update(
 ) -> dict:  # fmt: skip
     """One GRPO update on local and external groups alike: `num_iterations` steps on the same completions.
 
-    Flat groups cost no forward pass but count in the loss's denominator. max_rows: completions per forward
-    pass; the gradient does not depend on it. Returns loss (first step), clip_fraction (mean), grad_norm (last
-    step, before the clip), trained_tokens, max_rows (what fitted), logps (informative groups', per token).
+    Flat groups cost no forward pass but count in the denominator. max_rows: completions per forward pass.
+    Returns loss (first step), clip_fraction (mean), grad_norm (last step, before the clip), trained_tokens,
+    max_rows (what fitted), logps (informative groups', per token).
     """
     lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,), flat groups included
     informative = torch.tensor([g.is_informative for g in groups for _ in g.completions])
-    weights = row_weights(lengths, loss_type, max_new_tokens)
-    weights, lengths = weights[informative], lengths[informative]  # from here on B counts only their rows
-    groups = [g for g in groups if g.is_informative]
+    weights = row_weights(lengths, loss_type, max_new_tokens)[informative]  # from here on B counts their rows
+    lengths, groups = lengths[informative], [g for g in groups if g.is_informative]
     stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=int(lengths.sum()))
     advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
     old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
     model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
-    def accumulate(rows_at_once: int, is_first: bool):
+    def accumulate(rows_at_once: int, is_first_step: bool):
         """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
         optimizer.zero_grad()
         total = torch.zeros(2, dtype=torch.float64)
         for pairs, rows in micro_batches(groups, rows_at_once):
             logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
-            if is_first:  # step: the policy has not moved yet
+            if is_first_step:  # the policy has not moved yet
                 old_logp[rows, : logp.shape[1]] = logp.detach()
             old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
             loss, clipped = grpo_loss(logp, old, a, mask, w, clip_low, clip_high)
@@ -153,8 +152,8 @@ def update(
         return total.tolist()
 
     for step in range(num_iterations if groups else 0):  # with none, Adam's momentum would move the weights
-        attempt = functools.partial(accumulate, is_first=step == 0)
-        (loss, clipped), max_rows = halving_on_oom(attempt, max_rows, len(lengths), "the update")
+        once = functools.partial(accumulate, is_first_step=step == 0)
+        (loss, clipped), max_rows = halving_on_oom(once, max_rows, len(lengths), "the update")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(norm):
             print("non-finite gradient: the rest of this update is skipped", flush=True)
