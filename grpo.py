@@ -392,8 +392,6 @@ def left_pad(prompts: list[list[int]], pad_id: int, device):
 
 # CUDA has an exception of its own for it; MPS and the CPU's allocator only say so.
 OUT_OF_MEMORY = "out of memory|can't allocate memory|not enough memory|Invalid buffer|bad_alloc|ALLOC_FAILED"
-    "out of memory|t allocate memory|not enough memory|Invalid buffer size|bad_alloc|STATUS_ALLOC_FAILED"
-)
 
 
 def micro_batches(groups: list[Group], max_rows: int):
