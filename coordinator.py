@@ -122,6 +122,7 @@ def keep_the_clock(store, config, log, stop) -> str:
         elif t >= last:
             if not late or elapsed > interval + config.STALE_AFTER_SECONDS:  # they can end alone
                 say_round(store, config, log.say, t, submitted, late, began, past)
+                log.event("end", verdict(past, "all nodes"))
                 store.heartbeat(COORDINATOR, session, t, "done")
                 return "finished"
         elif is_round_over(config.ROUND_ADVANCE, elapsed, interval, late | submitted, submitted):
@@ -258,6 +259,23 @@ def sparkline(values: list[float], width: int = 24) -> str:
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * mean))] for mean in means)
 
 
+def verdict(history: list[dict], who: str) -> str:
+    """Whether rewards rose, in a sentence: the last 20 rounds against the first, or half against half."""
+    part = min(20, (len(history) + 1) // 2)
+    rewards = [figures["reward"] for figures in history]
+    first, last = average(rewards[:part]), average(rewards[-part:])
+    if not any(figures["informative_groups"] for figures in history):
+        found = f"nothing was learned: {why_flat(history)}"
+    elif len(history) < 10:
+        found = "too few rounds to tell what was learned"
+    elif last > first + 0.05:
+        found = "learned"
+    else:
+        found = "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
+    went = f"mean reward of {who} {first:.2f} -> {last:.2f}"
+    return f"{found}; {went} (first and last {part} of {len(history)} rounds) {sparkline(rewards)}"
+
+
 def why_flat(rows: list[dict]) -> str:
     """Why rewards within a group were all equal, and which variable may help. rows: recent figures."""
     rates = {name: average(row.get(name) for row in rows) or 0.0 for name in IN_ROUND_LINE}
@@ -377,6 +395,7 @@ def compare(runs: list[dict]) -> list[dict]:
         totals = {run["seed"]: run["per_node"] for run in members}
         base = {run["seed"]: run["per_node"] for run in groups.get((where, members[0]["baseline"]), [])}
         row = {"label": f"{arm} {where}".strip(), "runs": members, "gain": None, "low": None, "high": None}
+        row["learned"] = average(totals.values()) > 0.05 * len(members[0]["curve"])
         row["per_node"], row["held_out"] = average(totals.values()), average(r["held_out"] for r in members)
         row["sd"] = statistics.stdev(totals.values()) if len(totals) > 1 else None
         row["completions"] = average(run["spent"][-1] for run in members)
@@ -396,11 +415,11 @@ def report_text(rows: list[dict]) -> str:
     cells = []
     for row in rows:
         gain = "" if row["gain"] is None else f"{row['gain']:+.0%} ({row['low']:+.0%} to {row['high']:+.0%})"
-        if row["per_node"] < 0.05 * len(row["runs"][0]["curve"]):
+        if not row["learned"]:
             gain = "nothing was learned: more MAX_ROUNDS"
         figures = [row[name] for name in ("per_node", "sd", "held_out", "completions")]
         cells.append([row["label"][:60], len(row["runs"]), *figures, gain])
-    names = ["I/J", "runs", "reward per node", "sd", "held-out", "completions", "gain (95%)"]
+    names = ["I/J", "runs", "cumulative reward per node", "sd", "held-out", "completions", "gain (95%)"]
     formats = ("", "d", ".2f", ".2f", ".2f", ".0f", "")
     table = tabulate(cells, names, "simple", floatfmt=formats, missingval="-", disable_numparse=[0, 6])
     tasks = {task: [] for row in rows for run in row["runs"] for task in run["tasks"]}
@@ -483,7 +502,8 @@ def draw(rows: list[dict]) -> bytes | None:
     if best["gain"] is not None:
         interval = f"95%: {best['low']:+.0%} to {best['high']:+.0%}"
         gain = f", {best['gain']:+.0%} over {best['runs'][0]['baseline']} ({interval})"
-    figure.suptitle(f"most reward: {best['label'][:60]}{gain}".replace("$", ""))
+    title = f"most reward: {best['label'][:60]}{gain}" if best["learned"] else "nothing was learned"
+    figure.suptitle(title.replace("$", ""))
     return png_of(figure)
 
 
@@ -495,16 +515,19 @@ def in_notebook() -> bool:
     return {"ipykernel", "IPython"} <= sys.modules.keys() and sys.modules["IPython"].get_ipython() is not None
 
 
-def dashboard(store, stale_after: float, rows: list[dict], max_rounds: int | None) -> str:
+def dashboard(store, stale_after: float, known: dict, max_rounds: int | None) -> str:
     """An experiment as text that fits the terminal: clock, nodes, tasks, what looks wrong, one group."""
     screen = shutil.get_terminal_size((110, 40))
-    clock, by_node, sessions = store.clock(), rows_by("node_id", rows), store.sessions()
+    sessions = store.sessions()
     lives = {node: store.life(node, sessions[node], stale_after) for node in sessions}
+    rows, clock = reward_rows(store, known), store.clock()  # after `lives`: who is done has all rewards there
     led = lives.pop(COORDINATOR, "none")
     live = sum(life == "live" for life in lives.values())
-    workers = f"{live} of {len(lives)} workers live, coordinator {led}"
+    workers = f"{live} of {len(lives)} workers live" if lives else "no worker has begun"
     planned = max_rounds or max(begun_with(store, "MAX_ROUNDS", 0), clock + 1 if rows else 0)
-    lines = [f"{store.base.name}: round {clock}{f' of {planned}' if planned else ''}, {workers}"]
+    lines = [
+        f"{store.base.name}: round {clock}{f' of {planned}' if planned else ''}, {workers}, coordinator {led}"
+    ]
     claims = DriveStore(store.root, None)
     for name in claims.names("warmstart") if not rows else []:
         claim = claims.read_matching(f"warmstart/{name}") if name.endswith(".claim") else None
@@ -517,7 +540,7 @@ def dashboard(store, stale_after: float, rows: list[dict], max_rounds: int | Non
             f"reward {average(row['reward'] for row in now):.2f} in round {now[0]['round']}, {ago} ago"
         )
     for node in sorted(lives):
-        rewards = [row["reward"] for row in by_node.get(node, [])]
+        rewards = [row["reward"] for row in rows if row["node_id"] == node]
         total = f"{len(rewards):5} rewards, in all {sum(rewards):8.2f}"
         lines.append(f"{node:16.16} {lives[node]:4} {total}  {sparkline(smooth(rewards))}")
     recent = [row for row in rows if row["round"] > clock - 10]
@@ -571,9 +594,8 @@ def monitor(store, stale_after: float, max_rounds: int | None, once: bool, stop)
     while True:
         picture = None
         try:
-            rows = reward_rows(store, known)
-            text = dashboard(store, stale_after, rows, max_rounds)
-            picture = draw_run(rows, store.base.name) if in_notebook() else None
+            text = dashboard(store, stale_after, known, max_rounds)
+            picture = draw_run(reward_rows(store, known), store.base.name) if in_notebook() else None
         except OSError as error:
             text = f"the shared folder cannot be read ({plain(error)}); trying on"
         if in_notebook():

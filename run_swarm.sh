@@ -24,7 +24,8 @@ print(*(n for n in ("torch", "transformers", "reasoning_gym") if not u.find_spec
 
 if [ "$MODEL_NAME" != tiny ] && [ "$MODEL_NAME" != auto ]; then  # found out once, not by every worker
   why=$("$python" -c 'import os, transformers as t
-t.AutoTokenizer.from_pretrained(os.environ["MODEL_NAME"]), t.AutoConfig.from_pretrained(os.environ["MODEL_NAME"])' 2>&1) || {
+try: t.AutoTokenizer.from_pretrained(os.environ["MODEL_NAME"]), t.AutoConfig.from_pretrained(os.environ["MODEL_NAME"])
+except Exception as error: raise SystemExit(str(error).splitlines()[0])' 2>&1) || {
     echo "MODEL_NAME=$MODEL_NAME cannot be used: ${why##*$'\n'}; expected tiny, a Hugging Face id or a local folder" >&2
     exit 2
   }
@@ -49,13 +50,13 @@ prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE wha
   trap '' INT TERM HUP USR1
   exec 2>/dev/null  # where the terminal is closed this would be the very pipe that is read here
   local quiet= once='^(new experiment|experiment |to resume:|final model:|  try it:|note:|picture:|no picture:|'
-  once+='NUM_TRANSPLANT|writing |what it said|[^ ]*: already finished|\? |reward per task|  [A-Z_]+ {2}|  [0-9.]+  |worker_. (start|end|sample):)'
+  once+='these settings cannot|  [A-Z_]+[=:]|  [A-Z_]+ is not a variable|NUM_TRANSPLANT|writing |what it said|[^ ]*: already finished|\? |reward per task|  [A-Z_]+ {2}|  [0-9.]+  |worker_. (start|end|sample):)'
   [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* ]] && quiet=1
   while IFS= read -r line; do
     printf '%s\n' "[$1] $line" >> "$2" || true  # LOG_DIR may be full
     [[ $quiet && $line == *" round "*" | reward "* ]] && continue
     [[ $quiet && $1 != worker_0 && $line =~ $once ]] && continue
-    [[ $1 == coordinator && $line =~ ^(new\ experiment|experiment\ |note:|\ \ [A-Z_]+\ \ ) ]] && continue
+    [[ $1 == coordinator && $line =~ ^(new\ exp|experiment\ |note:|these\ sett|\ \ [A-Z_]+|[^ ]+:\ already) ]] && continue
     [[ $1 != worker_0 && $line == "another node makes"* ]] && continue
     [[ $line == "stopping (a round"* || $line == *"stopped before round"* || $line == "stopped; to go on"* ]] && continue
     [[ $line == "  "*"python sapo.py" ]] && continue  # the same command goes on
@@ -125,11 +126,12 @@ is_stopped() {
 main() {
   [ -z "${LOG_DIR:-}" ] || mkdir -p "$LOG_DIR" || exit 2
   case ${TEST_MODE:-0} in
-    0 | [Ff]alse | [Nn]o | [Oo]ff) export MAX_ROUNDS=${MAX_ROUNDS:-120} ;;  # TEST_MODE has its own
-  esac
+    0 | [Ff]alse | [Nn]o | [Oo]ff)
+      export MAX_ROUNDS=${MAX_ROUNDS:-120}
+      [ -n "${CONFIGS:-}" ] || export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4} ;;
+  esac  # TEST_MODE has its own
   if [ -z "${CONFIGS:-}" ]; then
     [ -z "${SEEDS:-}" ] || { echo "SEEDS=$SEEDS: goes with CONFIGS, such as CONFIGS=4/4; of one run set SEED"; exit 2; }
-    export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
     run_experiment || exit 1
     ! is_stopped || exit 130
     return

@@ -43,7 +43,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
     from coordinator import (
         COORDINATOR, Patient, average, begun_with, breathe, compare, counted, draw, draw_run,
         experiment_status, group_lines, in_notebook, keep_the_clock, monitor, pace, plain, report_text,
-        reward_per_task, reward_rows, round_line, some, sparkline, summarize, validate_experiment,
+        reward_per_task, reward_rows, round_line, some, summarize, validate_experiment, verdict,
         why_flat, without_seat, write_winners,
     )  # fmt: skip
     from drive_store import BadFile, DriveStore, StoreError, bucket, is_name, is_number, parse_json
@@ -650,20 +650,13 @@ def sample_text(groups: list[dict], before: list[dict] | None = None) -> str:
 def conclude(run: Run) -> None:
     """What was learned since this start, or why nothing, in a few lines."""
     say, history, rounds = run.log.say, run.history, len(run.history)
-    say(f"what it said at the start, and says now, after round {run.done}:")
+    say(f"what it said before round {run.done + 1 - rounds}, and says now, after round {run.done}:")
     say(sample_text(sample(run), before=run.first_sample))
-    tenth = max(1, rounds // 10)
-    first, last = (average(f["reward"] for f in part) for part in (history[:tenth], history[-tenth:]))
-    verdict = "learned"
-    if not any(f["informative_groups"] for f in history):
-        verdict = f"nothing was learned: {why_flat(history)}"
-    elif last < first + 0.05:
-        verdict = "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
-    trend = sparkline([f["reward"] for f in history])
+    who = run.nodes[0].id if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
     total, peers = average(n.total_reward for n in run.nodes), sum(f["external_groups"] for f in history)
-    went = f"mean reward {first:.2f} -> {last:.2f} in {rounds} rounds {trend}, {total:.2f} in all per node"
-    run.log.event("end", f"{verdict}; {went}; {peers / rounds:.1f} groups a round came from peers")
-    tasks = [f"{task} {mean:.2f}" for task, mean in reward_per_task(history[-max(20, tenth) :]).items()]
+    more = f"{total:.2f} in all a node since round 0; {peers / rounds:.1f} groups a round came from peers"
+    run.log.event("end", f"{verdict(history, who)}; {more}")
+    tasks = [f"{task} {mean:.2f}" for task, mean in reward_per_task(history[-20:]).items()]
     say("reward per task: " + ", ".join(tasks))
 
 
@@ -1168,7 +1161,7 @@ def why_new(store: Patient, recipe: dict) -> str:
         with contextlib.suppress(Exception):  # a claim, or a file that is damaged or a stranger's
             other = parse_json(read_about(store.find(f"warmstart/{name}")).encode())
             found.append([key for key in recipe if other.get(key) != recipe[key]])
-    return f" (not as the one that is there: {', '.join(min(found, key=len))})" if found else ""
+    return f" (the one that is there differs in {', '.join(min(found, key=len))})" if found else ""
 
 
 def load_learner(config: "Config", store: Patient, log: Log, stop: StopButton) -> Run:
@@ -1351,22 +1344,29 @@ def compare_experiments(path, names=None) -> list[dict]:
     return compare([run for run in summaries if run])
 
 
+def has_finished(config: "Config", store: DriveStore) -> bool:
+    """Whether nothing is left to do: this worker's nodes, for a coordinator all, have their last models."""
+    saved = store.names(bucket("checkpoints", config.MAX_ROUNDS - 1)) if store.base.is_dir() else []
+    nodes = without_seat(store.sessions()) if saved else []
+    if config.NODE_ROLE == "worker":
+        nodes = config.node_ids if f"{config.NODE_ID}.safetensors" in saved else []
+    return bool(nodes) and all(store.names(f"models/{node}") for node in nodes)
+
+
 def run_role(given: dict, notes: list[str], stop: StopButton) -> str:
     """Worker or coordinator: settle with the experiment that is there, say what is set, run. How it ended."""
     store = DriveStore(given["GDRIVE_PATH"], given.get("EXPERIMENT_NAME", "default"), given["NODE_ID"])
     there = store.open_config() or {}
     config = settle(given, there, notes)
     log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, given, there))
-    saved = store.names(bucket("checkpoints", config.MAX_ROUNDS - 1)) if store.base.is_dir() else []
-    over = f"{config.NODE_ID}.safetensors" in saved
-    if over and config.NODE_ROLE == "worker" and all(store.names(f"models/{n}") for n in config.node_ids):
+    for note in notes:
+        log.say(f"note: {note}")
+    if has_finished(config, store):
         done = f"{config.EXPERIMENT_NAME}: already finished, all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
         log.say(f"{done}; raise it, or choose another EXPERIMENT_NAME")
         return "finished"
     announce(config, store, log.say)
     log.say(config_table(config, given))
-    for note in notes:
-        log.say(f"note: {note}")
     role = run_coordinator if config.NODE_ROLE == "coordinator" else run_worker
     try:
         return role(config, store, log, stop)

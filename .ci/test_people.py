@@ -450,4 +450,6 @@ def test_L6_the_warm_start_is_made_once_and_shared_by_processes_that_start_toget
     assert [path.suffix for path in (drive / "warmstart").iterdir()] == [".safetensors"], "no claim is left"
     assert sum("60/60" in process.text for process in processes) == 1
     other = Process(drive, "d", WARM_START_STEPS=60, MAX_ROUNDS=1, EXPERIMENT_NAME="other", SEED=4).start()
-    assert other.end() == 0 and "(not as the one that is there: SEED)" in other.text, "why it is made again"
+    assert other.end() == 0 and "(the one that is there differs in SEED)" in other.text, (
+        "why it is made again"
+    )
