@@ -24,6 +24,7 @@ import sapo
 import torch
 from drive_store import DriveStore
 from jupyter_client.manager import start_new_kernel
+from coordinator import verdict
 from sapo import Config, compare_experiments, get_experiment_metrics, get_experiment_status, list_experiments
 from test_swarm import LEARNING, QUICK, ROOT, Process, base, by_hand, drive, figures, heartbeat  # noqa: F401
 from test_swarm import log_rows, main, newest_checkpoint, rounds, until, words
@@ -185,6 +186,13 @@ def test_U3_a_line_a_round_says_reward_and_groups_and_the_end_what_was_learned_a
     said = samples[-1]["groups"][0]["completions"][0]["response"]
     assert len(samples) >= 2 and repr(said)[:8] in finished.text, "what the model answers"
     assert (finished.drive / "reports/default.png").read_bytes()[:4] == b"\x89PNG"
+    for rewards, said in (
+        ([0.1] * 20 + [0.2] * 20, "learned"),
+        ([0.1] * 40, "little"),
+        ([0.1, 0.9], "too few"),
+    ):
+        assert verdict([{"reward": r, "informative_groups": 1} for r in rewards], "all").startswith(said)
+    assert verdict([{"reward": 0, "informative_groups": 0}] * 40, "all").startswith("nothing was learned")
 
 
 def test_U3_a_flat_curve_is_explained_and_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):

@@ -274,6 +274,7 @@ def test_F5_retention_deletes_or_archives_whole_rounds_that_nobody_needs(drive, 
     (["new experiment y", "there are also: x"], {"EXPERIMENT_NAME": "y", "MAX_ROUNDS": 1}, 0),
     (["there already: round 5, nodes: n_0, n_1", "from the checkpoint after round 5"], {"MAX_ROUNDS": 7}, 0),
     (["there already: round 5, nodes: n_0, n_1"], JOINING, 0), (["already finished", "all 6 rounds"], {}, 0),
+    (["already finished"], {"NODE_ROLE": "coordinator", "NODE_ID": None}, 0),
     (["has finished its 6 rounds"], JOINING | {"NODE_ID": None}, 2),  # a made-up name
 ])  # fmt: skip
 def test_F6_a_start_says_new_or_joined_or_resumed_or_finished(drive, capsys, said, settings, status):
