@@ -450,6 +450,10 @@ def is_live(run: Run, node: str) -> bool:
     return run.store.life(node, session, run.config.STALE_AFTER_SECONDS) == "live"
 
 
+def is_alone(run: Run) -> bool:
+    return len(run.nodes) == 1 and run.config.NUM_WORKERS <= 1 and len(without_seat(run.sessions)) == 1
+
+
 def check_seat(run: Run) -> None:
     """Ended if a newer session of one of this process's nodes has registered: that one goes on."""
     run.sessions = run.store.sessions()
@@ -585,6 +589,12 @@ class Log:
             with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
                 self.bar.write(text) if self.bar else print(text, flush=True)
 
+    def progress(self, text: str) -> None:
+        """A line that ends in "eta 5s"; on a terminal it is rewritten."""
+        self.say(text, quiet=sys.stdout.isatty())
+        if sys.stdout.isatty():
+            print(f"\r{text}  ", end="\n" if text.endswith("eta 0s") else "", flush=True)
+
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
         """A row of training_events.jsonl, and a line for people unless `quiet`."""
         self.say(f"{self.node_id} {kind}: {text}", quiet)
@@ -658,6 +668,8 @@ def conclude(run: Run) -> None:
     run.log.event("end", f"{verdict(history, who)}; {more}")
     tasks = [f"{task} {mean:.2f}" for task, mean in reward_per_task(history[-20:]).items()]
     say("reward per task: " + ", ".join(tasks))
+    if is_alone(run):
+        say(ALONE)
 
 
 def write_picture(store, say) -> None:
@@ -1135,7 +1147,7 @@ def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopB
 
     def progress(line: str) -> None:
         stop.check()
-        log.say(line)
+        log.progress(line)
         store.write(claim, {"time": time.time(), "by": config.NODE_ID, "progress": line})
 
     while config.WARM_START_STEPS > 0 and not made():
@@ -1189,9 +1201,7 @@ def gigabytes(run: Run, checkpoints: int = 1) -> str:
     return f"{(states + sum(x.nbytes for node in run.nodes for x in node.model.parameters())) / 1e9:.2g}"
 
 
-ALONE = (
-    "one node learns from nobody; four in one process: LOCAL_NODES=4 NUM_TRANSPLANT_TREES=4 python sapo.py"
-)
+ALONE = "one node learns from nobody; four in one process: EXPERIMENT_NAME=four LOCAL_NODES=4 NUM_TRANSPLANT_TREES=4 python sapo.py"
 
 
 def register(run: Run) -> None:
@@ -1208,7 +1218,7 @@ def register(run: Run) -> None:
     for t in range(run.done + 1, 0 if replayed else min(store.clock(), config.MAX_ROUNDS)):
         for row in store.rewards(t, ours):
             ours[row["node_id"]].total_reward += row["reward"]
-    if len(ours) == 1 and config.NUM_WORKERS <= 1 and len(without_seat(run.sessions)) == 1:
+    if is_alone(run):
         run.log.say(ALONE)
     elif config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
