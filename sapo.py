@@ -1201,7 +1201,10 @@ def gigabytes(run: Run, checkpoints: int = 1) -> str:
     return f"{(states + sum(x.nbytes for node in run.nodes for x in node.model.parameters())) / 1e9:.2g}"
 
 
-ALONE = "one node learns from nobody; four in one process: EXPERIMENT_NAME=four LOCAL_NODES=4 NUM_TRANSPLANT_TREES=4 python sapo.py"
+ALONE = (
+    "one node learns from nobody; four in one process: "
+    "EXPERIMENT_NAME=four LOCAL_NODES=4 NUM_TRANSPLANT_TREES=4 python sapo.py"
+)
 
 
 def register(run: Run) -> None:
