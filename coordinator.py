@@ -6,7 +6,6 @@ The readers change nothing in an experiment. A store (drive_store.py) is passed 
 import io
 import itertools
 import math
-import re
 import shutil
 import statistics
 import sys
@@ -160,7 +159,9 @@ ROUND_LINE = (
 )
 
 
-IN_ROUND_LINE = re.findall(r"{(\w+_\w+|reward)\b", ROUND_LINE)  # its figures
+IN_ROUND_LINE = (
+    "reward answer_tag_rate truncated_rate local_groups external_groups informative_groups".split()
+)
 
 
 def round_line(recent: list[dict]) -> str:
@@ -395,12 +396,12 @@ def compare(runs: list[dict]) -> list[dict]:
         totals = {run["seed"]: run["per_node"] for run in members}
         base = {run["seed"]: run["per_node"] for run in groups.get((where, members[0]["baseline"]), [])}
         row = {"label": f"{arm} {where}".strip(), "runs": members, "gain": None, "low": None, "high": None}
-        row["learned"] = average(totals.values()) > 0.05 * len(members[0]["curve"])
         row["per_node"], row["held_out"] = average(totals.values()), average(r["held_out"] for r in members)
+        least = 0.05 * len(members[0]["curve"])  # below that the reward stayed at the floor
+        row["learned"] = row["per_node"] > least
         row["sd"] = statistics.stdev(totals.values()) if len(totals) > 1 else None
         row["completions"] = average(run["spent"][-1] for run in members)
         pairs = [(totals[seed], base[seed]) for seed in totals if seed in base]
-        least = 0.05 * len(members[0]["curve"])  # below that the reward stayed at the floor
         if arm != members[0]["baseline"] and 3 <= len(pairs) <= 10 and min(map(max, pairs)) > least:
             logs = [math.log(max(ours, 1e-3) / max(theirs, 1e-3)) for ours, theirs in pairs]
             mean, error = average(logs), statistics.stdev(logs) / math.sqrt(len(logs)) * T_95[len(logs) - 2]

@@ -105,7 +105,7 @@ def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high
     """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `row_weights`.
 
     logp, old_logp, mask: (B, T); advantages, weights: (B,). Where old_logp is logp.detach() the ratio is 1,
-    and its gradient A times that of logp. Returns (loss, number of clipped tokens), both scalar tensors.
+    the gradient A times that of logp. Returns (loss, number of clipped tokens), both scalar tensors.
     """
     ratio = torch.exp(logp - old_logp)  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)

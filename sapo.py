@@ -122,9 +122,7 @@ class Run:
     patience: float = 0.0  # seconds that this round may still wait for peers' rollouts
     files: dict = field(default_factory=dict)  # (round, stage, node) -> groups, structure checked
     verified: dict = field(default_factory=dict)  # key of a group -> Rollout, or the reason of its rejection
-    reported: set = field(
-        default_factory=set
-    )  # what is said once: (peer, reason) of a rejection, a round waited in
+    reported: set = field(default_factory=set)  # said once: (peer, reason) of a rejection; a round of waiting
     history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
     began: float = field(default_factory=time.monotonic)
     first_sample: list = field(default_factory=list)  # what the model said at the start
@@ -393,7 +391,7 @@ def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
     run.store.submit_reward(t, stage, node.id, {"session": run.session, **figures})
     row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id, **figures}
     row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
-    row |= {"total_reward": node.total_reward}
+    row["total_reward"] = node.total_reward
     run.log.add(f"{node.id}/metrics.jsonl", json.dumps(row))
 
 
@@ -591,8 +589,9 @@ class Log:
 
     def progress(self, text: str) -> None:
         """A line that ends in "eta 5s"; on a terminal it is rewritten."""
-        self.say(text, quiet=sys.stdout.isatty())
-        if sys.stdout.isatty():
+        on_terminal = sys.stdout.isatty()
+        self.say(text, quiet=on_terminal)
+        if on_terminal:
             print(f"\r{text}  ", end="\n" if text.endswith("eta 0s") else "", flush=True)
 
     def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
@@ -1169,7 +1168,7 @@ def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopB
 def why_new(store: Patient, recipe: dict) -> str:
     """Why none of the warm starts that are there fits: in what the nearest one differs; "" without any."""
     found = []
-    for name in store.names("warmstart"):
+    for name in store.names("warmstart")[:20]:  # a stranger may have put thousands there
         with contextlib.suppress(Exception):  # a claim, or a file that is damaged or a stranger's
             other = parse_json(read_about(store.find(f"warmstart/{name}")).encode())
             found.append([key for key in recipe if other.get(key) != recipe[key]])
@@ -1226,12 +1225,9 @@ def register(run: Run) -> None:
     elif config.NUM_TRANSPLANT_TREES == 0:
         run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
     what = f"{len(ours)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
-    needed, free = (
-        gigabytes(run, config.CHECKPOINT_KEEP + 1),
-        shutil.disk_usage(config.GDRIVE_PATH).free / 1e9,
-    )
-    room = f"{needed} GB on disk for checkpoints and models, {free:.1f} free"
-    run.log.event("start", f"{what}, round {run.done + 1}; {room}")
+    needed = gigabytes(run, config.CHECKPOINT_KEEP + 1)
+    room = f"{needed} GB on disk, {shutil.disk_usage(config.GDRIVE_PATH).free / 1e9:.1f} free"
+    run.log.event("start", f"{what}, round {run.done + 1}; for checkpoints and models {room}")
     run.log.say(f"to resume: {run.log.resume_line}")
     run.first_sample = sample(run)
     run.log.say(sample_text(run.first_sample))
