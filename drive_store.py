@@ -220,26 +220,41 @@ class DriveStore:
             return None
         return data if identity.items() <= data.items() else None
 
-    def write(self, path: str, data, keep=None, sync: bool = False) -> bool:
-        """Write a file through a temp file: readers see the old one, or none, or the whole new one.
+    def write(self, path: str, data, sync: bool = False) -> None:
+        """Write a file in place of an older one: readers see the old one, or none, or the whole new one.
 
-        data: a dict, bytes, or a function that writes the file at the path it is given. keep: called with the
-        contents of a file that has the name already; where it is true of them that one stays (False). sync:
-        the file is on the disk before it has its name. What is no file and has the name is deleted.
+        data: a dict, bytes, or a function that writes the file at the path it is given. sync: the file is on
+        the disk before it has its name. What is no file and has the name is deleted.
         """
-        if isinstance(data, dict):
-            data = to_json(data)
+        with self._temp_file(data, sync) as temp:
+            self._replace(temp, path)
+
+    def write_once(self, path: str, data, stands=parse_json, sync: bool = False) -> bool:
+        """`write`, unless there is a file of this name whose contents make stands(contents) true: False then.
+
+        Of several writers the first one wins; without hard links, of two at the same moment the last.
+        """
+        with self._temp_file(data, sync) as temp:
+            try:
+                os.link(temp, self.at(path, make=True))  # atomic, and fails where there is a file
+            except OSError:  # there is one, or the storage has no links
+                if self._stands(path, stands):
+                    return False
+                self._replace(temp, path)
+        return True
+
+    @contextlib.contextmanager
+    def _temp_file(self, data, sync: bool):
         temp = self.at(f"{self.tmp}/{secrets.token_hex(8)}", make=True)
-        full = self.at(path, make=True)
         try:
             if callable(data):
                 data(temp)
             else:
-                temp.write_bytes(data)
+                temp.write_bytes(to_json(data) if isinstance(data, dict) else data)
             if sync:
                 with open(temp, "rb") as file:
                     os.fsync(file.fileno())
-            return self._give_name(temp, full, path, keep)
+            yield temp
         except OSError:
             self._seen.clear()  # perhaps a folder is gone
             raise
@@ -247,27 +262,19 @@ class DriveStore:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
 
-    def _give_name(self, temp: Path, full: Path, path: str, keep) -> bool:
-        """The last step of `write`. Without hard links, of two writers at the same moment the last counts."""
-        if keep is not None:
-            try:
-                os.link(temp, full)  # atomic, and fails where there is a file
-                return True
-            except OSError:  # there is one, or the storage has no links
-                if self._is_kept(path, keep):
-                    return False
+    def _replace(self, temp: Path, path: str) -> None:
+        full = self.at(path, make=True)
         try:
             os.replace(temp, full)
         except IsADirectoryError:
             self.delete(path)
             os.replace(temp, full)
-        return True
 
-    def _is_kept(self, path: str, keep) -> bool:
+    def _stands(self, path: str, stands) -> bool:
         try:
             old = self.read_bytes(path, MAX_JSON_BYTES)
-            return old is not None and bool(keep(old))
-        except (ValueError, KeyError, TypeError):  # BadFile, or what `keep` cannot read
+            return old is not None and bool(stands(old))
+        except (ValueError, KeyError, TypeError):  # BadFile, or what `stands` cannot read
             return False
 
     def append(self, path: str, text: str) -> None:
@@ -317,7 +324,7 @@ class DriveStore:
             began_with = self.read("config.json") if self.base.is_dir() else None
             if began_with is None and settings:
                 data = to_json({"layout": LAYOUT, **settings}, indent=1)
-                self.write("config.json", data, keep=parse_json, sync=True)
+                self.write_once("config.json", data, sync=True)
                 began_with = self.read("config.json")  # if two were first at once, one file counts for both
         except BadFile as error:
             todo = "wait, restore it or start a new EXPERIMENT_NAME"
@@ -338,7 +345,7 @@ class DriveStore:
     def open_round(self, round_: int, by: str) -> None:
         """Declare this round open, and all before it. Two writers of one round do no harm."""
         state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
-        self.write(f"{bucket('state/rounds', round_)}.{by}.json", state, keep=parse_json)
+        self.write_once(f"{bucket('state/rounds', round_)}.{by}.json", state)
         self.write("state/current_state.json", state)
 
     def sessions(self) -> dict[str, str]:
@@ -356,7 +363,7 @@ class DriveStore:
         session = f"{max(int(time.time() * 1000), int(previous[:13]) + 1):013d}-{secrets.token_hex(4)}"
         for node in nodes:
             data = {"node_id": node, "role": role, "session": session, "registered_at": time.time(), **about}
-            self.write(f"peers/{node}.{session}.json", data, keep=parse_json)
+            self.write_once(f"peers/{node}.{session}.json", data)
         return session
 
     def heartbeat(self, node: str, session: str, round_: int, state: str = "running") -> None:
@@ -387,7 +394,7 @@ class DriveStore:
         data = {"format": FORMAT, "peer_id": node, "round": round_, "stage": stage, "timestamp": time.time()}
         place = f"{bucket('rollouts', round_, stage)}/{node}.json"
         data |= {**about, "rollouts": groups}
-        return self.write(place, data, keep=lambda x: check_rollouts(parse_json(x), round_, stage, node))
+        return self.write_once(place, data, lambda old: check_rollouts(parse_json(old), round_, stage, node))
 
     def fetch(self, round_: int, stage: int, node: str, max_bytes: int = MAX_JSON_BYTES) -> list[dict]:
         """A peer's groups, their structure checked, their truth not; BadFile says why there are none."""
@@ -415,7 +422,7 @@ class DriveStore:
         about = {"node_id": node, "round": round_, "stage": stage}
         place = f"{bucket('rewards', round_, stage)}/{node}.json"
         data = {**about, "timestamp": time.time(), **data}
-        return self.write(place, data, keep=lambda old: sane_reward(parse_json(old), **about))
+        return self.write_once(place, data, lambda old: sane_reward(parse_json(old), **about))
 
     def rewards(self, round_: int, nodes) -> list[dict]:
         """The reward files of `nodes` in a round that make sense, stage by stage."""

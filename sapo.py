@@ -230,7 +230,7 @@ def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]
         wait_for_peers(run, t, stage)
         rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
-            pool = informative_pool(run, node, t - age, None if age else stage, rng)
+            pool = informative_pool(run, node, t, stage, age, rng)
             figures["external_pool"] += len(pool)
             drawn += rng.sample(pool, min(wanted - len(drawn), len(pool)))
             if len(drawn) == wanted:
@@ -276,18 +276,20 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
 PEER_SECONDS = 20.0  # for verifying what one peer published in a round: verifiers can be made slow
 
 
-def informative_pool(run: "Run", node: Node, round_: int, stage: int | None, rng) -> list[Rollout]:
-    """The groups of one round that this node may draw: verified, scored here, informative, not used before.
+def informative_pool(run: "Run", node: Node, t: int, stage: int, age: int, rng) -> list[Rollout]:
+    """The groups that this node may draw: verified, scored here, informative, not used before. Of this stage,
+    or, with an age, of all stages of the round so long before.
 
-    At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing. stage=None: all.
+    At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing.
     """
-    config, figures, pool = run.config, node.figures, []
-    stages = config.publishing_stages if stage is None else [stage]
-    there = [(round_, s, peer) for s in stages for peer in run.store.nodes("rollouts", round_, s)]
+    config, pool = run.config, []
+    stages = config.publishing_stages if age else [stage]
+    there = [(t - age, s, peer) for s in stages for peer in run.store.nodes("rollouts", t - age, s)]
     peers = sorted({key[2] for key in there} - {node.id})
-    if stage is None or len(peers) >= config.FETCH_MAX_PEERS:
+    if age or len(peers) >= config.FETCH_MAX_PEERS:
         peers = sorted(rng.sample(peers, min(config.FETCH_MAX_PEERS, len(peers))))
-    figures["external_peers"] += 0 if stage is None else len(peers)
+    if age == 0:
+        node.figures["external_peers"] = len(peers)
     for peer in peers:
         groups = [raw for key in there if key[2] == peer for raw in peer_groups(run, node, key)]
         groups = [raw for raw in groups if raw["key"] not in node.trained]
@@ -1151,7 +1153,7 @@ def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopB
 
     while config.WARM_START_STEPS > 0 and not made():
         stop.check()
-        if store.write(claim, {"time": time.time(), "by": config.NODE_ID}, keep=is_fresh):
+        if store.write_once(claim, {"time": time.time(), "by": config.NODE_ID}, is_fresh):
             log.say(
                 f"{config.NODE_ID} makes the warm start, once for all{why_new(store, json.loads(recipe))}"
             )

@@ -317,8 +317,8 @@ def dies_before_file_call(nth, work) -> bool:
 @pytest.mark.parametrize("once, old", [(0, b"{}"), (1, None), (1, b'{"a": 1}'), (1, b'{"torn')])
 def test_F1_a_crash_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, once, old, links):
     """once: a complete file is never changed."""
-    store, big, keep, left_over = new_store(tmp_path), {"text": "x" * 50_000}, json.loads if once else None, 0
-    stays = once and old == b'{"a": 1}'
+    store, big, left_over = new_store(tmp_path), {"text": "x" * 50_000}, 0
+    write, stays = store.write_once if once else store.write, once and old == b'{"a": 1}'
     monkeypatch.setattr(os, "link", os.link if links else Mock(side_effect=OSError("no links")))
     files, nth, died = len(contents(store.base)), 0, True
     while died:
@@ -326,7 +326,7 @@ def test_F1_a_crash_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, on
         if old is None:
             path.unlink()
         nth += 1
-        died = dies_before_file_call(nth, lambda: store.write("a.json", big, keep, sync=True))
+        died = dies_before_file_call(nth, lambda: write("a.json", big, sync=True))
         now = path.read_bytes() if path.exists() else None
         assert now == old or (json.loads(now) == big and not stays), f"crash before call {nth}"
         left_over += len(contents(store.base)) - files - (now is not None)
@@ -371,7 +371,7 @@ def test_X2_no_link_is_followed_and_what_lies_in_a_writers_way_makes_room(tmp_pa
     for kind, call in {
         "read": lambda store, path: store.read(path),
         "written": lambda store, path: store.write(path, {"a": 1}),
-        "written once": lambda store, path: store.write(path, {"a": 1}, json.loads),
+        "written once": lambda store, path: store.write_once(path, {"a": 1}),
         "appended": lambda store, path: store.append(path, "{}\n"),
         "deleted": lambda store, path: store.delete(path),
         "rollouts": lambda store, path: store.retire_rollouts(9, archive=False),
@@ -385,7 +385,7 @@ def test_X2_no_link_is_followed_and_what_lies_in_a_writers_way_makes_room(tmp_pa
         else:
             {"fifo": os.mkfifo, "folder": os.mkdir}.get(planted, lambda p: p.symlink_to(thesis))(path)
         with suppress(BadFile) if kind in ("read", "deleted") else nullcontext():
-            assert bool(call(store, name)) == kind.startswith("written")
+            assert bool(call(store, name)) == (kind == "written once")
         assert contents(home) == {"n1.json": b'{"thesis": 1}'}, kind
         assert (path.is_file() and not path.resolve() == thesis) == kind.startswith(("written", "appended"))
 
@@ -431,7 +431,7 @@ def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_pat
     store.base.rename(away)
     for i in range(3):
         patient.append("logs/n1/order", f"{i}\n")
-        assert patient.write(f"{i}.json", {"i": i}, keep=json.loads)
+        assert patient.write_once(f"{i}.json", {"i": i})
     assert 20 <= now[0] <= 25.5, "pauses grow to 5 s at most"
     assert (store.base / "logs/n1/order").read_text().split() == ["start", "0", "1", "2"]
     assert [patient.read(f"{i}.json") for i in range(3)] == [{"i": i} for i in range(3)]

@@ -68,7 +68,7 @@ def drive(unbroken, tmp_path):
 WRITER = f"""
 import json, os, sys
 sys.path.insert(0, {os.path.dirname(sapo.__file__)!r})
-from drive_store import DriveStore, parse_json
+from drive_store import DriveStore
 _, drive, me, links, count = sys.argv
 if links == "no links":
     os.link = lambda *_: os.mkdir("/")  # an OSError
@@ -76,7 +76,7 @@ store = DriveStore(drive, "x", me)
 store.create()
 for i in range(int(count)):
     mine = {{"by": me, "i": i, "text": "x" * 60_000}}
-    won = store.write(f"once/{{i}}.json", mine, keep=parse_json)
+    won = store.write_once(f"once/{{i}}.json", mine)
     store.write("heartbeats/shared.json", mine)
     store.write(f"checkpoints/{{me}}.json", mine, sync=True)
     store.append(f"logs/{{me}}.jsonl", json.dumps(mine) + "\\n")
