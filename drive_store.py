@@ -112,7 +112,7 @@ class DriveStore:
         try:
             for _ in range(2):  # an empty file can be appended to everywhere
                 self.append(f"{self.tmp}/try", "x\n")
-        except BadFile as error:
+        except (BadFile, PermissionError) as error:
             todo = "an rclone mount needs --vfs-cache-mode writes"
             raise StoreError(f"{self.base}: files cannot be appended to there: {todo}") from error
 

@@ -165,23 +165,6 @@ def update(
     return {**stats, "max_rows": max_rows, "logps": (old_logp.sum(1).cpu() / lengths).tolist()}
 
 
-@torch.no_grad()
-def mean_logps(
-    model, groups: list[Group], *, temperature=1.0, max_rows=2**30, pad_id=0, dtype=torch.float32
-) -> tuple[list[float], int]:
-    """Mean log-probability per token of every completion, in order, without gradient; and what fitted."""
-    rows = sum(len(group.completions) for group in groups)
-
-    def attempt(rows_at_once: int):
-        means = torch.zeros(rows)
-        for pairs, index in micro_batches(groups, rows_at_once):
-            logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
-            means[index] = (logp.sum(1) / mask.sum(1)).cpu()
-        return means.tolist()
-
-    return halving_on_oom(attempt, max_rows, rows, "EXTERNAL_FLOOR")
-
-
 def computing_in(dtype, model):
     """A context to compute in `dtype`. The weights stay float32: a bfloat16 one would lose small steps."""
     return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
@@ -386,6 +369,23 @@ def left_pad(prompts: list[list[int]], pad_id: int, device):
     """The same, padded on the left: none between prompt and completion. No mask if nothing is padded."""
     ids, mask = right_pad([p[::-1] for p in prompts], pad_id, device)
     return ids.flip(1), None if mask.all() else mask.flip(1).long()
+
+
+@torch.no_grad()
+def mean_logps(
+    model, groups: list[Group], *, temperature=1.0, max_rows=2**30, pad_id=0, dtype=torch.float32
+) -> tuple[list[float], int]:
+    """Mean log-probability per token of every completion, in order, without gradient; and what fitted."""
+    rows = sum(len(group.completions) for group in groups)
+
+    def attempt(rows_at_once: int):
+        means = torch.zeros(rows)
+        for pairs, index in micro_batches(groups, rows_at_once):
+            logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
+            means[index] = (logp.sum(1) / mask.sum(1)).cpu()
+        return means.tolist()
+
+    return halving_on_oom(attempt, max_rows, rows, "EXTERNAL_FLOOR")
 
 
 # -------- Memory ------------------------------------------------------------------------------------------

@@ -840,8 +840,10 @@ def parse_all(environ, mistakes: list[str], where: str = "") -> dict:
                 given[spec.name] = parse_value(text, spec)
         except ValueError as error:
             mistakes.append(f"{spec.name}={plain(repr(text))}{where}: {error}")
-    if "TASKS" in given:
-        given["TASKS"] = ",".join(re.findall(r"[^\s,]+", given["TASKS"]))
+    if given.get("TASKS", "auto") != "auto":
+        tasks = re.findall(r"[^\s,]+", given["TASKS"])
+        mistakes += [f"TASKS{where}: {why_refused(task)}" for task in tasks if task not in TASK_TABLE]
+        given["TASKS"] = ",".join(tasks)
     return given
 
 
@@ -882,8 +884,6 @@ def read_environment(environ) -> tuple[dict, list[str]]:
     given["GDRIVE_PATH"] = os.path.expanduser(given["GDRIVE_PATH"])
     if not Path(given["GDRIVE_PATH"]).absolute().parent.is_dir():
         mistakes.append(f"GDRIVE_PATH={given['GDRIVE_PATH']!r}: there is no folder that it could be in")
-    tasks = given.get("TASKS", "auto").split(",")
-    mistakes += [f"TASKS: {why_refused(x)}" for x in tasks if x != "auto" and x not in TASK_TABLE]
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes + warnings))
     return given, warnings
@@ -909,7 +909,6 @@ def settle(given: dict, there: dict, notes: list[str]) -> "Config":
     for name in MUST_AGREE:
         if name in began_with and began_with[name] != getattr(config, name):
             mistakes.append(f"{name}={getattr(config, name)!r}: the experiment has {began_with[name]!r}")
-    mistakes += [f"TASKS: {why_refused(x)}" for x in config.TASKS.split(",") if x not in TASK_TABLE]
     if mistakes:
         todo = "change them, or take another EXPERIMENT_NAME"
         raise ConfigError(
@@ -957,16 +956,11 @@ def help_text() -> str:
     return "\n".join(lines)
 
 
-def resume_line(config: "Config", given: dict, there: dict) -> str:
-    """How to resume this node: the command with its name and what config.json does not say; no secret."""
+def resume_line(config: "Config", given: dict) -> str:
+    """How to resume this node: the command with its name, its folder and all that was set; no secret."""
     if in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
-    there = there or asdict(config)  # a new experiment: they will be written there
-    taken = OF_SWARM + (OF_MODEL if there.get("MODEL_NAME") == config.MODEL_NAME else [])
-    taken = [*taken, "MODEL_NAME"] if config.MODEL_NAME == "tiny" else taken
-    known = {name for name in taken if there.get(name) == getattr(config, name)}
-    known |= {SECRET, "NUM_WORKERS", "CONFIGS", "SEEDS"}
-    named = {name: given[name] for name in given if name not in known}
+    named = {name: value for name, value in given.items() if name != SECRET}
     named |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "EXPERIMENT_NAME": config.EXPERIMENT_NAME}
     return " ".join(
         [*(f"{name}={shlex.quote(str(value))}" for name, value in named.items()), "python sapo.py"]
@@ -1338,10 +1332,9 @@ def get_experiment_metrics(path, name: str):
 
 
 def list_experiments(path) -> list[str]:
-    """Names of the experiments below `path`. One with a coordinator alone has no config.json yet."""
-    shared = DriveStore(path, None)
-    names = [n for n in (shared.names("experiments") if os.path.isdir(path) else ()) if is_name(n)]
-    return [n for n in names if {"config.json", "state"} & set(shared.names(f"experiments/{n}"))]
+    """Names of the experiments below `path`."""
+    names = DriveStore(path, None).names("experiments") if os.path.isdir(path) else []
+    return [name for name in names if is_name(name)]
 
 
 def compare_experiments(path, names=None) -> list[dict]:
@@ -1369,7 +1362,7 @@ def run_role(given: dict, notes: list[str], stop: StopButton) -> str:
     store = DriveStore(given["GDRIVE_PATH"], given.get("EXPERIMENT_NAME", "default"), given["NODE_ID"])
     there = store.open_config() or {}
     config = settle(given, there, notes)
-    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, given, there))
+    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, given))
     for note in notes:
         log.say(f"note: {note}")
     if has_finished(config, store):

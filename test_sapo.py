@@ -695,7 +695,7 @@ def test_X4_the_access_token_is_shown_nowhere_and_a_failing_hub_stops_nothing(dr
     assert swarm(drive, "hub", **given, MAX_ROUNDS=2, **UNTRAINED) == 0
     assert "push failed, training goes on" in str(events_of(drive, "hub", "hub"))
     config = config_of(**given)
-    shown = [repr(config), config_table(config, given), resume_line(config, given, {}), *capsys.readouterr()]
+    shown = [repr(config), config_table(config, given), resume_line(config, given), *capsys.readouterr()]
     shown += [config_error(**given, SEED="x"), str(contents(drive / "experiments/hub"))]
     assert all(shown[:2]) and not any(secret[:12] in text for text in shown)
 
