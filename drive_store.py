@@ -108,13 +108,13 @@ class DriveStore:
         Only here: later a missing folder means an unmounted drive. StoreError where nothing can be appended.
         """
         self.base.mkdir(parents=True, exist_ok=True)
-        self.delete(self.tmp)
         try:
             for _ in range(2):  # an empty file can be appended to everywhere
                 self.append(f"{self.tmp}/try", "x\n")
         except (BadFile, PermissionError) as error:
             todo = "an rclone mount needs --vfs-cache-mode writes"
             raise StoreError(f"{self.base}: files cannot be appended to there: {todo}") from error
+        self.delete(self.tmp)
 
     def check_mounted(self) -> None:
         """OSError where the experiment's folder cannot be listed; its folders are looked at again later."""
