@@ -1,0 +1,67 @@
+"""A swarm on two mounts of one storage: what arrives, and whether anything is lost. Started by hand:
+
+    python .ci/mounts.py MOUNT_A MOUNT_B               worker a on A, worker b on B
+    python .ci/mounts.py MOUNT_A MOUNT_B coordinator   and a coordinator on A
+
+Prints a row of the manual's table of storages. Exit status 1 if a file that counts is missing, torn or left over.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from drive_store import DriveStore, bucket  # noqa: E402
+
+SETTINGS = dict(
+    EXPERIMENT_NAME="mounts", NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, MODEL_NAME="tiny", MAX_ROUNDS=40,
+    EXTERNAL_FILTER=False, NUM_WORKERS=2, OMP_NUM_THREADS=1,
+)  # fmt: skip
+
+
+def start(mount: str, **more) -> subprocess.Popen:
+    settings = SETTINGS | {"GDRIVE_PATH": Path(mount, "mounts"), "PATH": os.environ["PATH"]} | more
+    environ = {name: str(value) for name, value in settings.items()}
+    return subprocess.Popen([sys.executable, ROOT / "sapo.py"], env=environ)
+
+
+def row_of(store: DriveStore, node: str) -> tuple[list[dict], list[str]]:
+    """The node's rounds as its log has them, and what the storage lacks of them."""
+    text = store.read_bytes(f"logs/{node}/metrics.jsonl", 2**30).decode()
+    rows, lost = [json.loads(line) for line in text.splitlines()], []
+    for row in rows:
+        t = row["round"]
+        if len(store.fetch(t, 0, node)) != 4 or [r["reward"] for r in store.rewards(t, [node])] != [
+            row["reward"]
+        ]:
+            lost.append(f"{node}: {bucket('rollouts', t)} or its reward")
+    return rows, lost
+
+
+def main(mounts: list[str], with_coordinator: bool) -> int:
+    processes = [start(mounts[0], NODE_ROLE="coordinator")] if with_coordinator else []
+    processes += [start(mount, NODE_ID=node) for mount, node in zip(mounts, "ab", strict=True)]
+    status = [process.wait() for process in processes]
+    time.sleep(10)  # what is still on its way
+    store = DriveStore(Path(mounts[0], "mounts"), "mounts")
+    found = [row_of(store, node) for node in "ab"]
+    rows, lost = [row for rows, _ in found for row in rows], [each for _, lost in found for each in lost]
+    lost += [str(path) for path in store.base.glob("tmp/*/*")]
+    ages = [age for row in rows for age in row["external_ages"]]
+    times = [[row["timestamp"] for row in rows] for rows, _ in found]
+    seconds = [after - before for each in times for before, after in zip(each, each[1:], strict=False)]
+    full = sum(row["external_short"] == 0 for row in rows)
+    print(
+        f"{full} of {len(rows)} | {ages.count(0) / max(1, len(ages)):.0%} | {statistics.median(seconds):.1f} s a round"
+    )
+    print(f"exit status {status}; lost or left over: {lost or 'nothing'}")
+    return int(bool(lost) or any(status))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:3], "coordinator" in sys.argv[3:]))
