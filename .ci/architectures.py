@@ -2,28 +2,27 @@
 
     python .ci/architectures.py [NAME …]      a line for each, then how many of each kind
 
-exact: `load_model` takes it, and the log-probabilities of completions behind shared prompts, unequal ones with
-and without a common start, are those of the model's own plain forward pass; it also generates and learns.
+exact: `load_model` takes it, and what `check_exact` of test_numbers.py looks at is equal to the model's own plain
+forward pass: log-probabilities behind shared prompts of unequal lengths, and what is sampled.
 refused: a sentence says that it cannot be used. not built: these small sizes do not suit it. wrong, died: bugs.
 Each in a process of its own with 3 GB and 60 seconds. Not part of the gate: a quarter of an hour.
 """
 
 import collections
 import os
-import random
 import resource
 import signal
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import grpo
-import sapo
 import torch
 import transformers
+from test_numbers import check_exact
+from test_sapo import config_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 SIZES = {  # setting of some architecture -> small value
@@ -60,39 +59,16 @@ def build(name: str, folder: str) -> None:
 
 
 def judge(folder: str) -> tuple[str, str]:
-    settings = {
-        "MODEL_NAME": folder,
-        "MAX_NEW_TOKENS": "16",
-        "DEVICE": "cpu",
-        "DTYPE": "float32",
-        "NUM_SHOTS": "0",
-    }
-    config = sapo.settle(sapo.read_environment(settings)[0], {}, [])
+    settings = dict(MODEL_NAME=folder, MAX_NEW_TOKENS="16", DEVICE="cpu", DTYPE="float32", NUM_SHOTS="0")
     try:
-        model, codec = grpo.load_model(config, ["small_gcd"])
+        loaded = grpo.load_model(config_of(**settings), ["small_gcd"])
     except ValueError as error:
         return "refused", str(error)
-    rng, worst, pad = random.Random(3), 0.0, codec.pad_id
-
-    def some(length):
-        return [rng.randrange(2, len(codec.tokenizer)) for _ in range(length)]
-
-    common = some(20)
-    for prompts in ([some(3), some(11), some(40)], [common + some(n) for n in (1, 9, 30)]):
-        pairs = [(prompt, [some(1), some(5), some(14)]) for prompt in prompts]
-        with torch.no_grad():
-            ours, mask = grpo.shared_prompt_logps(model, pairs, 1.0, pad)
-            theirs = []
-            for prompt, answer in [(prompt, answer) for prompt, answers in pairs for answer in answers]:
-                logits = model(input_ids=torch.tensor([prompt + answer])).logits.float()
-                logp = logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-                theirs.append(logp.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1))
-        worst = max(worst, (ours[mask] - torch.cat(theirs)).abs().max().item())
-    drawn = grpo.generate(model, [[5, 6, 7], [8] * 9], 3, 8, 1.0, {0}, torch.Generator().manual_seed(0), pad)
-    groups = [grpo.Group(p, c, [0.0, 1.0, 0.0]) for p, c in zip(([5, 6, 7], [8] * 9), drawn, strict=True)]
-    optimizer = grpo.new_optimizer(model, config)
-    norm = grpo.update(model, optimizer, groups, max_new_tokens=16, pad_id=pad)["grad_norm"]
-    return "exact" if worst < 2e-3 and norm > 0 else "wrong", f"{worst:.1g}, gradient norm {norm:.2g}"
+    try:
+        check_exact(*loaded)
+    except AssertionError as error:
+        return "wrong", str(error)
+    return "exact", ""
 
 
 def in_a_process(name: str) -> str:
@@ -119,14 +95,10 @@ def in_a_process(name: str) -> str:
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-    transformers.utils.logging.set_verbosity_error()
     kinds = collections.Counter()
     for name in sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         result = in_a_process(name)
         kinds[result.split(":")[0]] += 1
         print(f"{name:24} {result}", flush=True)
-    print(
-        ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-        f"(transformers {transformers.__version__})",
-    )
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    print(f"{found} (transformers {transformers.__version__})")

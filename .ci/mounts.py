@@ -26,8 +26,7 @@ SETTINGS = dict(
 
 def start(mount: str, **more) -> subprocess.Popen:
     settings = SETTINGS | {"GDRIVE_PATH": Path(mount, "mounts"), "PATH": os.environ["PATH"]} | more
-    environ = {name: str(value) for name, value in settings.items()}
-    return subprocess.Popen([sys.executable, ROOT / "sapo.py"], env=environ)
+    return subprocess.Popen([sys.executable, ROOT / "sapo.py"], env={n: str(v) for n, v in settings.items()})
 
 
 def row_of(store: DriveStore, node: str) -> tuple[list[dict], list[str]]:
@@ -35,10 +34,8 @@ def row_of(store: DriveStore, node: str) -> tuple[list[dict], list[str]]:
     text = store.read_bytes(f"logs/{node}/metrics.jsonl", 2**30).decode()
     rows, lost = [json.loads(line) for line in text.splitlines()], []
     for row in rows:
-        t = row["round"]
-        if len(store.fetch(t, 0, node)) != 4 or [r["reward"] for r in store.rewards(t, [node])] != [
-            row["reward"]
-        ]:
+        t, rewards = row["round"], [r["reward"] for r in store.rewards(row["round"], [node])]
+        if len(store.fetch(t, 0, node)) != 4 or rewards != [row["reward"]]:
             lost.append(f"{node}: {bucket('rollouts', t)} or its reward")
     return rows, lost
 
@@ -56,9 +53,8 @@ def main(mounts: list[str], with_coordinator: bool) -> int:
     times = [[row["timestamp"] for row in rows] for rows, _ in found]
     seconds = [after - before for each in times for before, after in zip(each, each[1:], strict=False)]
     full = sum(row["external_short"] == 0 for row in rows)
-    print(
-        f"{full} of {len(rows)} | {ages.count(0) / max(1, len(ages)):.0%} | {statistics.median(seconds):.1f} s a round"
-    )
+    now = ages.count(0) / max(1, len(ages))
+    print(f"{full} of {len(rows)} | {now:.0%} | {statistics.median(seconds):.1f} s a round")
     print(f"exit status {status}; lost or left over: {lost or 'nothing'}")
     return int(bool(lost) or any(status))
 

@@ -1,7 +1,6 @@
 """How fast this is: beside TRL's GRPOTrainer, and beside another checkout of this program.
 
-Not part of the gate: it wants an idle machine, and for TRL an environment of its own, which this project does
-not need.
+By hand, on an idle machine. TRL needs an environment of its own.
 
     python -m venv trl && trl/bin/pip install torch transformers reasoning-gym trl
     trl/bin/python .ci/speed.py compare trl arith MODEL      MODEL: a local folder or Hugging Face id, or tiny
@@ -39,11 +38,9 @@ import grpo
 import sapo
 
 G, LEARNING_RATE, BETAS = 8, 1e-6, (0.9, 0.95)
-SETTINGS = {
-    "arith": (["basic_arithmetic"], 4, 64),
-    "paper": (grpo.PAPER_TASKS, 4, 64),
-    "tiny": (grpo.SMALL_TASKS, 8, 10),
-}
+SETTINGS = {  # tasks, questions, longest completion
+    "arith": (["basic_arithmetic"], 4, 64), "paper": (grpo.PAPER_TASKS, 4, 64), "tiny": (grpo.SMALL_TASKS, 8, 10)
+}  # fmt: skip
 REPETITIONS, STEPS = int(os.environ.get("REPETITIONS", 2)), int(os.environ.get("STEPS", 3))
 
 
@@ -54,10 +51,7 @@ def load(setting: str, model_name: str):
         "MODEL_NAME": model_name, "DEVICE": "cpu", "DTYPE": "float32", "MAX_NEW_TOKENS": str(max_new_tokens),
         "LEARNING_RATE": str(LEARNING_RATE), "MICRO_BATCH_SIZE": os.environ.get("ROWS", "auto"),
     }  # fmt: skip
-    if hasattr(sapo, "settle"):
-        config = sapo.settle(sapo.read_environment(environ)[0], {}, [])
-    else:  # commit 57a259b
-        config, _ = sapo.read_config(environ)
+    config = sapo.settle(sapo.read_environment(environ)[0], {}, [])
     rng = random.Random(1)
     seeds = [[(rng.choice(tasks), rng.randrange(10**6)) for _ in range(questions)] for _ in range(STEPS + 1)]
     steps = [[grpo.lucky_question(*seed) for seed in each] for each in seeds]
@@ -70,12 +64,12 @@ def report(steps: list[dict], prompts) -> None:
     print(json.dumps({"steps": steps[1:], "peak_gb": peak, "prompts": prompts}), flush=True)
 
 
-def run_ours(setting: str, model_name: str, seed: int) -> None:
+def run_ours(setting: str, model_name: str, seed: str) -> None:
     grpo.keep_freed_memory()
     config, model, codec, batches = load(setting, model_name)
     optimizer = grpo.new_optimizer(model, config)
-    rng, steps, seen = torch.Generator().manual_seed(seed), [], []
-    rows = os.environ.get("ROWS") or max(G, int(1.5e9 / (config.MAX_NEW_TOKENS * size_of(model) * 150)))
+    rng, steps, seen = torch.Generator().manual_seed(int(seed)), [], []
+    rows = grpo.rows_that_fit(model, config, 0)
     rewards = [float(i % 2) for i in range(G)]  # made up, so that every group has something to train on
     for questions in batches:
         began, prompts = time.perf_counter(), [codec.prompt(q) for q in questions]
@@ -83,7 +77,7 @@ def run_ours(setting: str, model_name: str, seed: int) -> None:
         completions = grpo.generate(*some)
         generated = time.perf_counter()
         groups = [grpo.Group(p, group, rewards) for p, group in zip(prompts, completions, strict=True)]
-        limits = {"max_new_tokens": config.MAX_NEW_TOKENS, "max_rows": int(rows), "pad_id": codec.eos_id}
+        limits = {"max_new_tokens": config.MAX_NEW_TOKENS, "max_rows": rows, "pad_id": codec.eos_id}
         grpo.update(model, optimizer, groups, **limits)
         ended = time.perf_counter()
         tokens = sum(len(c) for group in completions for c in group)
@@ -93,12 +87,7 @@ def run_ours(setting: str, model_name: str, seed: int) -> None:
     report(steps, seen)
 
 
-def size_of(model) -> int:
-    shape = model.config.get_text_config()
-    return shape.num_hidden_layers * shape.hidden_size
-
-
-def run_trl(setting: str, model_name: str, seed: int) -> None:
+def run_trl(setting: str, model_name: str, seed: str) -> None:
     """A step: from one optimizer step's end to the next's. Generation: all of _generate_single_turn."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -119,14 +108,13 @@ def run_trl(setting: str, model_name: str, seed: int) -> None:
             return out
 
     class Clock(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            ends.append(time.perf_counter())
-
         def on_step_end(self, *args, **kwargs):
             ends.append(time.perf_counter())
 
+        on_train_begin = on_step_end
+
     settings = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, seed=seed, per_device_train_batch_size=rows,
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, seed=int(seed), per_device_train_batch_size=rows,
         gradient_accumulation_steps=pieces, steps_per_generation=pieces, num_generations=G, num_iterations=1,
         max_completion_length=config.MAX_NEW_TOKENS, temperature=1.0, top_p=1.0, top_k=0, beta=0.0,
         loss_type="dapo", epsilon=0.2, epsilon_high=0.28, learning_rate=LEARNING_RATE,
@@ -155,9 +143,8 @@ def compare(other: str, setting: str, model_name: str) -> None:
             code = {} if program in ("ours", "trl") else {"CODE": program}
             name = "trl" if program == "trl" else "ours"
             command = [sys.executable, __file__, name, setting, model_name, str(seed)]
-            done = subprocess.run(
-                command, env=os.environ | code, stdout=subprocess.PIPE, text=True, check=True
-            )
+            settings = dict(env=os.environ | code, stdout=subprocess.PIPE, text=True, check=True)
+            done = subprocess.run(command, **settings)
             found[program].append(json.loads(done.stdout.splitlines()[-1]))
             print(program, seed, *(f"{s['step']:.2f}" for s in found[program][-1]["steps"]), flush=True)
     runs = [json.dumps(run["prompts"]) for runs in found.values() for run in runs]
@@ -172,7 +159,4 @@ def compare(other: str, setting: str, model_name: str) -> None:
 
 if __name__ == "__main__":
     mode, *rest = sys.argv[1:]
-    if mode == "compare":
-        compare(*rest)
-    else:
-        {"ours": run_ours, "trl": run_trl}[mode](*rest[:2], int(rest[2]))
+    {"compare": compare, "ours": run_ours, "trl": run_trl}[mode](*rest)

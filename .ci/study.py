@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 TINY = dict(MODEL_NAME="tiny", LOCAL_NODES=8, MAX_ROUNDS=120, CHECKPOINT_INTERVAL=60, EVAL_INTERVAL=20)
 SMOL = dict(
     LOCAL_NODES=4, MAX_ROUNDS=40, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25, EVAL_INTERVAL=10,
@@ -70,10 +71,10 @@ def run(settings: dict, folder: Path, model: str | None, arm: str, lr: str, seed
     if (arm, lr, seed) in results(folder):
         return
     name = f"{arm.replace('/', '_')}-lr{lr}-s{seed}"
-    wanted = (
-        settings | settings_of(arm) | {"LEARNING_RATE": lr, "SEED": seed, "NODE_ID": "node", "DEVICE": "cpu"}
+    wanted = settings | settings_of(arm) | {"LEARNING_RATE": lr, "SEED": seed, "NODE_ID": "node"}
+    wanted |= {"DEVICE": "cpu", "GDRIVE_PATH": folder, "EXPERIMENT_NAME": name} | (
+        {"MODEL_NAME": model} if model else {}
     )
-    wanted |= {"GDRIVE_PATH": folder, "EXPERIMENT_NAME": name} | ({"MODEL_NAME": model} if model else {})
     env = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": os.environ.get("THREADS", "1")}
     env |= {n: str(v) for n, v in wanted.items()}
     with open(folder / f"{name}.log", "a") as log:
@@ -153,17 +154,16 @@ def tables(folder: Path) -> None:
 
 def picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -> None:
     """Mean and standard error over seeds of the smoothed reward, over rounds and over completions."""
+    from coordinator import smooth
     from matplotlib.figure import Figure
 
     figure = Figure((10, 4), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for arm, runs in [(arm, runs) for arm, runs in reported_runs(folder).items() if arm in arms]:
         rounds = len(runs[0]["curve"])
-        window = max(1, rounds // 10)
-        spans = [slice(max(0, t + 1 - window), t + 1) for t in range(rounds)]
-        smooth = [[statistics.fmean(run["curve"][span]) for run in runs] for span in spans]
-        mean = [statistics.fmean(now) for now in smooth]
-        error = [statistics.stdev(now) / math.sqrt(len(now)) for now in smooth]
+        curves = list(zip(*(smooth(run["curve"]) for run in runs), strict=True))
+        mean = [statistics.fmean(now) for now in curves]
+        error = [statistics.stdev(now) / math.sqrt(len(now)) for now in curves]
         each = runs[0]["completions"] / rounds
         for axis, x in ((left, range(rounds)), (right, [each * (t + 1) for t in range(rounds)])):
             (line,) = axis.plot(x, mean)
@@ -173,9 +173,8 @@ def picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -> Non
     right.margins(x=0.08)
     left.set(xlabel="round", ylabel="mean reward, smoothed", ylim=(0, None))
     right.set(xlabel="completions generated per node")
-    figure.suptitle(
-        "2/6 reaches a reward of 0.4 with a quarter of the generation that 8/0 takes (tiny, 8 nodes)"
-    )
+    title = "2/6 reaches a reward of 0.4 with a quarter of the generation that 8/0 takes (tiny, 8 nodes)"
+    figure.suptitle(title)
     figure.savefig(file)
 
 

@@ -17,8 +17,8 @@ import grpo
 import pytest
 import sapo
 import torch
-from grpo import HELD_OUT_SEEDS, PAPER_TASKS, SMALL_TASKS, TASK_TABLE, BadQuestion, Codec, Group, build_tiny
-from grpo import check_model, end_of_turn, generate, halving_on_oom, load_model, lucky_question, make_codec
+from grpo import HELD_OUT_SEEDS, PAPER_TASKS, SMALL_TASKS, TASK_TABLE, Codec, Group, build_tiny
+from grpo import check_model, end_of_turn, generate, halving_on_oom, load_model, make_codec
 from grpo import make_question, sample_tokens, score, score_all, sequence_logps, shared_prompt_logps
 from grpo import token_logps, warm_start_recipe
 from test_sapo import config_error, config_of, near, our_update, plain_logps, ragged_groups, tiny_lm
@@ -63,7 +63,11 @@ def on_disk(folder, name, **changes):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_L7_shared_prompts_batches_and_the_cache_change_no_log_probability(tmp_path, name):
-    model, codec = load_model(on_disk(tmp_path, name, **EXACT[name]), ["small_gcd"])
+    check_exact(*load_model(on_disk(tmp_path, name, **EXACT[name]), ["small_gcd"]))
+
+
+def check_exact(model, codec):
+    """Log-probabilities and samples are those of the model's own plain forward pass."""
     rng, draw = random.Random(3), torch.Generator()
     ids = [rng.randrange(2, codec.vocabulary) for _ in range(99)]
     for prompts in ([ids[:3], ids[3:14], ids[14:54]], [ids[:20] + ids[50 : 50 + n] for n in (1, 9, 30)]):
@@ -129,16 +133,6 @@ def test_L7_a_model_whose_files_or_tokenizer_are_not_whole_is_refused(tmp_path):
 
 
 # -------- Update, sampling, memory ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lengths", [(20, 25, 31), (20, 20), (17, 40)])  # one may begin another
-def test_L1_what_all_prompts_begin_with_is_run_once(lengths):
-    model, pairs, seen = tiny_lm(), [([i % 23 for i in range(n)], [[7, 8, 9], [10]]) for n in lengths], []
-    alone = [plain_logps(model, p, c) for p, completions in pairs for c in completions]
-    see = lambda module, args, given: seen.append(given["input_ids"].shape)  # noqa: E731
-    model.base_model.register_forward_pre_hook(see, with_kwargs=True)
-    near(shared_prompt_logps(model, pairs, 1.0)[0], pad_sequence(alone, batch_first=True))
-    assert seen[:2] == [(1, min(lengths) - 1), (len(lengths), max(lengths) - min(lengths) + 1)]
 
 
 def test_L1_no_step_is_made_for_flat_groups_or_a_gradient_that_is_not_finite_and_long_ones_are_cut():
@@ -298,13 +292,6 @@ def test_L3_hostile_answers_cost_less_than_a_second_each():
         began = time.process_time()
         assert score(question, text) == 0
         assert time.process_time() - began < 1, f"{question.task}: {text[:60]}"
-
-
-def test_L3_seeds_at_which_a_generator_fails_or_computes_for_minutes_are_refused_and_stepped_over():
-    for task, seed in (("decimal_arithmetic", 1488473454406226), ("basic_arithmetic", 721121905971561)):
-        with pytest.raises(BadQuestion):
-            make_question(task, seed)
-        assert lucky_question(task, seed) == make_question(task, seed + 1)
 
 
 def test_L3_rewards_lie_in_zero_to_one_and_a_text_that_stands_in_a_group_often_is_scored_once():

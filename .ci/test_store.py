@@ -9,11 +9,11 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,30 +65,6 @@ def drive(unbroken, tmp_path):
     return shutil.copytree(unbroken, tmp_path / "drive")
 
 
-WRITER = f"""
-import json, os, sys
-sys.path.insert(0, {os.path.dirname(sapo.__file__)!r})
-from drive_store import DriveStore
-_, drive, me, links, count = sys.argv
-if links == "no links":
-    os.link = lambda *_: os.mkdir("/")  # an OSError
-store = DriveStore(drive, "x", me)
-store.create()
-for i in range(int(count)):
-    mine = {{"by": me, "i": i, "text": "x" * 60_000}}
-    won = store.write_once(f"once/{{i}}.json", mine)
-    store.write("heartbeats/shared.json", mine)
-    store.write(f"checkpoints/{{me}}.json", mine, sync=True)
-    store.append(f"logs/{{me}}.jsonl", json.dumps(mine) + "\\n")
-    print(i, won, flush=True)
-"""
-
-
-def start_writer(*args):
-    command = [sys.executable, "-c", WRITER, *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-
-
 def whole_files(base: Path) -> dict:
     """{name: who wrote it} of all JSON files; fails if one is not whole."""
     found = {path.name: json.loads(path.read_bytes()) for path in base.glob("[!t]*/*.json")}
@@ -96,34 +72,26 @@ def whole_files(base: Path) -> dict:
     return {name: data["by"] for name, data in found.items()}
 
 
-@pytest.mark.parametrize("links", ["links", "no links"])
-def test_F1_readers_beside_several_writers_see_no_file_or_the_whole_one(tmp_path, links):
-    writers, looks = {me: start_writer(tmp_path, me, links, 80) for me in "abc"}, [{}]
-    while any(writer.poll() is None for writer in writers.values()):
-        looks.append(whole_files(tmp_path / "experiments/x"))
+@pytest.mark.parametrize("links", [True, False])
+def test_F1_readers_beside_several_writers_see_no_file_or_the_whole_one(tmp_path, monkeypatch, links):
+    monkeypatch.setattr(os, "link", os.link if links else Mock(side_effect=OSError("no links")))
+    stores, won, looks = [new_store(tmp_path, me) for me in "abc"], set(), [{}]
+
+    def write(store, me):
+        for i in range(80):
+            mine = {"by": me, "text": "x" * 60_000}
+            won.update({(f"{i}.json", me)} if store.write_once(f"once/{i}.json", mine) else ())
+            store.write("heartbeats/shared.json", mine)
+
+    writers = [threading.Thread(target=write, args=pair) for pair in zip(stores, "abc", strict=True)]
+    [writer.start() for writer in writers]
+    while any(writer.is_alive() for writer in writers):
+        looks.append(whole_files(stores[0].base))
         once = {name: by for name, by in looks[-2].items() if name[0].isdigit()}
-        assert links != "links" or once.items() <= looks[-1].items(), "written once and never changed"
-    won = {(i, me) for me in "abc" for i, yes in map(str.split, writers[me].stdout) if yes == "True"}
-    there = whole_files(tmp_path / "experiments/x")
-    assert len(looks) > 5 and {(str(i), there[f"{i}.json"]) for i in range(80)} <= won
-    assert len(won) == 80 or links == "no links", "the first one counts, and only its writer believes so"
-
-
-def test_F1_kill_9_in_the_middle_of_writes_leaves_whole_files_and_whole_lines(tmp_path):
-    rng, base = random.Random(0), tmp_path / "experiments/x"
-    for _ in range(15):
-        writer = start_writer(tmp_path, "a", "links", 999)
-        assert writer.stdout.readline()
-        time.sleep(rng.random() / 10)
-        writer.kill()
-        count = len(writer.communicate()[0].splitlines())
-        assert whole_files(base).keys() >= {"a.json", *(f"{i}.json" for i in range(count))}
-    (base / "logs/a.jsonl").open("a").write('{"torn')
-    new_store(tmp_path, "a").append("logs/a.jsonl", "[]\n")
-    assert len(list(base.glob("tmp/*/*"))) < 2, "the next start empties it"
-    lines = (base / "logs/a.jsonl").read_text().splitlines()
-    assert lines[-1] == "[]" and sum(not line.endswith("}") for line in lines[:-1]) <= 15
-    assert all(json.loads(line)["by"] == "a" for line in lines[:-1] if line.endswith("}"))
+        assert not links or once.items() <= looks[-1].items(), "written once and never changed"
+    there = {(name, by) for name, by in whole_files(stores[0].base).items() if name[0].isdigit()}
+    assert len(looks) > 5 and len(there) == 80 and there <= won
+    assert len(won) == 80 or not links, "the first one counts, and only its writer believes so"
 
 
 def fail_below(monkeypatch, folder, plan) -> None:
@@ -301,12 +269,7 @@ def test_F6_a_node_joins_with_three_settings_and_disturbs_no_other_experiment(dr
         ("SEED", 7), ("TASKS", "small_gcd"), ("REWARD", "verifier"), ("MAX_STAGES", 2), ("DEVICE", "cuda:9"),
         ("MODEL_NAME", "/tmp"), ("MODEL_NAME", "no/such model"), ("MAX_NEW_TOKENS", 300),
         ("NUM_GENERATIONS", 1), ("TASKS", "countdown"), ("NODE_ID", "../n"), ("NODE_ID", "coordinator"),
-    ]), *(("config.json", *pair) for pair in [
-        *itertools.product(["SEED"], [-1, None, [1], "7\x1b[2J", 10**400, 1e308, True, {}]), ("layout", 2),
-        *itertools.product(["TASKS"], ["countdown", "\x1b]0;x\x07", ["small_gcd"], 5]), ("LOSS_TYPE", "x"),
-        *itertools.product(["LEARNING_RATE"], ["nan", 10**400, -1, []]), ("REWARD", "eval"),
-        ("MAX_STAGES", 0), ("MAX_ROUNDS", "9" * 4000), ("EXTERNAL_FLOOR", 10**400), ("MAX_NEW_TOKENS", 32768),
-    ]),
+    ]), ("config.json", "SEED", "7\x1b[2J"), ("config.json", "TASKS", "countdown"), ("config.json", "layout", 2),
 ])  # fmt: skip
 def test_F6_what_disagrees_or_fails_is_said_and_leaves_nothing(drive, tmp_path, capsys, where, name, value):
     config = drive / "experiments/x/config.json"

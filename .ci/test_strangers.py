@@ -5,13 +5,10 @@ import io
 import json
 import os
 import pickle
-import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +22,8 @@ from hypothesis import strategies as st
 import coordinator
 import sapo
 from coordinator import Patient
-from drive_store import MAX_TEXT_CHARS, BadFile, DriveStore, parse_json
-from grpo import HELD_OUT_SEEDS, TASK_TABLE, load_model, load_tensors, make_question, score
+from drive_store import BadFile, DriveStore, parse_json
+from grpo import HELD_OUT_SEEDS, TASK_TABLE, load_model, load_tensors, lucky_question, make_question, score
 from sapo import ConfigError, sample_external, settle, verify
 from test_sapo import at_call, contents, group_by_hand, put
 from test_store import SMALL, rows, run
@@ -177,41 +174,13 @@ def test_X2_nothing_happens_below_a_folder_that_is_a_link(tmp_path, outside, mon
         assert DriveStore(tmp_path / archive, "y").rounds("rollouts") == [3]
 
 
-@pytest.mark.parametrize("j", [0, 2])
-def test_X3_a_run_beside_a_hostile_process_ends_and_earns_the_same_where_J_is_0(tmp_path, outside, j):
-    done, rng, given = threading.Event(), random.Random(0), {**HERE, "MAX_ROUNDS": 12}
-    assert run(tmp_path / "alone", **given, NUM_TRANSPLANT_TREES=0) == 0
-    shutil.copytree(tmp_path / "alone/warmstart", tmp_path / "drive/warmstart")
-    (store := DriveStore(tmp_path / "drive", "y", "p")).create()
-
-    def harass():
-        while not done.wait(0.001):
-            with contextlib.suppress(OSError, BadFile):
-                now, node = max(0, store.clock()), f"p{rng.randrange(9)}"
-                store.register([node], "worker", {"host": "\x1b[2J"})
-                place = rng.choice([*PEERS, f"rollouts/round_{now:06d}/stage_0/{node}.json"])
-                store.delete(place)
-                KINDS[rng.choice([*KINDS])](store.at(place, make=True), outside)
-
-    thread = threading.Thread(target=harass)
-    thread.start()
-    try:
-        with at_most(60):
-            assert run(tmp_path / "drive", **given, NUM_TRANSPLANT_TREES=j) == 0
-    finally:
-        done.set(), thread.join()
-    assert len(rows(store.base, "n_0/metrics.jsonl")) == 12
-    assert j or outcome(store.base) == outcome(tmp_path / "alone/experiments/y")
-
-
 def test_X1_X3_texts_and_figures_of_strangers_end_hold_up_and_deceive_nobody_who_looks(tmp_path, capsys):
     assert run(tmp_path, **HERE) == 0 and capsys.readouterr()
     (store := DriveStore(tmp_path, "y", "p")).register(["p"], "worker", {})
     odd, evil = [0, -1, 1e299, 10**299, -1e299, 1e-300], "\x1b]0;x\x07\u202e\r"
     for t in range(40):
-        figures = {
-            n: odd[(t + len(n)) % 6] for n in ("groups", "informative_local", "completions", "held_out")
-        }
+        names = ("groups", "informative_local", "completions", "held_out")
+        figures = {name: odd[(t + len(name)) % 6] for name in names}
         figures |= {f"reward_{t}_{i}": 0.5 for i in range(55)} | {"reward": 0.5}
         store.submit_reward(t, 0, "p", figures)
     drawn = [{"response": evil, "reward": 1e299, "finished": True}] * 4
@@ -401,48 +370,17 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(scorer
     assert isinstance(found, str) or len(found.texts) == len(found.group.rewards) == 2
 
 
-@pytest.mark.parametrize(
-    "piece",
-    ["x", "<answer>", " ", "9", "\U0001f600", "(", "</answer>", "P∧", "∧".join("abcdefghijklmnopqrst")],
-)
-def test_X3_the_longest_texts_cost_bounded_time(scorer, piece):
-    (reading, questions), long = scorer, (piece * 10**6)[: 3 * 10**5]
-    group = group_by_hand(1, completions=[{"response": long[:MAX_TEXT_CHARS], "finished": True}] * 64)
-    with at_most(20):
-        for question in questions:  # a model of one's own may write as much
-            assert score(question, f"<answer>{long}") == score(question, long + "</answer>") == 0
-            assert score(question, f"<answer>{piece}</answer>") <= 1
-        assert "over 128 tokens" in verify(reading, group | {"key": (2, 0, "p", 0)})
-
-
 @pytest.mark.parametrize("changes, reason", [
     ({"seed": HELD_OUT_SEEDS.start + 5}, "held-out"), ({"prompt": "What is 1 + 1?"}, "prompt differs"),
-    ({"task": "lcm"}, "not one"), ({"task": "basic_arithmetic", "seed": 721121905971561}, "cannot be made"),
+    ({"task": "basic_arithmetic", "seed": 721121905971561}, "cannot be made"),
     ({"task": "decimal_arithmetic", "seed": 1488473454406226}, "cannot be made"),
     ({"completions": [{"response": "", "finished": False}] * 4}, "empty"),
 ])  # fmt: skip
 def test_L3_L4_poisoned_seeds_held_out_and_rewritten_questions_are_refused_at_once(tmp_path, changes, reason):
     reading, _ = reader(tmp_path, TASKS="small_products,basic_arithmetic,decimal_arithmetic")
     with at_most(10):
-        assert reason in verify(reading, group_by_hand(1, key=(2, 0, "p", 0)) | changes)
-
-
-def test_X4_what_a_peer_claims_of_answers_and_rewards_changes_nothing_that_is_trained_on(tmp_path):
-    def drawn():
-        reading, node = reader(tmp_path, NUM_TRANSPLANT_TREES=99)
-        return [(r.key, r.texts, r.group) for r in sample_external(reading, node, 2, 0)], reading.log.said
-
-    store, expected = peers_files(tmp_path), drawn()
-    assert len(expected[0]) == 12 and not expected[1], "two groups of each file: I is a peer's share"
-    for name in PEERS[:6:2]:
-        data = json.loads((store.base / name).read_bytes())
-        data |= {"model": "\x1b", "tasks": [1], "timestamp": 9e9}
-        for group in data["rollouts"].values():
-            group |= {"answer": "no", "metadata": {"source_dataset": "countdown"}, "new": 1}
-            for each, lie in zip(group["completions"], (1e299, -1, 1, 0), strict=True):
-                each |= {"reward": lie, "score": 1}
-        put(store, name, data)
-    assert drawn() == expected
+        assert reason in verify(reading, (group := group_by_hand(1, key=(2, 0, "p", 0)) | changes))
+        assert "made" not in reason or lucky_question(group["task"], group["seed"]).seed == group["seed"] + 1
 
 
 def test_X3_a_peer_has_bounded_seconds_of_a_round_whatever_the_others_need(tmp_path, monkeypatch):
