@@ -1,7 +1,6 @@
 """A swarm on two mounts of one storage: what arrives, and whether anything is lost. Started by hand:
 
-    python .ci/mounts.py MOUNT_A MOUNT_B               worker a on A, worker b on B
-    python .ci/mounts.py MOUNT_A MOUNT_B coordinator   and a coordinator on A
+    PYTHONPATH=. python .ci/mounts.py MOUNT_A MOUNT_B [coordinator]     worker a on A, worker b on B
 
 Prints a row of the manual's table of storages. Exit status 1 if a file that counts is missing, torn or left over.
 """
@@ -14,10 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from drive_store import DriveStore, bucket  # noqa: E402
+from drive_store import DriveStore, bucket
 
+ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = dict(
     EXPERIMENT_NAME="mounts", NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, MODEL_NAME="tiny", MAX_ROUNDS=40,
     EXTERNAL_FILTER=False, NUM_WORKERS=2, OMP_NUM_THREADS=1,

@@ -37,12 +37,10 @@ KEPT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def run(drive, **settings) -> int:
-    """One run in this process; returns its exit status."""
     return main(words({**QUICK, "LOCAL_NODES": 2, "NODE_ID": "n", "GDRIVE_PATH": drive, **settings}))
 
 
 def command(*arguments, **settings) -> subprocess.CompletedProcess:
-    """A command with nothing but these settings in its environment."""
     environ = KEPT | {"OMP_NUM_THREADS": "1"} | words(settings)
     return subprocess.run(arguments, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300)
 

@@ -203,6 +203,11 @@ def test_F2_a_peers_file_that_cannot_be_read_is_skipped_and_read_again_later(dri
     assert found == [(1, 1), (0, 1), (1, 0)] and (events.count("reject"), events.count("outage")) == (1, 0)
 
 
+def test_F2_a_mount_that_refuses_to_append_is_said_at_the_start(drive, monkeypatch, capsys):
+    monkeypatch.setattr(DriveStore, "append", Mock(side_effect=PermissionError))  # rclone without a cache
+    assert run(drive) == 2 and "--vfs-cache-mode writes" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("harm", [
     lambda x: x[:-1], lambda x: x[:-5000] + bytes([x[-5000] ^ 1]) + x[-4999:], lambda x: b"",
     lambda x: x.replace(b'"tiny\\"', b'"tinx\\"'), lambda x: b"\xff" * 7 + b"\0" + x,

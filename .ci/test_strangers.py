@@ -66,7 +66,6 @@ def outcome(base: Path) -> tuple:
 
 
 def is_plain(text: str) -> bool:
-    """Fit for a terminal."""
     return all(c.isprintable() or c == "\n" for c in text) and max(map(len, text.split("\n"))) < 2000
 
 
