@@ -271,11 +271,10 @@ class DriveStore:
             os.replace(temp, full)
 
     def _stands(self, path: str, stands) -> bool:
-        try:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # BadFile, or what `stands` cannot read
             old = self.read_bytes(path, MAX_JSON_BYTES)
             return old is not None and bool(stands(old))
-        except (ValueError, KeyError, TypeError):  # BadFile, or what `stands` cannot read
-            return False
+        return False
 
     def append(self, path: str, text: str) -> None:
         """Append lines to a log. What a failed try wrote is cut off first, a line that a kill tore is closed.

@@ -277,8 +277,7 @@ PEER_SECONDS = 20.0  # for verifying what one peer published in a round: verifie
 
 
 def informative_pool(run: "Run", node: Node, t: int, stage: int, age: int, rng) -> list[Rollout]:
-    """The groups that this node may draw: verified, scored here, informative, not used before. Of this stage,
-    or, with an age, of all stages of the round so long before.
+    """Groups of this stage, or of all stages `age` rounds ago, to draw from: verified, informative, not used.
 
     At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing.
     """
