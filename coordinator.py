@@ -68,7 +68,7 @@ def breathe(began: float) -> float:
     return look + pause
 
 
-def without_seat(sessions) -> list[str]:
+def workers_of(sessions) -> list[str]:
     """The nodes among those that have registered, in order: all but the coordinator's seat."""
     return sorted(set(sessions) - {COORDINATOR})
 
@@ -136,7 +136,7 @@ def keep_the_clock(store, config, log, stop) -> str:
 def who_submitted(store, sessions: dict, t: int, stage: int, stale_after: float) -> tuple[set, set]:
     """The registered nodes that submitted their reward of a stage, and those that live and did not."""
     submitted = set(store.nodes("rewards", t, stage)) & sessions.keys()
-    others = set(without_seat(sessions)) - submitted
+    others = set(workers_of(sessions)) - submitted
     return submitted, {node for node in others if store.life(node, sessions[node], stale_after) == "live"}
 
 
@@ -301,7 +301,7 @@ def reward_per_task(rows: list[dict]) -> dict[str, float]:
 def experiment_status(store, stale_after: float = 300.0) -> dict:
     """The state of one experiment, as a reader sees it now."""
     rows, sessions = reward_rows(store), store.sessions()
-    nodes, saved = without_seat(sessions), store.rounds("checkpoints")
+    nodes, saved = workers_of(sessions), store.rounds("checkpoints")
     times = [row["timestamp"] for row in rows]
     totals = {node: sum(r["reward"] for r in mine) for node, mine in rows_by("node_id", rows).items()}
     return {

@@ -2,7 +2,7 @@
 
 Write-once  What the swarm relies on (clock, registrations, rollouts, rewards, config) goes to a temp file,
             which is linked to its name: a reader sees no file or the whole one, and the first one counts
-            (the last of two at once on a storage without hard links; an unusable file makes room).
+            (the last of two at once on a storage without hard links). One that is not valid is replaced.
 Rewritten   Heartbeats, checkpoints, models and what is for people: a temp file, then a rename.
 Appended    Logs. A line that a kill tore is closed before the next one.
 Tolerant    A stranger may write anything. Readers bound size, type and depth; they parse or raise BadFile.
@@ -95,8 +95,8 @@ class DriveStore:
         self.base = self.root if experiment is None else self.root / "experiments" / experiment
         self.tmp = f"tmp/{owner}"
         self.skipped = Counter()  # reason -> how often a file was unusable
-        self._seen = set()  # folders that were looked at, and are no links
-        self._unsure = {}  # log -> its length before an append that has not succeeded yet
+        self._seen = set()  # folders that are no links: looked at once, for each look is a call
+        self._length_before = {}  # log -> its length before an append that failed
         self._beats = {}  # node -> (when it was read, its heartbeat)
         self._heard = {}  # node -> timestamp of the last rollout or reward file of its that was read
 
@@ -117,8 +117,8 @@ class DriveStore:
         self.delete(self.tmp)
 
     def check_mounted(self) -> None:
-        """OSError where the experiment's folder cannot be listed; its folders are looked at again later."""
-        self._seen.clear()
+        """OSError where the experiment's folder cannot be listed: an unmounted drive."""
+        self._seen.clear()  # what is mounted next may hold other folders
         try:
             os.listdir(self.base)
         except OSError as error:
@@ -229,8 +229,8 @@ class DriveStore:
         with self._temp_file(data, sync) as temp:
             self._replace(temp, path)
 
-    def write_once(self, path: str, data, stands=parse_json, sync: bool = False) -> bool:
-        """`write`, unless there is a file of this name whose contents make stands(contents) true: False then.
+    def write_once(self, path: str, data, is_valid=parse_json, sync: bool = False) -> bool:
+        """`write`, unless a valid file has this name already: False then. is_valid: judges a file's bytes.
 
         Of several writers the first one wins; without hard links, of two at the same moment the last.
         """
@@ -238,7 +238,7 @@ class DriveStore:
             try:
                 os.link(temp, self.at(path, make=True))  # atomic, and fails where there is a file
             except OSError:  # there is one, or the storage has no links
-                if self._stands(path, stands):
+                if self._has_valid(path, is_valid):
                     return False
                 self._replace(temp, path)
         return True
@@ -270,10 +270,10 @@ class DriveStore:
             self.delete(path)
             os.replace(temp, full)
 
-    def _stands(self, path: str, stands) -> bool:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # BadFile, or what `stands` cannot read
+    def _has_valid(self, path: str, is_valid) -> bool:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # BadFile, or what is_valid cannot read
             old = self.read_bytes(path, MAX_JSON_BYTES)
-            return old is not None and bool(stands(old))
+            return old is not None and bool(is_valid(old))
         return False
 
     def append(self, path: str, text: str) -> None:
@@ -287,11 +287,11 @@ class DriveStore:
             self.delete(path)
             file = self.open(path, "a+b")
         with file:
-            size = self._unsure.setdefault(path, os.fstat(file.fileno()).st_size)
+            size = self._length_before.setdefault(path, os.fstat(file.fileno()).st_size)
             file.truncate(size)
             torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             file.write(("\n" if torn else "").encode() + text.encode("utf-8", "replace"))
-        del self._unsure[path]  # a full disk shows when the file is closed
+        del self._length_before[path]  # a full disk shows when the file is closed
 
     def delete(self, path: str) -> None:
         """Delete a file, a link, or a folder with all that is in it."""
@@ -417,7 +417,7 @@ class DriveStore:
             self.delete(path)
 
     def submit_reward(self, round_: int, stage: int, node: str, data: dict) -> bool:
-        """Publish a node's reward of a round and stage; the first one that makes sense stands."""
+        """Publish a node's reward of a round and stage; the first one that makes sense counts."""
         about = {"node_id": node, "round": round_, "stage": stage}
         place = f"{bucket('rewards', round_, stage)}/{node}.json"
         data = {**about, "timestamp": time.time(), **data}

@@ -44,7 +44,7 @@ if "DriveStore" not in globals():  # pasted into one notebook cell, the modules 
         COORDINATOR, Patient, average, begun_with, breathe, compare, counted, draw, draw_run,
         experiment_status, group_lines, in_notebook, keep_the_clock, monitor, pace, plain, report_text,
         reward_per_task, reward_rows, round_line, some, summarize, validate_experiment, verdict,
-        why_flat, without_seat, write_winners,
+        why_flat, workers_of, write_winners,
     )  # fmt: skip
     from drive_store import BadFile, DriveStore, StoreError, bucket, is_name, is_number, parse_json
     from grpo import (
@@ -119,7 +119,7 @@ class Run:
     saved: int = -1  # last round after which a checkpoint was made
     next_beat: float = 0.0
     led_until: float = field(default_factory=time.monotonic)  # when a coordinator was last seen alive
-    patience: float = 0.0  # seconds that this round may still wait for peers' rollouts
+    fetch_seconds: float = 0.0  # that this round may still wait for peers' rollouts
     files: dict = field(default_factory=dict)  # (round, stage, node) -> groups, structure checked
     verified: dict = field(default_factory=dict)  # key of a group -> Rollout, or the reason of its rejection
     reported: set = field(default_factory=set)  # said once: (peer, reason) of a rejection; a round of waiting
@@ -256,13 +256,13 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
     config, store = run.config, run.store
     if stage not in config.publishing_stages:
         return  # nobody publishes yet
-    there = store.nodes("rollouts", t - 1, config.publishing_stages[-1]) if t else without_seat(run.sessions)
+    there = store.nodes("rollouts", t - 1, config.publishing_stages[-1]) if t else workers_of(run.sessions)
     late = set(there) - {node.id for node in run.nodes}
     while late and not run.stop.pressed and store.clock() <= t:  # else the swarm has gone on
         began = time.monotonic()
         late -= set(store.nodes("rollouts", t, stage))
         late = {peer for peer in late if is_live(run, peer)}
-        if late and run.patience <= 0:
+        if late and run.fetch_seconds <= 0:
             if t not in run.reported:  # say it once a round, whatever its stages
                 run.reported.add(t)
                 why = f"{some(sorted(late), 8)} not here after FETCH_TIMEOUT_SECONDS"
@@ -270,7 +270,7 @@ def wait_for_peers(run: "Run", t: int, stage: int) -> None:
             return
         if late:
             beat(run)
-            run.patience -= breathe(began)
+            run.fetch_seconds -= breathe(began)
 
 
 PEER_SECONDS = 20.0  # for verifying what one peer published in a round: verifiers can be made slow
@@ -285,7 +285,7 @@ def informative_pool(run: "Run", node: Node, t: int, stage: int, age: int, rng) 
     stages = config.publishing_stages if age else [stage]
     there = [(t - age, s, peer) for s in stages for peer in run.store.nodes("rollouts", t - age, s)]
     peers = sorted({key[2] for key in there} - {node.id})
-    if age or len(peers) >= config.FETCH_MAX_PEERS:
+    if age or len(peers) >= config.FETCH_MAX_PEERS:  # of a few in time all are read, and nothing is drawn
         peers = sorted(rng.sample(peers, min(config.FETCH_MAX_PEERS, len(peers))))
     if age == 0:
         node.figures["external_peers"] = len(peers)
@@ -450,10 +450,10 @@ def is_live(run: Run, node: str) -> bool:
 
 
 def is_alone(run: Run) -> bool:
-    return len(run.nodes) == 1 and run.config.NUM_WORKERS <= 1 and len(without_seat(run.sessions)) == 1
+    return len(run.nodes) == 1 and run.config.NUM_WORKERS <= 1 and len(workers_of(run.sessions)) == 1
 
 
-def check_seat(run: Run) -> None:
+def check_superseded(run: Run) -> None:
     """Ended if a newer session of one of this process's nodes has registered: that one goes on."""
     run.sessions = run.store.sessions()
     newer = [node.id for node in run.nodes if run.sessions.get(node.id, "") > run.session]
@@ -471,7 +471,7 @@ def next_round(run: Run) -> int | None:
     if t > own:
         missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
         run.log.event("skip", missed, first=own, last=t - 1)
-    run.patience = run.config.FETCH_TIMEOUT_SECONDS
+    run.fetch_seconds = run.config.FETCH_TIMEOUT_SECONDS
     return t if t < run.config.MAX_ROUNDS else None
 
 
@@ -490,16 +490,16 @@ def wait_for_clock(run: Run, own: int) -> int:
         look = time.monotonic()
         run.stop.check()  # between rounds, and in no step of one: a round that has begun is finished
         beat(run)
-        check_seat(run)
+        check_superseded(run)
         others, clock = run.sessions.keys() - ours, store.clock()
         if others and clock >= own:
             return clock
-        patience = 2.0 if others and config.LOCAL_NODES == 1 else 0.0
-        if len(without_seat(run.sessions)) < config.NUM_WORKERS and not run.history:
-            patience = config.COORDINATOR_ROUND_INTERVAL  # others are expected
+        delay = 2.0 if others and config.LOCAL_NODES == 1 else 0.0
+        if len(workers_of(run.sessions)) < config.NUM_WORKERS and not run.history:
+            delay = config.COORDINATOR_ROUND_INTERVAL  # others are expected
         if is_live(run, COORDINATOR):
             run.led_until = look
-        elif look - run.led_until >= patience:
+        elif look - run.led_until >= delay:
             store.open_round(own, run.nodes[0].id)
             write_winners(store, own - 1, run.sessions)
             return own
@@ -979,7 +979,7 @@ def save_checkpoint(run: Run) -> None:
     """All nodes' state after round `run.done` in one file; those beyond the newest CHECKPOINT_KEEP go."""
     if run.done <= run.saved:
         return
-    check_seat(run)  # what a newer process of this name wrote is not replaced
+    check_superseded(run)  # what a newer process of this name wrote is not replaced
     tensors = {name: tensor.cpu().contiguous() for name, tensor in state_of(run.nodes).items()}
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
         todo = "lower LEARNING_RATE; the checkpoints before are kept"
@@ -1101,7 +1101,7 @@ def end_upload(run: Run) -> None:
 
 def announce(config: "Config", store: DriveStore, say) -> None:
     """Say whether the experiment is new, or who is in it; a made-up name joins none that has finished."""
-    nodes = without_seat(store.sessions()) if store.base.is_dir() else []
+    nodes = workers_of(store.sessions()) if store.base.is_dir() else []
     others = [name for name in list_experiments(config.GDRIVE_PATH) if name != config.EXPERIMENT_NAME]
     if not nodes:
         more = f"; there are also: {some(others, 8)}" if others else ""
@@ -1350,7 +1350,7 @@ def compare_experiments(path, names=None) -> list[dict]:
 def has_finished(config: "Config", store: DriveStore) -> bool:
     """Whether nothing is left to do: this worker's nodes, for a coordinator all, have their last models."""
     saved = store.names(bucket("checkpoints", config.MAX_ROUNDS - 1)) if store.base.is_dir() else []
-    nodes = without_seat(store.sessions()) if saved else []
+    nodes = workers_of(store.sessions()) if saved else []
     if config.NODE_ROLE == "worker":
         nodes = config.node_ids if f"{config.NODE_ID}.safetensors" in saved else []
     return bool(nodes) and all(store.names(f"models/{node}") for node in nodes)
