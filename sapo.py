@@ -285,7 +285,7 @@ def informative_pool(run: "Run", node: Node, t: int, stage: int, age: int, rng) 
     stages = config.publishing_stages if age else [stage]
     there = [(t - age, s, peer) for s in stages for peer in run.store.nodes("rollouts", t - age, s)]
     peers = sorted({key[2] for key in there} - {node.id})
-    if age or len(peers) >= config.FETCH_MAX_PEERS:  # of a few in time all are read, and nothing is drawn
+    if age or len(peers) >= config.FETCH_MAX_PEERS:  # else few enough: all are read
         peers = sorted(rng.sample(peers, min(config.FETCH_MAX_PEERS, len(peers))))
     if age == 0:
         node.figures["external_peers"] = len(peers)
