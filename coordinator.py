@@ -471,7 +471,7 @@ def draw_run(rows: list[dict], name: str) -> bytes | None:
     shares.plot(x, smooth(share), label="informative groups")
     tags = [average(r.get("answer_tag_rate") for r in now) for now in by_round]
     shares.plot(x, smooth(tags), label="answers in <answer> tags")
-    for axis, title in ((nodes, f"{name}: reward"), (tasks, "reward per task"), (shares, "share of")):
+    for axis, title in ((nodes, f"{name}: reward"), (tasks, "reward per task"), (shares, "shares")):
         axis.set(title=title, xlabel="round", ylim=(0, 1))
         axis.legend(fontsize=6)
     return png_of(figure)
@@ -537,9 +537,7 @@ def dashboard(store, stale_after: float, known: dict, max_rounds: int | None) ->
     if rows:
         now = [row for row in rows if row["round"] == rows[-1]["round"]]
         ago = short_time(max(0.0, time.time() - rows[-1]["timestamp"]))
-        lines.append(
-            f"reward {average(row['reward'] for row in now):.2f} in round {now[0]['round']}, {ago} ago"
-        )
+        lines.append(f"reward {average(r['reward'] for r in now):.2f} in round {now[0]['round']}, {ago} ago")
     for node in sorted(lives):
         rewards = [row["reward"] for row in rows if row["node_id"] == node]
         total = f"{len(rewards):5} rewards, in all {sum(rewards):8.2f}"

@@ -292,6 +292,9 @@ def generate_batch(model, prompts, noise, temperature, eos_ids, pad_id=0, answer
 # -------- Running the model: one way for all of the above -------------------------------------------------
 
 MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not worth a forward pass of its own
+CACHE_ARGUMENT = (  # of a model's forward: transformers 5.24 renamed it
+    "cache" if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache") else "past_key_values"
+)
 LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update made at once: 128 MiB a copy in float32
 
 
@@ -310,18 +313,19 @@ def forward_hidden(model, ids, mask=None, cache=None):
     mask: (rows, up to cached + length), 1 = real token (as all beyond its end), 0 = padding, not counted as a
     position. None where rows have no padding before their last real token: fast causal kernels.
     """
-    past = cache.get_seq_length() if cache is not None else 0
+    if cache is None:
+        new_cache = ComputeCache if torch.is_autocast_enabled(ids.device.type) else transformers.DynamicCache
+        cache = new_cache(config=model.config)
+    past = cache.get_seq_length()
     if mask is None:
         positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
     else:
         mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
-    new_cache = ComputeCache if torch.is_autocast_enabled(ids.device.type) else transformers.DynamicCache
     out = model.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
-        past_key_values=cache if cache is not None else new_cache(config=model.config),
-    )  # fmt: skip
-    return out.last_hidden_state, out.past_key_values
+        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache}
+    )
+    return out.last_hidden_state, cache
 
 
 def head_logits(model, hidden):

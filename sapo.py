@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9,<3", "transformers>=4.57,<6", "reasoning-gym>=0.1.25,<0.2"]
+# dependencies = ["torch>=2.9,<3", "transformers>=4.57,<5.25", "reasoning-gym>=0.1.25,<0.2"]
 # ///
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
 GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
@@ -1385,9 +1385,6 @@ def main(environ=None) -> int:
     secret = environ.get(SECRET, "").strip()
     try:
         given, notes = read_environment(environ)
-        here = vars(sys.modules["__main__"]) if in_notebook() else {}
-        for name in [spec.name for spec in fields(Config) if spec.name in here and spec.name not in environ]:
-            notes.append(f"{name} is a variable of this notebook; a setting is os.environ[{name!r}] = '…'")
         is_reader = given.get("NODE_ROLE") in ("monitor", "report", "validate")
         outcome = run_reader(given, stop) if is_reader else run_role(given, notes, stop)
         return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
