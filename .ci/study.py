@@ -159,7 +159,8 @@ def picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -> Non
 
     figure = Figure((10, 4), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for arm, runs in [(arm, runs) for arm, runs in reported_runs(folder).items() if arm in arms]:
+    shown = [(arm, runs) for arm, runs in reported_runs(folder).items() if arm in arms]
+    for k, (arm, runs) in enumerate(shown):
         rounds = len(runs[0]["curve"])
         curves = list(zip(*(smooth(run["curve"]) for run in runs), strict=True))
         mean = [statistics.fmean(now) for now in curves]
@@ -169,7 +170,8 @@ def picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -> Non
             (line,) = axis.plot(x, mean)
             low, high = ([m + sign * e for m, e in zip(mean, error, strict=True)] for sign in (-1, 1))
             axis.fill_between(x, low, high, alpha=0.2, color=line.get_color())
-            axis.annotate(f" {arm}", (x[-1], mean[-1]), color=line.get_color())
+            end, apart = (x[-1], mean[-1]), (3, 6 - 9 * k)  # points: two lines may end at one place
+            axis.annotate(arm, end, apart, textcoords="offset points", color=line.get_color())
     right.margins(x=0.08)
     left.set(xlabel="round", ylabel="mean reward, smoothed", ylim=(0, None))
     right.set(xlabel="completions generated per node")
