@@ -1,6 +1,7 @@
-"""Waiting for the folder, the role that opens rounds, and the readers (status, monitor, validate, report).
+"""The coordinator, which opens rounds, and the readers of an experiment: monitor, validate, report.
 
-The readers change nothing in an experiment. A store (drive_store.py) is passed in everywhere.
+The coordinator trains nothing and needs no model. The readers change nothing in an experiment. All
+functions are given a store (drive_store.py).
 """
 
 import io
@@ -13,186 +14,244 @@ import textwrap
 import time
 from collections import Counter
 
-from tabulate import tabulate  # reasoning-gym brings it
+from tabulate import tabulate  # comes with reasoning-gym
 
-if "DriveStore" not in globals():  # pasted into one notebook cell, the modules are there already
-    from drive_store import BadFile, DriveStore, is_number
-
-COORDINATOR = "coordinator"  # the coordinator's seat: one per experiment, whoever holds it
-
-# -------- Waiting -----------------------------------------------------------------------------------------
+if "DriveStore" in globals():  # the four modules pasted into one notebook cell
+    drive_store = sys.modules[__name__]
+else:
+    import drive_store
 
 
-class Patient:
-    """A store whose calls wait for the folder: each is tried again until it works, or the user stops.
+# -------- The coordinator -------------------------------------------------------------------------
 
-    All that a store does may be done twice. event(kind, text): called with what people should know.
+
+def run_coordinator(config, store, log, signals) -> str:
+    """Open one round after another until MAX_ROUNDS.
+
+    Returns "finished", "stopped" or "superseded". Round 0 stays open until the first reward
+    arrives, because models take minutes to download. With NUM_WORKERS set, the first round also
+    waits until that many workers are alive, one interval at most.
     """
+    coordinator_id = drive_store.COORDINATOR_ID
+    session = store.register([coordinator_id], "coordinator", {})
+    interval = config.COORDINATOR_ROUND_INTERVAL
+    last_round = config.MAX_ROUNDS - 1
+    current = max(0, store.current_round())
+    store.open_round(current, coordinator_id)
+    waiting_to_begin = current == 0 or (current < last_round and config.NUM_WORKERS > 0)
+    log_start(config, log, current, waiting_to_begin)
 
-    def __init__(self, store, event, stop):
-        self.store, self.event, self.stop = store, event, stop
+    opened_at = started_at = time.monotonic()
+    next_heartbeat = 0.0
+    num_stages = 0  # until the first worker has written config.json
+    history = []  # metrics of each round that ended
+    while not signals.requested:
+        poll_started = time.monotonic()
 
-    def __getattr__(self, name):
-        found = getattr(self.store, name)
-        return (lambda *args, **kwargs: self.insist(found, *args, **kwargs)) if callable(found) else found
-
-    def insist(self, call, *args, **kwargs):
-        """call(…), again after each OSError, with pauses up to 5 s; KeyboardInterrupt if the user stops."""
-        began, pause = time.monotonic(), 0.5
-        while True:
-            try:
-                result = call(*args, **kwargs)
-                break
-            except OSError as error:
-                if pause == 0.5:
-                    self.event("outage", f"the shared folder fails ({plain(error, 200)}); waiting for it")
-                until = time.monotonic() + pause
-                while time.monotonic() < until:
-                    if self.stop.pressed:  # no round can be finished, no checkpoint written
-                        raise KeyboardInterrupt from error
-                    time.sleep(0.1)
-                pause = min(2 * pause, 5.0)
-        if pause > 0.5:
-            self.event("outage over", f"the shared folder is back after {time.monotonic() - began:.0f} s")
-        return result
-
-
-def breathe(began: float) -> float:
-    """The pause between two looks at the folder: as long as the look took that began then, 20 ms to 2 s.
-
-    Returns the seconds of both; of a look that waited for the folder two count.
-    """
-    look = min(2.0, time.monotonic() - began)
-    pause = max(0.02, look)
-    time.sleep(pause)
-    return look + pause
-
-
-def workers_of(sessions) -> list[str]:
-    """The nodes among those that have registered, in order: all but the coordinator's seat."""
-    return sorted(set(sessions) - {COORDINATOR})
-
-
-# -------- The role that opens rounds ----------------------------------------------------------------------
-
-
-def is_round_over(strategy: str, elapsed: float, interval: float, live, submitted) -> bool:
-    """Whether the clock moves on. time: interval over; completion: all who live submitted; hybrid: either.
-
-    It never runs on for nobody: without a live worker and without any reward of this round, it waits.
-    """
-    in_time = elapsed >= interval and bool(live or submitted)
-    complete = bool(submitted) and set(live) <= set(submitted)
-    return {"time": in_time, "completion": complete, "hybrid": in_time or complete}[strategy]
-
-
-def keep_the_clock(store, config, log, stop) -> str:
-    """Open rounds until MAX_ROUNDS is reached and every worker is done; trains nothing. How it ended.
-
-    Round 0 is held until the first reward (models take minutes to download), and where NUM_WORKERS is set the
-    first one until so many live, an interval at most.
-    """
-    session = store.register([COORDINATOR], "coordinator", {})
-    interval, last = config.COORDINATOR_ROUND_INTERVAL, config.MAX_ROUNDS - 1
-    t = max(0, store.clock())
-    store.open_round(t, COORDINATOR)
-    holding = t == 0 or (t < last and config.NUM_WORKERS > 0)
-    log.say(f"coordinator: round {t} is open ({config.ROUND_ADVANCE}, interval {interval:g} s)")
-    opened = began = time.monotonic()
-    next_beat, stages, past = 0.0, 0, []
-    while not stop.pressed:
-        look = time.monotonic()
-        sessions, clock = store.sessions(), store.clock()
-        if sessions[COORDINATOR] > session:
+        # Another coordinator with a newer session takes precedence.
+        sessions = store.latest_sessions()
+        if sessions.get(coordinator_id, session) > session:
             return "superseded"
-        if look >= next_beat:
-            next_beat = look + min(10.0, config.STALE_AFTER_SECONDS / 8)
-            store.heartbeat(COORDINATOR, session, t)
+
+        # Show that this coordinator is alive.
+        if poll_started >= next_heartbeat:
+            pause = drive_store.heartbeat_interval(config.STALE_AFTER_SECONDS)
+            next_heartbeat = poll_started + pause
+            store.write_heartbeat(coordinator_id, session, current)
             log.flush(store)
-        if clock > t:  # a worker that saw no coordinator opened it
-            t, opened = clock, look
-        stages = stages or begun_with(store, "MAX_STAGES", 0)  # whoever begins says how many
-        submitted, late = who_submitted(store, sessions, t, max(0, stages - 1), config.STALE_AFTER_SECONDS)
-        elapsed = look - opened
-        if holding:
-            begun = bool(store.rounds("rewards"))
-            holding = not begun or (len(late | submitted) < config.NUM_WORKERS and elapsed < interval)
-            opened = began = opened if begun else look
-        elif t >= last:
-            if not late or elapsed > interval + config.STALE_AFTER_SECONDS:  # they can end alone
-                say_round(store, config, log.say, t, submitted, late, began, past)
-                log.event("end", verdict(past, "all nodes"))
-                store.heartbeat(COORDINATOR, session, t, "done")
+
+        # Workers open rounds themselves while they see no live coordinator; follow them.
+        newest = store.current_round()
+        if newest > current:
+            current = newest
+            opened_at = poll_started
+
+        # Which nodes have submitted a reward for this round, and which are still working on it?
+        num_stages = num_stages or saved_setting(store, "MAX_STAGES", default=0)
+        last_stage = max(0, num_stages - 1)
+        submitted, pending = submission_status(
+            store, sessions, current, last_stage, config.STALE_AFTER_SECONDS
+        )
+        alive = pending | submitted
+        elapsed = poll_started - opened_at
+
+        # Hold the first round, end after the last one, or open the next when this one is over.
+        if waiting_to_begin:
+            has_reward = bool(store.list_rounds("rewards"))
+            enough_workers = len(alive) >= config.NUM_WORKERS or elapsed >= interval
+            waiting_to_begin = not (has_reward and enough_workers)
+            if not has_reward:
+                opened_at = poll_started
+            started_at = opened_at
+        elif current >= last_round:
+            if not pending or elapsed > interval + config.STALE_AFTER_SECONDS:
+                log_round(store, config, log, current, submitted, pending, started_at, history)
+                log.event("end", learning_summary(history, "all nodes"))
+                store.write_heartbeat(coordinator_id, session, current, "done")
                 return "finished"
-        elif is_round_over(config.ROUND_ADVANCE, elapsed, interval, late | submitted, submitted):
-            store.open_round(t + 1, COORDINATOR)
-            say_round(store, config, log.say, t, submitted, late, began, past)
-            t, opened = t + 1, look
-        breathe(look)
-    store.heartbeat(COORDINATOR, session, t, "stopped")
+        elif should_advance(config.ROUND_ADVANCE, elapsed, interval, alive, submitted):
+            store.open_round(current + 1, coordinator_id)
+            log_round(store, config, log, current, submitted, pending, started_at, history)
+            current += 1
+            opened_at = poll_started
+
+        drive_store.poll_sleep(poll_started)
+
+    store.write_heartbeat(coordinator_id, session, current, "stopped")
     return "stopped"
 
 
-def who_submitted(store, sessions: dict, t: int, stage: int, stale_after: float) -> tuple[set, set]:
-    """The registered nodes that submitted their reward of a stage, and those that live and did not."""
-    submitted = set(store.nodes("rewards", t, stage)) & sessions.keys()
-    others = set(workers_of(sessions)) - submitted
-    return submitted, {node for node in others if store.life(node, sessions[node], stale_after) == "live"}
+def log_start(config, log, current: int, waiting_to_begin: bool) -> None:
+    """Say which round is open and what the coordinator waits for."""
+    text = f"coordinator: round {current} is open"
+    if waiting_to_begin:
+        workers = f"{config.NUM_WORKERS} workers" if config.NUM_WORKERS > 1 else "the first worker"
+        text += f"; waiting for {workers} (NODE_ROLE=worker) and a first reward"
+    log.info(text, topic="start")
 
 
-def say_round(store, config, say, t: int, submitted, late, began: float, past: list[dict]) -> None:
-    """One line for a round that has ended, and its winners. past: figures of the rounds since `began`."""
-    rows = write_winners(store, t, submitted)
-    means = {name: average(row.get(name) for row in rows) or 0.0 for name in IN_ROUND_LINE}
-    past.append(means | {"ended": time.monotonic()})
-    went = pace(began, past, config.MAX_ROUNDS - 1 - t)
-    if late:
-        went += f" | {len(submitted)} nodes, late: {some(sorted(late), 3)}"
-    say(f"{counted(t, config.MAX_ROUNDS)} | {round_line(past[-20:])} | {went}")
+def submission_status(
+    store, sessions: dict, current: int, stage: int, stale_after: float
+) -> tuple[set, set]:
+    """Two sets of nodes: those that submitted their reward of a stage, and those that are alive and
+    did not."""
+    submitted = set(store.list_nodes("rewards", current, stage)) & sessions.keys()
+    pending = set()
+    for node_id in drive_store.worker_ids(sessions):
+        if node_id in submitted:
+            continue
+        if store.node_status(node_id, sessions[node_id], stale_after) == "alive":
+            pending.add(node_id)
+    return submitted, pending
 
 
-# How to read it: .github/MANUAL.md, "The log line".
-ROUND_LINE = (
-    "reward {reward:.2f} ({recent} rounds: {smooth:.2f})"
-    " | tags {answer_tag_rate:.0%} cut {truncated_rate:.0%}"
-    " | groups {local_groups:.0f}+{external_groups:.3g}, {informative_groups:.3g} informative"
+def should_advance(strategy: str, elapsed: float, interval: float, alive, submitted) -> bool:
+    """Whether the next round is to be opened.
+
+    time: the interval is over; completion: all live workers have submitted; hybrid: either.
+    Rounds never advance without a live worker or a submission.
+    """
+    interval_is_over = elapsed >= interval and bool(alive or submitted)
+    all_submitted = bool(submitted) and set(alive) <= set(submitted)
+    if strategy == "time":
+        return interval_is_over
+    if strategy == "completion":
+        return all_submitted
+    return interval_is_over or all_submitted
+
+
+# -------- The round's line ------------------------------------------------------------------------
+
+LINE_METRICS = (
+    "reward",
+    "answer_tag_rate",
+    "truncated_rate",
+    "local_groups",
+    "external_groups",
+    "external_short",
+    "informative_groups",
 )
 
 
-IN_ROUND_LINE = (
-    "reward answer_tag_rate truncated_rate local_groups external_groups informative_groups".split()
-)
+def log_round(
+    store, config, log, round_: int, submitted, pending, start_time: float, history: list[dict]
+) -> None:
+    """Log one line for a round that has ended, and write its winners.
+
+    history: metrics of the rounds that ended since start_time; the round's are appended.
+    """
+    rewards = write_winners(store, round_, submitted)
+    metrics = {name: nanmean(row.get(name) for row in rewards) or 0.0 for name in LINE_METRICS}
+    history.append(metrics | {"ended": time.monotonic()})
+
+    notes = []
+    if pending:
+        notes.append(f"late: {join_names(sorted(pending), 3)}")
+    label = format_round(round_, config.MAX_ROUNDS)
+    rounds_left = config.MAX_ROUNDS - 1 - round_
+    log.info(format_metrics(label, history, start_time, rounds_left, notes))
 
 
-def round_line(recent: list[dict]) -> str:
-    """What explains a flat curve: figures of the last of these rounds, and the mean reward of all."""
-    smooth = average(figures["reward"] for figures in recent)
-    return ROUND_LINE.format(**recent[-1], recent=len(recent), smooth=smooth)
+def format_metrics(
+    label: str, history: list[dict], start_time: float, rounds_left: int, notes: list[str]
+) -> str:
+    """The line of a round: everything that explains a flat curve, in the width of the terminal.
+
+    history: metrics of all rounds since start_time, the newest last. notes: warnings, which always
+    stay. The least important parts are dropped until the line fits. The manual explains the words.
+    """
+    metrics = history[-1]
+    recent = history[-20:]
+    mean_reward = nanmean(row["reward"] for row in recent)
+    seconds, eta = format_timing(start_time, history, rounds_left)
+
+    # Groups are means over nodes, so they may be fractions. Without J there are no peers to name.
+    groups = f"{format_number(metrics['local_groups'])} own"
+    if metrics["external_groups"] + metrics["external_short"] > 0:
+        groups += f" + {format_number(metrics['external_groups'])} peer"
+    groups += f" groups, {format_number(metrics['informative_groups'])} informative"
+
+    truncated = metrics["truncated_rate"]
+    parts = [  # (rank, text): the highest rank is dropped first, rank 0 never
+        (0, label),
+        (0, f"reward {metrics['reward']:.2f}"),
+        (4, f"{len(recent)} rounds: {mean_reward:.2f}"),
+        (2, f"tags {metrics['answer_tag_rate']:.0%}"),
+        (0 if truncated > 0.1 else 5, f"cut {truncated:.0%}"),
+        (0, groups),
+        *((0, note) for note in notes),
+        (6, seconds),
+        (3, eta),
+    ]
+    parts = [part for part in parts if part[1]]
+    width = shutil.get_terminal_size((100, 24)).columns
+    while len(" | ".join(text for _, text in parts)) > width:
+        least_important = max(parts, key=lambda part: part[0])
+        if least_important[0] == 0:
+            break
+        parts.remove(least_important)
+    return " | ".join(text for _, text in parts)
 
 
-def pace(began: float, past: list[dict], left: int) -> str:
-    """Seconds of the last round, wall clock, and the time that is left at the pace of the last ten."""
-    ends = [began, *(figures["ended"] for figures in past)][-11:]
-    each = (ends[-1] - ends[0]) / (len(ends) - 1)
-    return f"{ends[-1] - ends[-2]:.1f}s | eta {short_time(each * left)}"
+def format_timing(start_time: float, history: list[dict], rounds_left: int) -> tuple[str, str]:
+    """Seconds of the last round by the wall clock, and the time left at the pace of the last ten
+    rounds. ("0.8s", "eta 2m"); the second is "" during the first three rounds."""
+    ends = [start_time]
+    ends += [row["ended"] for row in history]
+    ends = ends[-11:]
+    seconds = f"{ends[-1] - ends[-2]:.1f}s"
+    if len(history) < 4:
+        return seconds, ""
+    seconds_per_round = (ends[-1] - ends[0]) / (len(ends) - 1)
+    return seconds, f"eta {format_duration(seconds_per_round * rounds_left)}"
 
 
-def write_winners(store, round_: int, nodes) -> list[dict]:
-    """winners/round_000012.json, {node: its mean reward}, the best first; returns the round's rewards."""
-    rows = store.rewards(round_, nodes)
-    means = {node: average(row["reward"] for row in mine) for node, mine in rows_by("node_id", rows).items()}
+def write_winners(store, round_: int, node_ids) -> list[dict]:
+    """Write winners/round_000012.json, {node_id: its mean reward}, the best first. For people.
+
+    Returns the rewards of the round.
+    """
+    rewards = store.read_rewards(round_, node_ids)
+    means = {}
+    for node_id, rows in group_by("node_id", rewards).items():
+        means[node_id] = nanmean(row["reward"] for row in rows)
     if means:
         best_first = sorted(means.items(), key=lambda item: (-item[1], item[0]))
-        store.write(f"winners/round_{round_:06d}.json", dict(best_first))
-    return rows
+        store.write_atomic(f"winners/round_{round_:06d}.json", dict(best_first))
+    return rewards
 
 
-def counted(round_: int, max_rounds: int) -> str:
-    """(7, 200) -> "round 007/200"."""
-    return f"round {round_:0{len(str(max_rounds))}d}/{max_rounds}"
+def format_round(round_: int, max_rounds: int) -> str:
+    """(7, 200) -> "007/200"."""
+    return f"{round_:0{len(str(max_rounds))}d}/{max_rounds}"
 
 
-def short_time(seconds: float) -> str:
+def format_number(value: float) -> str:
+    """4.0 -> "4", 1.75 -> "1.8"."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def format_duration(seconds: float) -> str:
     """42 -> "42s", 150 -> "2m", 8000 -> "2h13m"."""
     hours, minutes = divmod(int(seconds // 60), 60)
     if hours:
@@ -200,412 +259,635 @@ def short_time(seconds: float) -> str:
     return f"{minutes}m" if minutes else f"{seconds:.0f}s"
 
 
-def some(names: list[str], most: int = 20) -> str:
-    """The first of these names, for a sentence."""
-    more = f" and {len(names) - most} others" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+# -------- Reading an experiment -------------------------------------------------------------------
 
 
-# -------- The readers: what an experiment's folder says. They change nothing in it ------------------------
+def all_rewards(store, cache: dict | None = None) -> list[dict]:
+    """Every reward of a registered node, in order, with the columns that pandas users expect.
+
+    cache: {round: rewards}, to be passed again; old rounds are then not read a second time.
+    """
+    cache = {} if cache is None else cache
+    sessions = store.latest_sessions()
+    newest = store.current_round()
+    rewards = []
+    for round_ in store.list_rounds("rewards"):
+        if round_ > newest:
+            continue
+        is_settled = round_ in cache and round_ <= newest - 8  # a slow node may still add to others
+        if not is_settled:
+            cache[round_] = []
+            for row in store.read_rewards(round_, sessions):
+                row |= {"experiment": store.experiment_dir.name, "my_reward": row["reward"]}
+                cache[round_].append(row)
+        rewards += cache[round_]
+    return rewards
 
 
-def reward_rows(store, known: dict | None = None) -> list[dict]:
-    """Every reward of a registered node, in order, as pandas likes it; `known` remembers old rounds."""
-    known = {} if known is None else known
-    nodes, clock = store.sessions(), store.clock()
-    rounds = [r for r in store.rounds("rewards") if r <= clock]
-    for round_ in rounds:
-        if round_ not in known or round_ > clock - 8:  # a slow node may still add to the newest rounds
-            rows = store.rewards(round_, nodes)
-            known[round_] = [{**r, "experiment": store.base.name, "my_reward": r["reward"]} for r in rows]
-    return [row for round_ in rounds for row in known[round_]]
-
-
-def begun_with(store, name: str, otherwise: int) -> int:
-    """A number that config.json holds since the experiment began, `otherwise` if it makes no sense there."""
-    value = (store.read_matching("config.json") or {}).get(name)
-    return value if type(value) is int and 0 < value <= 10**6 else otherwise
-
-
-def rows_by(column: str, rows: list[dict]) -> dict:
-    """{value of this column: its rows}, the values in order."""
-    ordered = sorted(rows, key=lambda row: row[column])
-    return {value: list(same) for value, same in itertools.groupby(ordered, lambda row: row[column])}
-
-
-def plain(value, width: int = 100) -> str:
-    """A stranger's text for one line of a terminal, cut, control characters as "?"."""
-    return "".join(c if c.isprintable() else "?" for c in str(value)[:width])
-
-
-def average(values) -> float | None:
-    """Mean of the values that are there and finite, None without any. average([1, None, 2, nan]) -> 1.5."""
-    there = [v for v in values if v is not None and math.isfinite(v)]  # JSON holds no others
-    return sum(there) / len(there) if there else None
-
-
-def smooth(values: list) -> list:
-    """Running mean over a tenth of the run, at most 100 values. Of 20: [0, 1, 1, …] -> [0, 0.5, 1, …]."""
-    window = max(1, min(100, len(values) // 10))
-    return [average(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-
-
-def sparkline(values: list[float], width: int = 24) -> str:
-    """A whole curve of values in 0 to 1 as `width` characters at most. [0, 0.5, 1] -> "▁▅█"."""
-    if not values:
-        return ""
-    columns = min(width, len(values))
-    edges = [i * len(values) // columns for i in range(columns + 1)]
-    means = [average(values[a:b]) for a, b in itertools.pairwise(edges)]
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * mean))] for mean in means)
-
-
-def verdict(history: list[dict], who: str) -> str:
-    """Whether rewards rose, in a sentence: the last 20 rounds against the first, or half against half."""
-    part = min(20, (len(history) + 1) // 2)
-    rewards = [figures["reward"] for figures in history]
-    first, last = average(rewards[:part]), average(rewards[-part:])
-    if not any(figures["informative_groups"] for figures in history):
-        found = f"nothing was learned: {why_flat(history)}"
-    elif len(history) < 10:
-        found = "too few rounds to tell what was learned"
-    elif last > first + 0.05:
-        found = "learned"
-    else:
-        found = "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
-    went = f"mean reward of {who} {first:.2f} -> {last:.2f}"
-    return f"{found}; {went} (first and last {part} of {len(history)} rounds) {sparkline(rewards)}"
-
-
-def why_flat(rows: list[dict]) -> str:
-    """Why rewards within a group were all equal, and which variable may help. rows: recent figures."""
-    rates = {name: average(row.get(name) for row in rows) or 0.0 for name in IN_ROUND_LINE}
-    todo = "easier TASKS, or a better MODEL_NAME: the answers are wrong"
-    if rates["reward"] > 0.95:
-        todo = "harder TASKS: all answers are right"
-    elif rates["truncated_rate"] > 0.5:
-        todo = "raise MAX_NEW_TOKENS: the answers are cut off"
-    elif rates["answer_tag_rate"] < 0.05:
-        todo = "raise WARM_START_STEPS: the model does not write <answer> tags"
-    figures = "reward {reward:.2f}, tags {answer_tag_rate:.0%}, cut {truncated_rate:.0%}".format(**rates)
-    return f"equal rewards within each group give no gradient ({figures}): {todo}"
-
-
-def reward_per_task(rows: list[dict]) -> dict[str, float]:
-    """{task: mean reward} of the figures of nodes or rounds, the best first; 20 that occur most at most."""
-    counts = Counter(name for row in rows for name in row if name.startswith("reward_"))
-    means = {name[7:]: average(row.get(name) for row in rows) for name, _ in counts.most_common(20)}
-    return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
+def saved_setting(store, name: str, default: int) -> int:
+    """An integer from config.json, or `default` if it is missing or invalid."""
+    value = (store.read_json_matching("config.json") or {}).get(name)
+    return value if type(value) is int and 0 < value <= 10**6 else default
 
 
 def experiment_status(store, stale_after: float = 300.0) -> dict:
-    """The state of one experiment, as a reader sees it now."""
-    rows, sessions = reward_rows(store), store.sessions()
-    nodes, saved = workers_of(sessions), store.rounds("checkpoints")
-    times = [row["timestamp"] for row in rows]
-    totals = {node: sum(r["reward"] for r in mine) for node, mine in rows_by("node_id", rows).items()}
+    """The state of an experiment now."""
+    rewards = all_rewards(store)
+    sessions = store.latest_sessions()
+    node_ids = drive_store.worker_ids(sessions)
+    statuses = [store.node_status(node_id, sessions[node_id], stale_after) for node_id in node_ids]
+
+    cumulative = {}
+    for node_id, rows in group_by("node_id", rewards).items():
+        cumulative[node_id] = sum(row["reward"] for row in rows)
+
+    checkpoints = store.list_rounds("checkpoints")
+    latest_checkpoint = None
+    if checkpoints:
+        path = drive_store.round_dir("checkpoints", checkpoints[-1])
+        latest_checkpoint = str(store.experiment_dir / path)
+
+    timestamps = [row["timestamp"] for row in rewards]
     return {
-        "experiment": store.base.name,
-        "current_round": store.clock(),
-        "current_stage": rows[-1]["stage"] if rows else 0,
-        "num_active_peers": sum(store.life(node, sessions[node], stale_after) == "live" for node in nodes),
-        "peer_ids": nodes,
-        "last_updated": max(times, default=None),
-        "cumulative_rewards": totals,
-        "latest_checkpoint": str(store.base / f"checkpoints/round_{saved[-1]:06d}") if saved else None,
-        "duration_seconds": max(times) - min(times) if times else 0.0,
+        "experiment": store.experiment_dir.name,
+        "current_round": store.current_round(),
+        "current_stage": rewards[-1]["stage"] if rewards else 0,
+        "num_active_peers": statuses.count("alive"),
+        "peer_ids": node_ids,
+        "last_updated": max(timestamps, default=None),
+        "cumulative_rewards": cumulative,
+        "latest_checkpoint": latest_checkpoint,
+        "duration_seconds": max(timestamps) - min(timestamps) if timestamps else 0.0,
     }
 
 
-def validate_experiment(store, max_rounds: int, nodes: int) -> list[str]:
-    """What a finished run lacks, as sentences; an empty list means that everything is there."""
-    config, rows, clock = store.read_matching("config.json") or {}, reward_rows(store), store.clock()
-    by_node, last = rows_by("node_id", rows), max_rounds - 1
-    nonzero = {name for row in rows for name in row if row[name]}
-    unpaid = sorted(set(range(max_rounds)) - {row["round"] for row in rows})
-    late = [node for node, mine in by_node.items() if mine[-1]["round"] < last]
-    alone = nodes == 1 or config.get("NUM_TRANSPLANT_TREES") == 0
-    checks = [  # (whether it is there, what to say if not)
-        (isinstance(config.get("MAX_STAGES"), int), f"{store.base}: no config.json with MAX_STAGES"),
-        (clock >= last, f"the clock stands at round {clock}, expected {last}"),
-        (len(by_node) >= nodes, f"{len(by_node)} nodes submitted rewards, expected {nodes}"),
-        (not unpaid, f"rounds without rewards: {unpaid[:9]}"),
-        (store.rounds("rollouts"), "no rollouts"),
-        (not late, f"no reward for the last round {last}: {some(late)}"),
-        (store.names(f"checkpoints/round_{last:06d}"), f"no checkpoint after the last round {last}"),
-        ("informative_groups" in nonzero, "no node trained on an informative group"),
-        ("grad_norm" in nonzero, f"every gradient is zero: nothing was learned: {why_flat(rows)}"),
-        (alone or "external_groups" in nonzero, "no external group was drawn"),
-    ]
-    for node in by_node:
-        files = {*store.names(f"logs/{node}"), *store.names(f"models/{node}")}
-        files = {"weights" if name.endswith(".safetensors") else name for name in files}
-        lacking = ", ".join(sorted({"metrics.jsonl", "config.json", "tokenizer.json", "weights"} - files))
-        checks.append((not lacking, f"logs/{node} and models/{node} lack {lacking}"))
-    return [problem for there, problem in checks if not there]
+def validate_experiment(store, max_rounds: int, num_nodes: int) -> list[str]:
+    """What a finished run lacks, one sentence each. An empty list means that it is complete."""
+    config = store.read_json_matching("config.json") or {}
+    rewards = all_rewards(store)
+    by_node = group_by("node_id", rewards)
+    newest = store.current_round()
+    last = max_rounds - 1
+    problems = []
+
+    # The experiment, its rounds and its files.
+    if not isinstance(config.get("MAX_STAGES"), int):
+        problems.append(f"{store.experiment_dir}: no config.json with MAX_STAGES")
+    if newest < last:
+        problems.append(f"the open round is {newest}, expected {last}")
+    if len(by_node) < num_nodes:
+        problems.append(f"{len(by_node)} nodes submitted rewards, expected {num_nodes}")
+    without_rewards = sorted(set(range(max_rounds)) - {row["round"] for row in rewards})
+    if without_rewards:
+        problems.append(f"rounds without rewards: {without_rewards[:9]}")
+    if not store.list_rounds("rollouts"):
+        problems.append("no rollouts")
+    unfinished = [node_id for node_id, rows in by_node.items() if rows[-1]["round"] < last]
+    if unfinished:
+        problems.append(f"no reward for the last round {last}: {join_names(unfinished)}")
+    if not store.list_names(drive_store.round_dir("checkpoints", last)):
+        problems.append(f"no checkpoint after the last round {last}")
+
+    # Something must have been learned, and from peers if there are any.
+    nonzero = {name for row in rewards for name in row if row[name]}
+    has_peers = num_nodes > 1 and config.get("NUM_TRANSPLANT_TREES") != 0
+    if "informative_groups" not in nonzero:
+        problems.append("no node trained on an informative group")
+    if "grad_norm" not in nonzero:
+        reason = diagnose_no_signal(rewards)
+        problems.append(f"every gradient is zero: nothing was learned: {reason}")
+    if has_peers and "external_groups" not in nonzero:
+        problems.append("no external group was drawn")
+
+    # Each node's log and model.
+    for node_id in by_node:
+        names = store.list_names(f"logs/{node_id}") + store.list_names(f"models/{node_id}")
+        missing = {"metrics.jsonl", "config.json", "tokenizer.json"} - set(names)
+        if not any(name.endswith(".safetensors") for name in names):
+            missing.add("weights")
+        if missing:
+            listed = ", ".join(sorted(missing))
+            problems.append(f"logs/{node_id} and models/{node_id} lack {listed}")
+    return problems
 
 
-# -------- The report --------------------------------------------------------------------------------------
-
-ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "LOCAL_OVERSAMPLE", "EXTERNAL_FILTER", "EXTERNAL_FLOOR")
-T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # Student's t for 2 to 10 pairs
+# -------- Diagnosis -------------------------------------------------------------------------------
 
 
-def summarize(store) -> dict | None:
-    """One experiment as figures, None if it has no rewards. ValueError if its config.json cannot be used."""
-    rows = reward_rows(store)
-    if not rows:
-        return None
-    config = store.read("config.json") or {}
-    if not all(isinstance(config.get(name), bool) or is_number(config.get(name)) for name in ARM):
-        raise ValueError(f"config.json lacks one of {', '.join(ARM)}")
-    nodes, found = len(rows_by("node_id", rows)), rows_by("round", rows)
-    by_round = [found.get(t, []) for t in range(rows[-1]["round"] + 1)]
-    settings = {name: value for name, value in config.items() if name.isupper()} | {"nodes": nodes}
-    completions = [sum(row.get("completions", 0) for row in now) / nodes for now in by_round]
-    own, external, oversample, filtered, floor = (settings.pop(name) for name in ARM)
-    arm = f"{own}/{external}" + (f" x{oversample}" if oversample > 1 else "")
-    arm += "" if filtered or not external else " unfiltered"
-    return {
-        "experiment": store.base.name,
-        "seed": plain(settings.pop("SEED", None)),
-        "arm": arm + (f" floor {floor:g}" if floor else ""),
-        "baseline": f"{own + external}/0",  # a lone node that trains on as many groups
-        "settings": {n: plain(v, 40) for n, v in settings.items() if n != "EXPERIMENT_NAME"},
-        "per_node": sum(row["reward"] for row in rows) / nodes,
-        "held_out": average(row.get("held_out") for row in rows[-len(rows) // 10 :]),
-        "curve": [average(row["reward"] for row in now) or 0.0 for now in by_round],
-        "spent": list(itertools.accumulate(completions)),
-        "tasks": reward_per_task(rows[-len(rows) // 10 :]),
-    }
+def learning_summary(history: list[dict], who: str) -> str:
+    """Say in a sentence whether rewards rose: the last 20 rounds against the first 20, or one half
+    against the other. history: metrics of each round."""
+    part = min(20, (len(history) + 1) // 2)
+    rewards = [metrics["reward"] for metrics in history]
+    first = nanmean(rewards[:part])
+    last = nanmean(rewards[-part:])
+
+    if not any(metrics["informative_groups"] for metrics in history):
+        finding = f"nothing was learned: {diagnose_no_signal(history)}"
+    elif len(history) < 10:
+        finding = "too few rounds to tell what was learned"
+    elif last > first + 0.05:
+        finding = "learned"
+    else:
+        finding = "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
+    change = f"mean reward of {who} {first:.2f} -> {last:.2f}"
+    rounds = f"first and last {part} of {len(history)} rounds"
+    return f"{finding}; {change} ({rounds}) {sparkline(rewards)}"
 
 
-def compare(runs: list[dict]) -> list[dict]:
-    """A row for each group of runs that differ in their seed alone, with its gain over the J = 0 baseline.
+def diagnose_no_signal(metrics: list[dict]) -> str:
+    """Say why all rewards within each group were equal, and which variable may help.
 
-    The gain is a mean of log ratios paired by seed, its 95% interval Student's t: None with fewer than three
-    seeds, or where a run earned next to nothing.
+    metrics: those of recent rounds or rewards.
     """
-    differ = [n for n in runs[0]["settings"] if len({r["settings"].get(n) for r in runs}) > 1] if runs else []
-    groups = {}
-    for run in runs:
-        where = " ".join(f"{name}={run['settings'].get(name)}" for name in differ)
-        groups.setdefault((where, run["arm"]), []).append(run)
-    rows = []
-    for (where, arm), members in groups.items():
-        totals = {run["seed"]: run["per_node"] for run in members}
-        base = {run["seed"]: run["per_node"] for run in groups.get((where, members[0]["baseline"]), [])}
-        row = {"label": f"{arm} {where}".strip(), "runs": members, "gain": None, "low": None, "high": None}
-        row["per_node"], row["held_out"] = average(totals.values()), average(r["held_out"] for r in members)
-        least = 0.05 * len(members[0]["curve"])  # below that the reward stayed at the floor
-        row["learned"] = row["per_node"] > least
-        row["sd"] = statistics.stdev(totals.values()) if len(totals) > 1 else None
-        row["completions"] = average(run["spent"][-1] for run in members)
-        pairs = [(totals[seed], base[seed]) for seed in totals if seed in base]
-        if arm != members[0]["baseline"] and 3 <= len(pairs) <= 10 and min(map(max, pairs)) > least:
-            logs = [math.log(max(ours, 1e-3) / max(theirs, 1e-3)) for ours, theirs in pairs]
-            mean, error = average(logs), statistics.stdev(logs) / math.sqrt(len(logs)) * T_95[len(logs) - 2]
-            row |= {"gain": math.expm1(mean), "low": math.expm1(mean - error)}
-            row["high"] = math.expm1(mean + error)
-        rows.append(row)
-    return sorted(rows, key=lambda row: -row["per_node"])
+    rates = {name: nanmean(row.get(name) for row in metrics) or 0.0 for name in LINE_METRICS}
+    if rates["reward"] > 0.95:
+        advice = "harder TASKS: all answers are right"
+    elif rates["truncated_rate"] > 0.5:
+        advice = "raise MAX_NEW_TOKENS: the answers are cut off"
+    elif rates["answer_tag_rate"] < 0.05:
+        advice = "raise WARM_START_STEPS: the model does not write <answer> tags"
+    else:
+        advice = "easier TASKS, or a better MODEL_NAME: the answers are wrong"
+    numbers = "reward {reward:.2f}, tags {answer_tag_rate:.0%}, cut {truncated_rate:.0%}"
+    reason = f"equal rewards within each group give no gradient ({numbers.format(**rates)})"
+    return f"{reason}: {advice}"
 
 
-def report_text(rows: list[dict]) -> str:
-    """Two tables: cumulative reward per node over seeds, gain over the baseline, cost; reward per task."""
-    cells = []
-    for row in rows:
-        gain = "" if row["gain"] is None else f"{row['gain']:+.0%} ({row['low']:+.0%} to {row['high']:+.0%})"
-        if not row["learned"]:
-            gain = "nothing was learned: more MAX_ROUNDS"
-        figures = [row[name] for name in ("per_node", "sd", "held_out", "completions")]
-        cells.append([row["label"][:60], len(row["runs"]), *figures, gain])
-    names = ["I/J", "runs", "cumulative reward per node", "sd", "held-out", "completions", "gain (95%)"]
-    formats = ("", "d", ".2f", ".2f", ".2f", ".0f", "")
-    table = tabulate(cells, names, "simple", floatfmt=formats, missingval="-", disable_numparse=[0, 6])
-    tasks = {task: [] for row in rows for run in row["runs"] for task in run["tasks"]}
-    for task, row in itertools.product(tasks, rows):
-        tasks[task].append(average(run["tasks"].get(task) for run in row["runs"]))
-    names = ["reward at the end", *(row["label"][:30] for row in rows)]
-    by_task = [[plain(task, 40), *means] for task, means in sorted(tasks.items())]
-    return f"{table}\n\n{tabulate(by_task, names, 'simple', floatfmt='.2f', missingval='-')}"
+def reward_per_task(metrics: list[dict]) -> dict[str, float]:
+    """{task: mean reward}, the best first, for the 20 tasks that occur most."""
+    counts = Counter()
+    for row in metrics:
+        counts.update(name for name in row if name.startswith("reward_"))
+
+    means = {}
+    for name, _ in counts.most_common(20):
+        means[name.removeprefix("reward_")] = nanmean(row.get(name) for row in metrics)
+    return dict(sorted(means.items(), key=lambda item: (-item[1], item[0])))
 
 
-def new_figure():
-    """A figure for `png_of`; None, and a sentence, without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return print("no picture: pip install matplotlib")
-    return Figure((10, 4.2), dpi=150, layout="constrained")
+# -------- The monitor -----------------------------------------------------------------------------
 
 
-def png_of(figure) -> bytes:
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+def monitor(store, stale_after: float, max_rounds: int | None, once: bool, signals) -> None:
+    """Show the dashboard every 10 s until the run is over, or a single time.
 
-
-def draw_run(rows: list[dict], name: str) -> bytes | None:
-    """One experiment as PNG: reward per node, reward per task, shares of useful groups and tagged answers."""
-    figure = new_figure()
-    if figure is None or not rows:
-        return None
-    nodes, tasks, shares = figure.subplots(1, 3, sharex=True, sharey=True)
-    by_round = [*rows_by("round", rows).values()]
-    for node, mine in rows_by("node_id", rows).items():
-        nodes.plot(
-            [r["round"] for r in mine], smooth([r["reward"] for r in mine]), alpha=0.4, label=plain(node, 20)
-        )
-    x = [now[0]["round"] for now in by_round]
-    nodes.plot(x, smooth([average(r["reward"] for r in now) for now in by_round]), "k", label="mean")
-    for task in reward_per_task(rows):
-        tasks.plot(
-            x,
-            smooth([average(r.get(f"reward_{task}") for r in now) for now in by_round]),
-            label=plain(task, 20),
-        )
-    share = [
-        average(r.get("informative_local", 0) / max(1, r.get("groups", 1)) for r in now) for now in by_round
-    ]
-    shares.plot(x, smooth(share), label="informative groups")
-    tags = [average(r.get("answer_tag_rate") for r in now) for now in by_round]
-    shares.plot(x, smooth(tags), label="answers in <answer> tags")
-    for axis, title in ((nodes, f"{name}: reward"), (tasks, "reward per task"), (shares, "shares")):
-        axis.set(title=title, xlabel="round", ylim=(0, 1))
-        axis.legend(fontsize=6)
-    return png_of(figure)
-
-
-def draw(rows: list[dict]) -> bytes | None:
-    """Smoothed reward, mean and standard error over seeds, over rounds and over completions, as PNG.
-
-    Six rows at most: more cannot be told apart.
+    max_rounds: if it is not what the experiment began with. A notebook shows the plot, too.
     """
-    figure = new_figure()
-    if figure is None:
-        return None
-    left, right = figure.subplots(1, 2, sharey=True)
-    for row in rows[:6]:
-        curves = list(zip(*(smooth(run["curve"]) for run in row["runs"]), strict=False))  # one may be longer
-        mean = [average(now) for now in curves]
-        error = [statistics.stdev(now) / math.sqrt(len(now)) if len(now) > 1 else 0.0 for now in curves]
-        low, high = ([m + sign * e for m, e in zip(mean, error, strict=True)] for sign in (-1, 1))
-        spent = row["runs"][0]["spent"][: len(mean)]
-        for axis, x in ((left, range(len(mean))), (right, spent)):
-            (line,) = axis.plot(x, mean, label=row["label"][:40].replace("$", ""))
-            axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15)
-    left.set(xlabel="round", ylabel="mean reward (0 to 1), smoothed", ylim=(0, None))
-    right.set(xlabel="completions generated per node")
-    left.legend(fontsize=8)
-    best = rows[0]
-    gain = ""
-    if best["gain"] is not None:
-        interval = f"95%: {best['low']:+.0%} to {best['high']:+.0%}"
-        gain = f", {best['gain']:+.0%} over {best['runs'][0]['baseline']} ({interval})"
-    title = f"most reward: {best['label'][:60]}{gain}" if best["learned"] else "nothing was learned"
-    figure.suptitle(title.replace("$", ""))
-    return png_of(figure)
-
-
-# -------- The monitor -------------------------------------------------------------------------------------
-
-
-def in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel; that the package has been imported is not enough."""
-    return {"ipykernel", "IPython"} <= sys.modules.keys() and sys.modules["IPython"].get_ipython() is not None
-
-
-def dashboard(store, stale_after: float, known: dict, max_rounds: int | None) -> str:
-    """An experiment as text that fits the terminal: clock, nodes, tasks, what looks wrong, one group."""
-    screen = shutil.get_terminal_size((110, 40))
-    sessions = store.sessions()
-    lives = {node: store.life(node, sessions[node], stale_after) for node in sessions}
-    rows, clock = reward_rows(store, known), store.clock()  # after `lives`: who is done has all rewards there
-    led = lives.pop(COORDINATOR, "none")
-    live = sum(life == "live" for life in lives.values())
-    workers = f"{live} of {len(lives)} workers live" if lives else "no worker has begun"
-    planned = max_rounds or max(begun_with(store, "MAX_ROUNDS", 0), clock + 1 if rows else 0)
-    lines = [
-        f"{store.base.name}: round {clock}{f' of {planned}' if planned else ''}, {workers}, coordinator {led}"
-    ]
-    claims = DriveStore(store.root, None)
-    for name in claims.names("warmstart") if not rows else []:
-        claim = claims.read_matching(f"warmstart/{name}") if name.endswith(".claim") else None
-        if claim:
-            lines.append(plain(claim.get("progress", "the warm start begins")))
-    if rows:
-        now = [row for row in rows if row["round"] == rows[-1]["round"]]
-        ago = short_time(max(0.0, time.time() - rows[-1]["timestamp"]))
-        lines.append(f"reward {average(r['reward'] for r in now):.2f} in round {now[0]['round']}, {ago} ago")
-    for node in sorted(lives):
-        rewards = [row["reward"] for row in rows if row["node_id"] == node]
-        total = f"{len(rewards):5} rewards, in all {sum(rewards):8.2f}"
-        lines.append(f"{node:16.16} {lives[node]:4} {total}  {sparkline(smooth(rewards))}")
-    recent = [row for row in rows if row["round"] > clock - 10]
-    tasks = [f"{plain(task, 24)} {mean:.2f}" for task, mean in reward_per_task(recent).items()]
-    lines += textwrap.wrap("by task: " + ", ".join(tasks), screen.columns) if tasks else []
-    for why, count in store.skipped.most_common(3):
-        lines.append(f"! unusable file, {count} times: {plain(why)}")
-    if recent and not any(row.get("informative_groups") for row in recent):
-        lines.append(f"! nothing is learned: {why_flat(recent)}")
-    left = [node for node, life in lives.items() if life == "dead"]
-    if left and clock < planned - 1:
-        lines.append(f"! silent: {some(left, 8)} (STALE_AFTER_SECONDS={stale_after:g})")
-    free = shutil.disk_usage(store.base).free / 1e9
-    if free < 1:
-        lines.append(f"! the disk is nearly full: {free:.2f} GB free")
-    if rows and rows[-1]["round"] >= planned - 1 and "live" not in lives.values():
-        lines.append("finished; NODE_ROLE=report compares experiments")
-    lines += latest_group(store, clock, screen.columns)
-    return "\n".join(line[: screen.columns] for line in lines[: screen.lines - 1])
-
-
-def latest_group(store, clock: int, width: int) -> list[str]:
-    """The newest group there is, as lines: the end of its question, the right answer, three completions."""
-    for peer in reversed(store.nodes("rollouts", clock, 0)):
-        try:
-            group = store.fetch(clock, 0, peer)[0]
-        except (IndexError, BadFile):  # empty, or damaged
-            continue
-        return ["", *group_lines(group["prompt"], group["answer"], group["completions"][:3], width, peer)]
-    return []
-
-
-def group_lines(question: str, answer: str, completions: list[dict], width: int, who: str = "") -> list[str]:
-    """A question, cut at its beginning, and completions with their rewards, one a line."""
-    question = plain(" ".join(question.split()), 10**6)
-    right = f"  (right: {plain(answer, 30)})" if answer else ""
-    room = width - len(who) - len(right) - 3
-    end = question if len(question) <= room else "…" + question[1 - room :]
-    lines = [f"{who}? {end}{right}"]
-    for each in completions:
-        lines.append(f"  {each['reward']:4.2f}  {plain(repr(each['response']), width - 8)}")
-    return lines
-
-
-def monitor(store, stale_after: float, max_rounds: int | None, once: bool, stop) -> None:
-    """Show the dashboard every 10 s in place of the last until the run is over; once if asked.
-
-    max_rounds: where it is not what the experiment began with. In a notebook with the picture of the run.
-    """
-    known = {}
+    cache = {}
     while True:
-        picture = None
+        plot = None
         try:
-            text = dashboard(store, stale_after, known, max_rounds)
-            picture = draw_run(reward_rows(store, known), store.base.name) if in_notebook() else None
+            text = dashboard(store, stale_after, cache, max_rounds)
+            if in_notebook():
+                plot = plot_run(all_rewards(store, cache), store.experiment_dir.name)
         except OSError as error:
-            text = f"the shared folder cannot be read ({plain(error)}); trying on"
+            reason = drive_store.printable(error)
+            text = f"the shared folder cannot be read ({reason}); trying again"
+
+        # Replace what was shown before.
         if in_notebook():
             from IPython.display import Image, clear_output, display
 
             clear_output(wait=True)
-            if picture:
-                display(Image(picture))
-        clear = "\033[2J\033[H" if sys.stdout.isatty() else ""
-        print(clear + text, flush=True)
+            if plot:
+                display(Image(plot))
+        clear_screen = "\033[2J\033[H" if sys.stdout.isatty() else ""
+        print(clear_screen + text, flush=True)
+
+        # Sleep in small steps, so that Ctrl-C works.
         for _ in range(50):
-            if once or stop.pressed or "\nfinished; " in text:
+            if once or signals.requested or "\nfinished; " in text:
                 return
             time.sleep(0.2)
+
+
+def dashboard(store, stale_after: float, cache: dict, max_rounds: int | None) -> str:
+    """An experiment as text that fits the terminal: rounds, nodes, tasks, warnings, one group."""
+    screen = shutil.get_terminal_size((100, 40))
+    sessions = store.latest_sessions()
+    status = {}
+    for node_id, session in sessions.items():
+        status[node_id] = store.node_status(node_id, session, stale_after)
+    # Read rewards after the statuses: a node that has exited has all its rewards there.
+    rewards = all_rewards(store, cache)
+    current = store.current_round()
+    planned = max_rounds or saved_setting(store, "MAX_ROUNDS", default=0)
+    if rewards and not max_rounds:
+        planned = max(planned, current + 1)
+
+    # The experiment as a whole.
+    coordinator_status = status.pop(drive_store.COORDINATOR_ID, "none")
+    num_alive = list(status.values()).count("alive")
+    workers = f"{num_alive} of {len(status)} workers alive" if status else "no worker yet"
+    rounds = f"round {current} of {planned}" if planned else f"round {current}"
+    if current < 0:
+        rounds = "no round is open yet"
+    name = store.experiment_dir.name
+    lines = [f"{name}: {rounds}, {workers}, coordinator {coordinator_status}"]
+    if rewards:
+        newest = rewards[-1]["round"]
+        mean = nanmean(row["reward"] for row in rewards if row["round"] == newest)
+        age = format_duration(max(0.0, time.time() - rewards[-1]["timestamp"]))
+        lines.append(f"reward {mean:.2f} in round {newest}, {age} ago")
+
+    # A line for each node: its status, its rewards and their curve.
+    by_node = group_by("node_id", rewards)
+    for node_id in sorted(status):
+        own = [row["reward"] for row in by_node.get(node_id, [])]
+        line = f"{node_id:16.16} {status[node_id]:6} {len(own):5} rewards, in all {sum(own):8.2f}  "
+        curve_width = max(8, min(24, screen.columns - len(line)))
+        lines.append(line + sparkline(moving_average(own), curve_width))
+
+    # Rewards by task, and what looks wrong.
+    recent = [row for row in rewards if row["round"] > current - 10]
+    tasks = []
+    for task, mean in reward_per_task(recent).items():
+        tasks.append(f"{drive_store.printable(task, 24)} {mean:.2f}")
+    if tasks:
+        lines += textwrap.wrap("by task: " + ", ".join(tasks), screen.columns)
+    for warning in list_warnings(store, status, recent, current, planned, stale_after):
+        lines += textwrap.wrap(f"! {warning}", screen.columns, subsequent_indent="  ")
+
+    is_over = bool(rewards) and rewards[-1]["round"] >= planned - 1
+    if is_over and "alive" not in status.values():
+        lines.append("finished; NODE_ROLE=report compares experiments")
+    lines += latest_group(store, current, screen.columns)
+    return "\n".join(line[: screen.columns] for line in lines[: screen.lines - 1])
+
+
+def list_warnings(
+    store, status: dict, recent: list[dict], current: int, planned: int, stale_after: float
+) -> list[str]:
+    """Sentences about what looks wrong. recent: the rewards of the last ten rounds."""
+    warnings = []
+    for reason, count in store.invalid_files.most_common(3):
+        warnings.append(f"unusable file, {count} times: {drive_store.printable(reason)}")
+    if recent and not any(row.get("informative_groups") for row in recent):
+        warnings.append(f"nothing is learned: {diagnose_no_signal(recent)}")
+    dead = [node_id for node_id in sorted(status) if status[node_id] == "dead"]
+    if dead and current < planned - 1:
+        warnings.append(f"silent: {join_names(dead, 8)} (STALE_AFTER_SECONDS={stale_after:g})")
+    free = shutil.disk_usage(store.experiment_dir).free / 1e9
+    if free < 1:
+        warnings.append(f"the disk is nearly full: {free:.2f} GB free")
+    return warnings
+
+
+def latest_group(store, current: int, width: int) -> list[str]:
+    """The newest group that can be read, as lines, with three of its completions."""
+    for node_id in reversed(store.list_nodes("rollouts", current, 0)):
+        try:
+            group = store.fetch_rollouts(current, 0, node_id)[0]
+        except (IndexError, drive_store.InvalidFileError):  # empty, or damaged
+            continue
+        lines = [f"{node_id} was asked:"]
+        lines += format_question(group["prompt"], group["answer"], width)
+        lines += format_completions(group["completions"][:3], width)
+        return ["", *lines]
+    return []
+
+
+def format_question(question: str, answer: str, width: int) -> list[str]:
+    """A question and its right answer as lines. Of a long question the last three lines remain."""
+    text = " ".join(str(question).split())  # grids come in several lines
+    if answer:
+        text += f"  (right: {' '.join(str(answer).split())})"
+    lines = textwrap.wrap(drive_store.printable(text, 10**6), max(20, width - 2))
+    if len(lines) > 3:
+        lines = ["…" + lines[-3][1:], *lines[-2:]]
+    return [("? " if i == 0 else "  ") + line for i, line in enumerate(lines)]
+
+
+def format_completions(completions: list[dict], width: int, label: str = "") -> list[str]:
+    """Completions with their rewards, one or two lines each."""
+    lines = []
+    for completion in completions:
+        text = drive_store.printable(repr(completion["response"]), 10**6)
+        head = f"  {label}{completion['reward']:4.2f}  "
+        room = max(20, width - len(head))
+        if len(text) > 2 * room:
+            text = text[: 2 * room - 1] + "…"
+        lines.append(head + text[:room])
+        if len(text) > room:
+            lines.append(" " * len(head) + text[room:])
+    return lines
+
+
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel. The package may be imported without one."""
+    if not {"ipykernel", "IPython"} <= sys.modules.keys():
+        return False
+    return sys.modules["IPython"].get_ipython() is not None
+
+
+# -------- The report and the plots ----------------------------------------------------------------
+
+ARM_SETTINGS = (  # an arm of a comparison: the runs that agree in these
+    "NUM_TRAIN_SAMPLES",
+    "NUM_TRANSPLANT_TREES",
+    "LOCAL_OVERSAMPLE",
+    "EXTERNAL_FILTER",
+    "EXTERNAL_FLOOR",
+)
+T_95 = (
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+)  # Student's t, 2 to 10 pairs
+
+
+def summarize_experiment(store) -> dict | None:
+    """One experiment as numbers, None if it has no rewards.
+
+    Raises ValueError if its config.json cannot be used.
+    """
+    rewards = all_rewards(store)
+    if not rewards:
+        return None
+    config = store.read_json("config.json") or {}
+    for name in ARM_SETTINGS:
+        value = config.get(name)
+        if not isinstance(value, bool) and not drive_store.is_finite_number(value):
+            raise ValueError(f"config.json lacks one of {', '.join(ARM_SETTINGS)}")
+
+    # Rewards and completions of each round.
+    num_nodes = len(group_by("node_id", rewards))
+    by_round = group_by("round", rewards)
+    curve = []
+    completions = []
+    for round_ in range(rewards[-1]["round"] + 1):
+        rows = by_round.get(round_, [])
+        curve.append(nanmean(row["reward"] for row in rows) or 0.0)
+        completions.append(sum(row.get("completions", 0) for row in rows) / num_nodes)
+
+    # Its arm, such as "4/4" or "8/0 x2", and all other settings.
+    own, external, oversample, is_filtered, floor = (config[name] for name in ARM_SETTINGS)
+    arm = f"{own}/{external}"
+    if oversample > 1:
+        arm += f" x{oversample}"
+    if external and not is_filtered:
+        arm += " unfiltered"
+    if floor:
+        arm += f" floor {floor:g}"
+    settings = {}
+    for name, value in config.items():
+        if name.isupper() and name not in (*ARM_SETTINGS, "SEED", "EXPERIMENT_NAME"):
+            settings[drive_store.printable(name, 40)] = drive_store.printable(value, 40)
+    settings["nodes"] = str(num_nodes)
+
+    last_tenth = rewards[-len(rewards) // 10 :]
+    return {
+        "experiment": store.experiment_dir.name,
+        "seed": drive_store.printable(config.get("SEED")),
+        "arm": arm,
+        "baseline": f"{own + external}/0",  # a lone node that trains on as many groups
+        "settings": settings,
+        "per_node": sum(row["reward"] for row in rewards) / num_nodes,
+        "held_out": nanmean(row.get("held_out") for row in last_tenth),
+        "curve": curve,
+        "spent": list(itertools.accumulate(completions)),
+        "tasks": reward_per_task(last_tenth),
+    }
+
+
+def compare_arms(runs: list[dict]) -> list[dict]:
+    """One row for each set of runs that differ in their seed alone, the best first, with its gain
+    over the J = 0 baseline.
+
+    The gain is a mean of log ratios paired by seed, and its 95% interval is Student's t. It is None
+    with fewer than three seeds, or if a run earned next to nothing.
+    """
+    # Runs that differ in any setting but the seed are never averaged.
+    differing = []
+    for name in runs[0]["settings"] if runs else ():
+        if len({run["settings"].get(name) for run in runs}) > 1:
+            differing.append(name)
+    arms = {}
+    for run in runs:
+        condition = " ".join(f"{name}={run['settings'].get(name)}" for name in differing)
+        arms.setdefault((condition, run["arm"]), []).append(run)
+
+    rows = []
+    for (condition, arm), members in arms.items():
+        totals = {run["seed"]: run["per_node"] for run in members}
+        floor = 0.05 * len(members[0]["curve"])  # below it the reward never rose
+        row = {
+            "label": f"{arm} {condition}".strip(),
+            "runs": members,
+            "per_node": nanmean(totals.values()),
+            "sd": statistics.stdev(totals.values()) if len(totals) > 1 else None,
+            "held_out": nanmean(run["held_out"] for run in members),
+            "completions": nanmean(run["spent"][-1] for run in members),
+            "gain": None,
+            "low": None,
+            "high": None,
+        }
+        row["learned"] = row["per_node"] > floor
+
+        # The same seeds of the baseline.
+        baseline = members[0]["baseline"]
+        pairs = []
+        for run in arms.get((condition, baseline), []):
+            if run["seed"] in totals:
+                pairs.append((totals[run["seed"]], run["per_node"]))
+        is_measurable = 3 <= len(pairs) <= 10 and min(map(max, pairs)) > floor
+        if arm != baseline and is_measurable:
+            row["gain"], row["low"], row["high"] = paired_gain(pairs)
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["per_node"])
+
+
+def paired_gain(pairs: list[tuple[float, float]]) -> tuple[float, float, float]:
+    """Mean relative gain of the first over the second of each pair, and its 95% interval."""
+    logs = [math.log(max(ours, 1e-3) / max(theirs, 1e-3)) for ours, theirs in pairs]
+    mean = nanmean(logs)
+    error = statistics.stdev(logs) / math.sqrt(len(logs)) * T_95[len(logs) - 2]
+    return math.expm1(mean), math.expm1(mean - error), math.expm1(mean + error)
+
+
+def format_report(rows: list[dict]) -> str:
+    """Two tables: cumulative reward per node, gain over the baseline and cost; reward per task."""
+    # The arms.
+    cells = []
+    for row in rows:
+        gain = ""
+        if row["gain"] is not None:
+            gain = f"{row['gain']:+.0%} ({row['low']:+.0%} to {row['high']:+.0%})"
+        if not row["learned"]:
+            gain = "nothing was learned: more MAX_ROUNDS"
+        numbers = [row[name] for name in ("per_node", "sd", "held_out", "completions")]
+        cells.append([row["label"][:60], len(row["runs"]), *numbers, gain])
+    headers = ["I/J", "runs", "cumulative reward per node", "sd", "held-out", "completions"]
+    arms = tabulate(
+        cells,
+        [*headers, "gain (95%)"],
+        "simple",
+        floatfmt=("", "d", ".2f", ".2f", ".2f", ".0f", ""),
+        missingval="-",
+        disable_numparse=[0, 6],
+    )
+
+    # Reward per task at the end, a column for each arm.
+    tasks = sorted({task for row in rows for run in row["runs"] for task in run["tasks"]})
+    cells = []
+    for task in tasks:
+        means = [nanmean(run["tasks"].get(task) for run in row["runs"]) for row in rows]
+        cells.append([drive_store.printable(task, 40), *means])
+    headers = ["reward at the end", *(row["label"][:30] for row in rows)]
+    by_task = tabulate(cells, headers, "simple", floatfmt=".2f", missingval="-")
+    return f"{arms}\n\n{by_task}"
+
+
+def new_figure():
+    """An empty figure, or None and a sentence if matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no picture: pip install matplotlib")
+        return None
+    return Figure((10, 4.2), dpi=150, layout="constrained")
+
+
+def png_bytes(figure) -> bytes:
+    """The figure as a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def plot_run(rewards: list[dict], name: str) -> bytes | None:
+    """One experiment as PNG: reward per node, reward per task, shares of informative groups and of
+    tagged answers. None if matplotlib is missing or there are no rewards."""
+    figure = new_figure()
+    if figure is None or not rewards:
+        return None
+    nodes_axis, tasks_axis, shares_axis = figure.subplots(1, 3, sharex=True, sharey=True)
+    by_round = group_by("round", rewards)
+    rounds = list(by_round)
+
+    def plot_mean(axis, value, *style, **options):
+        """Plot the smoothed mean of value(row) over the rows of each round."""
+        means = [nanmean(value(row) for row in rows) for rows in by_round.values()]
+        axis.plot(rounds, moving_average(means), *style, **options)
+
+    # Reward of each node, and of all.
+    for node_id, rows in group_by("node_id", rewards).items():
+        curve = moving_average([row["reward"] for row in rows])
+        label = drive_store.printable(node_id, 20)
+        nodes_axis.plot([row["round"] for row in rows], curve, alpha=0.4, label=label)
+    plot_mean(nodes_axis, lambda row: row["reward"], "k", label="mean")
+
+    # Reward of each task.
+    for task in reward_per_task(rewards):
+        label = drive_store.printable(task, 20)
+        plot_mean(tasks_axis, lambda row, key=f"reward_{task}": row.get(key), label=label)
+
+    # Shares that explain the reward.
+    def informative_share(row):
+        return row.get("informative_local", 0) / max(1, row.get("groups", 1))
+
+    plot_mean(shares_axis, informative_share, label="informative groups")
+    plot_mean(shares_axis, lambda row: row.get("answer_tag_rate"), label="answers in <answer> tags")
+
+    titles = (
+        (nodes_axis, f"{name}: reward"),
+        (tasks_axis, "reward per task"),
+        (shares_axis, "shares"),
+    )
+    for axis, title in titles:
+        axis.set(title=title, xlabel="round", ylim=(0, 1))
+        axis.legend(fontsize=6)
+    return png_bytes(figure)
+
+
+def plot_comparison(rows: list[dict]) -> bytes | None:
+    """Arms as PNG: smoothed reward, mean and standard error over seeds, over rounds and over
+    generated completions. Six arms at most, because more cannot be told apart."""
+    figure = new_figure()
+    if figure is None:
+        return None
+    by_round, by_completions = figure.subplots(1, 2, sharey=True)
+    for row in rows[:6]:
+        # Mean and standard error of each round. A run may be longer than another.
+        curves = [moving_average(run["curve"]) for run in row["runs"]]
+        mean = []
+        error = []
+        for values in zip(*curves, strict=False):
+            mean.append(nanmean(values))
+            is_several = len(values) > 1
+            error.append(statistics.stdev(values) / math.sqrt(len(values)) if is_several else 0.0)
+        low = [m - e for m, e in zip(mean, error, strict=True)]
+        high = [m + e for m, e in zip(mean, error, strict=True)]
+
+        spent = row["runs"][0]["spent"][: len(mean)]
+        for axis, x in ((by_round, range(len(mean))), (by_completions, spent)):
+            (line,) = axis.plot(x, mean, label=row["label"][:40].replace("$", ""))
+            axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15)
+
+    by_round.set(xlabel="round", ylabel="mean reward (0 to 1), smoothed", ylim=(0, None))
+    by_completions.set(xlabel="completions generated per node")
+    by_round.legend(fontsize=8)
+    figure.suptitle(comparison_title(rows[0]).replace("$", ""))
+    return png_bytes(figure)
+
+
+def comparison_title(best: dict) -> str:
+    """One sentence about the best arm."""
+    if not best["learned"]:
+        return "nothing was learned"
+    title = f"most reward: {best['label'][:60]}"
+    if best["gain"] is not None:
+        interval = f"95%: {best['low']:+.0%} to {best['high']:+.0%}"
+        title += f", {best['gain']:+.0%} over {best['runs'][0]['baseline']} ({interval})"
+    return title
+
+
+# -------- Text and number helpers -----------------------------------------------------------------
+
+
+def join_names(names: list[str], limit: int = 20) -> str:
+    """The first names, for a sentence. (["a", "b", "c"], 2) -> "a, b and 1 more"."""
+    text = ", ".join(names[:limit])
+    return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
+
+
+def group_by(column: str, rows: list[dict]) -> dict:
+    """{value of this column: its rows}, the values in order."""
+    groups = {}
+    for row in sorted(rows, key=lambda row: row[column]):
+        groups.setdefault(row[column], []).append(row)
+    return groups
+
+
+def nanmean(values) -> float | None:
+    """Mean that skips None and NaN; None if nothing is left. [1, None, 2, nan] -> 1.5."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
+
+
+def moving_average(values: list) -> list:
+    """Running mean over a tenth of the values, at most 100.
+
+    For 20 values: [0, 1, 1, …] -> [0, 0.5, 1, …]
+    """
+    window = max(1, min(100, len(values) // 10))
+    return [nanmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+
+
+def sparkline(values: list[float], width: int = 24) -> str:
+    """A curve of values in 0 to 1 as at most `width` characters. [0, 0.5, 1] -> "▁▅█"."""
+    columns = min(width, len(values))
+    text = ""
+    for i in range(columns):
+        first = i * len(values) // columns
+        last = (i + 1) * len(values) // columns
+        mean = nanmean(values[first:last])
+        text += "▁▂▃▄▅▆▇█"[min(7, int(8 * mean))]
+    return text

@@ -1,17 +1,21 @@
-"""The shared folder: all that nodes tell one another goes through the files written and read here.
+"""The shared folder is the swarm's only means of communication. This module reads and writes it.
 
-Write-once  What the swarm relies on (clock, registrations, rollouts, rewards, config) goes to a temp file,
-            which is linked to its name: a reader sees no file or the whole one, and the first one counts
-            (the last of two at once on a storage without hard links). One that is not valid is replaced.
-Rewritten   Heartbeats, checkpoints, models and what is for people: a temp file, then a rename.
-Appended    Logs. A line that a kill tore is closed before the next one.
-Tolerant    A stranger may write anything. Readers bound size, type and depth; they parse or raise BadFile.
-Inside      Nothing is read, written, moved or deleted through a link below the experiment's folder.
-Impatient   A call does its work once or raises OSError, and may be made again. Who waits for the folder is
-            `Patient` (coordinator.py). An absent file is an answer (None, no names), not an OSError, as long
-            as the experiment's folder itself is there.
+Write-once files: the markers of open rounds, registrations, rollouts, rewards and the experiment's
+    config. Each is written to a temporary file and then hard-linked to its final name, so that a
+    reader sees either no file or the complete one, and the first writer wins. (Without hard links
+    the file is renamed; of two simultaneous writers the last one wins.)
+Replaceable files: heartbeats, checkpoints, exported models and what is written for people. Written
+    to a temporary file, then renamed.
+Append-only files: logs. If a crash left an incomplete last line, the next append starts a new one.
 
-Across machines a stale or partial file may show for a while; it does not parse, and is read again later.
+Anyone with access to the folder may write anything into it. Readers therefore limit the size and
+check the type of every file; they return parsed data or raise `InvalidFileError`. Symbolic links
+below the experiment's folder are never followed. Every method does its work once and raises OSError
+if the folder cannot be reached; `RetryingStore` repeats it. A missing file is not an error: the
+result is None or [], as long as the experiment's folder itself exists.
+
+On a storage that several machines share, a stale or partial file may show for a while. It does not
+parse, and it is read again in the next round.
 """
 
 import contextlib
@@ -27,471 +31,773 @@ import time
 from collections import Counter
 from pathlib import Path
 
-FORMAT = 1  # of rollout files
-LAYOUT = 3  # of an experiment's folder; stands in config.json
-MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens is about 4 MiB
-MAX_JSON_PARTS = 400_000  # commas and brackets: 8 MiB of "[]," would parse to a gigabyte of objects
-MAX_ABOUT_BYTES = 64 << 10  # a registration, heartbeat, reward or config
-MAX_LOG_BYTES = 1 << 40  # a log that is larger is a stranger's sparse file: nothing could be appended
+ROLLOUT_FORMAT_VERSION = 1  # the key "format" of a rollout file
+LAYOUT_VERSION = 3  # the key "layout" of config.json: where an experiment keeps its files
+MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens takes about 4 MiB
+MAX_JSON_ELEMENTS = 400_000  # 8 MiB of "[]," would parse to a gigabyte of Python objects
+MAX_METADATA_BYTES = 64 << 10  # a registration, heartbeat, reward or config
+MAX_LOG_BYTES = 1 << 40  # a larger log is somebody's sparse file, and nothing can be appended to it
 MAX_TEXT_CHARS = 32768  # of a question or a completion
-GROUP_SIZES = range(2, 65)  # completions per question that a peer may publish; its G may differ from ours
-MAX_SEED = 2**53  # seeds travel through JSON: beyond this, readers in other languages would round them
-NOT_A_FILE = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM}
-LOOK_AGAIN_SECONDS = 2.0  # a heartbeat is not read more often: it is written every few seconds
+GROUP_SIZES = range(2, 65)  # completions per question in a peer's file; its G may differ from ours
+MAX_SEED = 2**53  # JSON readers in other languages round larger integers
+HEARTBEAT_CACHE_SECONDS = 2.0  # heartbeats are written every few seconds, so reading can be rarer
+NOT_REGULAR_FILE_ERRNOS = {
+    errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM,
+}  # fmt: skip
 
 
 class StoreError(Exception):
-    """Something of this node's or the experiment's own that must be readable is not. Never guessed around."""
+    """This node's or the experiment's own state cannot be used. The program stops and says why."""
 
 
-class BadFile(ValueError):
-    """A file that cannot be used; the text is a short reason, fit for counting."""
+class InvalidFileError(ValueError):
+    """A file that cannot be used. The text is a short reason, fit for a log line."""
 
 
-def is_name(name: str) -> bool:
-    """Whether `name` is safe as a file's name: it is put into paths."""
-    return re.fullmatch(r"[A-Za-z0-9_-]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?", name) is not None
+# -------- The experiment's records ----------------------------------------------------------------
 
 
-def bucket(kind: str, round_: int, stage: int | None = None) -> str:
-    """Folder of a round or stage. ("rewards", 12, 0) -> "rewards/round_000012/stage_0"."""
-    return f"{kind}/round_{round_:06d}" + ("" if stage is None else f"/stage_{stage}")
-
-
-def parse_json(data: bytes) -> dict:
-    """JSON -> dict. NaN, Infinity, 1e400, lone surrogates, deep nesting and huge integers raise BadFile."""
-
-    def finite(digits):
-        if not math.isfinite(value := float(digits)):
-            raise ValueError(f"{digits} is no finite number")
-        return value
-
-    if sum(map(data.count, (b",", b"[", b"{"))) > MAX_JSON_PARTS:
-        raise BadFile("too many elements")
-    try:
-        parsed = json.loads(data.decode("utf-8"), parse_constant=finite, parse_float=finite)
-        json.dumps(parsed, ensure_ascii=False).encode("utf-8")  # "\ud800" parses, but no file can hold it
-    except (ValueError, RecursionError) as error:
-        raise BadFile("not valid JSON" if data else "empty file") from error
-    if not isinstance(parsed, dict):
-        raise BadFile("not a JSON object")
-    return parsed
-
-
-def to_json(data: dict, indent: int | None = None) -> bytes:
-    """dict -> JSON. indent=1, for people, takes ten times as long: Python's fast encoder has none."""
-    return json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent).encode("utf-8", "replace")
+def round_dir(kind: str, round_: int, stage: int | None = None) -> str:
+    """Directory of a round or stage. ("rewards", 12, 0) -> "rewards/round_000012/stage_0"."""
+    path = f"{kind}/round_{round_:06d}"
+    return path if stage is None else f"{path}/stage_{stage}"
 
 
 class DriveStore:
-    """One experiment's files; experiment=None: what all experiments share (warmstart/, archives/, reports/).
+    """One experiment's files. Paths are relative to `experiment_dir`.
 
-    Paths are relative to `base`. All but `create` raise OSError where it is missing, an unmounted drive;
-    `open_config` takes that for an experiment that is new.
+    experiment=None stands for what all experiments share: warmstart/, archives/ and reports/.
+    owner: the node that writes; its temporary files lie in tmp/OWNER. invalid_files counts, by
+    reason, the files that could not be used.
+
+    All methods but `create` and `load_or_create_config` raise OSError if `experiment_dir` is
+    missing, because that means a drive that is not mounted.
     """
 
     def __init__(self, root, experiment: str | None, owner: str = "reader"):
         self.root = Path(root)
-        self.base = self.root if experiment is None else self.root / "experiments" / experiment
+        self.experiment_dir = self.root
+        if experiment is not None:
+            self.experiment_dir = self.root / "experiments" / experiment
         self.tmp = f"tmp/{owner}"
-        self.skipped = Counter()  # reason -> how often a file was unusable
-        self._seen = set()  # folders that are no links: looked at once, for each look is a call
-        self._length_before = {}  # log -> its length before an append that failed
-        self._beats = {}  # node -> (when it was read, its heartbeat)
-        self._heard = {}  # node -> timestamp of the last rollout or reward file of its that was read
+        self.invalid_files = Counter()  # reason -> number of files
 
-    # -- folders and files
+        self._checked_dirs = (
+            set()
+        )  # known to be no links; each is checked once, as a check is a call
+        self._append_offsets = {}  # log -> its length before an append that failed
+        self._heartbeat_cache = {}  # node_id -> (when it was read, the heartbeat)
+        self._last_activity = {}  # node_id -> timestamp of the newest file of its that was read
 
     def create(self) -> None:
-        """Make the experiment's folder, and empty this owner's tmp folder: a kill may have left files there.
+        """Create the experiment's folder and empty this owner's tmp folder.
 
-        Only here: later a missing folder means an unmounted drive. StoreError where nothing can be appended.
+        This happens only here: at any later time a missing folder means that the drive is not
+        mounted. Raises StoreError if the storage cannot append to files.
         """
-        self.base.mkdir(parents=True, exist_ok=True)
+        self.experiment_dir.mkdir(parents=True, exist_ok=True)
+
+        # Find out now, not after the first round, whether logs can be written. Append twice: the
+        # first call creates the file, and every storage can do that.
         try:
-            for _ in range(2):  # an empty file can be appended to everywhere
+            for _ in range(2):
                 self.append(f"{self.tmp}/try", "x\n")
-        except (BadFile, PermissionError) as error:
-            todo = "an rclone mount needs --vfs-cache-mode writes"
-            raise StoreError(f"{self.base}: files cannot be appended to there: {todo}") from error
-        self.delete(self.tmp)
+        except (InvalidFileError, PermissionError) as error:
+            advice = "an rclone mount needs --vfs-cache-mode writes"
+            raise StoreError(
+                f"{self.experiment_dir}: files cannot be appended to there: {advice}"
+            ) from error
+        self.delete(self.tmp)  # with everything that a killed process left in it
 
-    def check_mounted(self) -> None:
-        """OSError where the experiment's folder cannot be listed: an unmounted drive."""
-        self._seen.clear()  # what is mounted next may hold other folders
-        try:
-            os.listdir(self.base)
-        except OSError as error:
-            raise OSError(errno.ENOTCONN, f"{error.strerror}: not mounted?", str(self.base)) from error
+    def load_or_create_config(self, settings: dict | None = None) -> dict | None:
+        """Return the settings that the experiment began with: those in config.json, or else
+        `settings`, which are written to it. Returns None if there are neither.
 
-    def at(self, path: str, make: bool = False) -> Path:
-        """Where a file lies, after a look at each folder on the way; make: what is missing of them is made.
-
-        A link, or a file, in the place of a folder is BadFile; with `make` it makes room.
+        Raises StoreError if the file cannot be used or the folder belongs to another program.
         """
-        *folders, name = path.split("/")
-        here = self.base
-        for part in folders:
-            here = here / part
-            if here in self._seen:
+        # Read the config, or be the first to write it.
+        exists = self.experiment_dir.is_dir()
+        try:
+            saved = self.read_json("config.json") if exists else None
+            if saved is None and settings:
+                data = dump_json({"layout": LAYOUT_VERSION, **settings}, indent=1)
+                self.write_once("config.json", data, fsync=True)
+                saved = self.read_json("config.json")  # of two first writers, one counts for both
+        except InvalidFileError as error:
+            path = self.experiment_dir / "config.json"
+            advice = "wait, restore it or start a new EXPERIMENT_NAME"
+            raise StoreError(f"{path}: {error}; {advice}") from error
+
+        # rl-swarm's Google Drive mode names its folders round_5; this program pads the number.
+        names = self.list_names("rollouts") if self.experiment_dir.is_dir() else []
+        is_unpadded = any(re.fullmatch(r"round_\d{1,5}", name) for name in names)
+        if is_unpadded or (saved is not None and saved.get("layout") != LAYOUT_VERSION):
+            reason = "was written by another program, or another version; nothing was changed"
+            raise StoreError(f"{self.experiment_dir} {reason}: start a new EXPERIMENT_NAME")
+        return saved
+
+    # -- rounds
+
+    def current_round(self) -> int:
+        """The highest open round, -1 if there is none. Only names count: one listing is enough."""
+        newest = -1
+        for name in self.list_names("state/rounds"):
+            match = re.fullmatch(r"round_(\d{6})\.[\w.-]+\.json", name, re.ASCII)
+            if match:
+                newest = max(newest, int(match[1]))
+        return newest
+
+    def open_round(self, round_: int, by: str) -> None:
+        """Declare that this round and all before it are open. Two nodes may open the same round."""
+        state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
+        self.write_once(f"{round_dir('state/rounds', round_)}.{by}.json", state)
+        self.write_atomic("state/current_state.json", state)  # for people
+
+    # -- rollouts
+
+    def publish_rollouts(
+        self, round_: int, stage: int, node_id: str, metadata: dict, groups: dict
+    ) -> bool:
+        """Write a node's rollout file. Returns False if a valid one exists already.
+
+        groups: {"0": {"task", "seed", "prompt", "answer", "completions"}, "1": …}
+        """
+        data = {
+            "format": ROLLOUT_FORMAT_VERSION,
+            "peer_id": node_id,
+            "round": round_,
+            "stage": stage,
+            "timestamp": time.time(),
+            **metadata,
+            "rollouts": groups,
+        }
+
+        def is_valid(existing: bytes) -> bool:
+            parse_rollouts(parse_json(existing), round_, stage, node_id)
+            return True
+
+        path = f"{round_dir('rollouts', round_, stage)}/{node_id}.json"
+        return self.write_once(path, data, is_valid)
+
+    def fetch_rollouts(
+        self, round_: int, stage: int, node_id: str, max_bytes: int = MAX_JSON_BYTES
+    ) -> list[dict]:
+        """Read a peer's groups. Their structure is checked here, their content is not.
+
+        Raises InvalidFileError with the reason if they cannot be used.
+        """
+        path = f"{round_dir('rollouts', round_, stage)}/{node_id}.json"
+        data = self.read_json(path, max_bytes)
+        if data is None:
+            raise InvalidFileError("listed but not readable yet")
+        groups = parse_rollouts(data, round_, stage, node_id)
+        self._last_activity[node_id] = data["timestamp"]
+        return groups
+
+    def prune_rollouts(self, before_round: int, archive: bool) -> None:
+        """Delete the rollouts of all rounds before this one, or move them to archives/."""
+        shared = DriveStore(self.root, None)
+        for round_ in self.list_rounds("rollouts"):
+            if round_ >= before_round:
                 continue
-            if make:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(here)
-            if not stat.S_ISDIR(os.lstat(here).st_mode):
-                if not make:
-                    raise BadFile("not in a folder of this experiment")
-                here.unlink()
-                os.mkdir(here)
-            self._seen.add(here)
-        return here / name
+            path = round_dir("rollouts", round_)
 
-    def names(self, path: str) -> list[str]:
-        """Names in a folder, sorted; none if there is no such folder."""
-        try:
-            return sorted(os.listdir(self.at(f"{path}/-").parent))
-        except (FileNotFoundError, BadFile):
-            self.check_mounted()
-            return []
+            # Move the whole round aside. Every node may try; the first one succeeds.
+            if archive:
+                name = self.experiment_dir.name
+                target = shared.resolve(f"archives/{name}/{path}", mkdir=True)
+                if os.path.lexists(target):  # from a deleted experiment of the same name
+                    target = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
+                with contextlib.suppress(FileNotFoundError):  # another node was faster
+                    self.resolve(path).rename(target)
 
-    def open(self, path: str, mode: str = "rb"):
-        """Open a regular file to read (rb) or append (a+b); a FIFO or a link in its place is BadFile.
+            self.delete(path)
 
-        FileNotFoundError if it is not there, another OSError if the experiment's folder is not either.
+    # -- rewards
+
+    def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
+        """Publish a node's reward and metrics. Returns False if a valid file exists already."""
+        metadata = {"node_id": node_id, "round": round_, "stage": stage}
+
+        def is_valid(existing: bytes) -> bool:
+            return parse_reward(parse_json(existing), **metadata) is not None
+
+        path = f"{round_dir('rewards', round_, stage)}/{node_id}.json"
+        return self.write_once(path, {**metadata, "timestamp": time.time(), **data}, is_valid)
+
+    def read_rewards(self, round_: int, node_ids) -> list[dict]:
+        """The valid reward files that `node_ids` submitted in a round, stage by stage."""
+        # How many stages the round has is known from the names of its directories.
+        stages = []
+        for name in self.list_names(round_dir("rewards", round_)):
+            match = re.fullmatch(r"stage_(0|[1-9]\d?)", name, re.ASCII)
+            if match:
+                stages.append(int(match[1]))
+
+        # Read the file of each node that has one.
+        rewards = []
+        for stage in sorted(stages):
+            for node_id in self.list_nodes("rewards", round_, stage):
+                if node_id not in node_ids:
+                    continue
+                path = f"{round_dir('rewards', round_, stage)}/{node_id}.json"
+                data = self.read_json_matching(path) or {}
+                reward = parse_reward(data, node_id=node_id, round=round_, stage=stage)
+                if reward is not None:  # an invalid one may still be on its way
+                    self._last_activity[node_id] = reward["timestamp"]
+                    rewards.append(reward)
+        return rewards
+
+    # -- nodes
+
+    def register(self, node_ids: list[str], role: str, metadata: dict) -> str:
+        """Register the nodes of one process. Returns the id of the new session.
+
+        A session id begins with the time in milliseconds. It sorts after every earlier session of
+        these nodes, also where another machine's wall clock is ahead.
         """
-        flags = os.O_RDONLY if mode == "rb" else os.O_RDWR | os.O_APPEND | os.O_CREAT
-        try:
-            where = self.at(path, make=mode != "rb")
-            descriptor = os.open(where, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-        except FileNotFoundError:
-            self.check_mounted()
-            raise
-        except OSError as error:
-            if error.errno in NOT_A_FILE:
-                raise BadFile("not a regular file that this user may use") from error
-            raise
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode) and (mode == "rb" or found.st_size < MAX_LOG_BYTES):
-            return os.fdopen(descriptor, mode)
-        os.close(descriptor)
-        raise BadFile("not a regular file that this user may use")
+        # Choose a session id that is later than all earlier ones of these nodes.
+        previous = "0"
+        for node_id, session in self.latest_sessions().items():
+            if node_id in node_ids:
+                previous = max(previous, session)
+        milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
+        session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
 
-    def find(self, path: str) -> Path | None:
-        """Where a regular file lies that a library will open itself; None if there is none."""
-        try:
-            full = self.at(path)
-            return full if stat.S_ISREG(os.lstat(full).st_mode) else None
-        except (FileNotFoundError, BadFile):
-            self.check_mounted()
-            return None
+        # One file for each node, under a name that nobody else uses.
+        for node_id in node_ids:
+            data = {
+                "node_id": node_id,
+                "role": role,
+                "session": session,
+                "registered_at": time.time(),
+                **metadata,
+            }
+            self.write_once(f"peers/{node_id}.{session}.json", data)
+        return session
 
-    def read_bytes(self, path: str, max_bytes: int) -> bytes | None:
-        """A file's contents, None if it is not there; BadFile if it is larger than max_bytes."""
-        try:
-            with self.open(path) as file:
-                data = file.read(max_bytes + 1)
-        except FileNotFoundError:
-            return None
-        if len(data) > max_bytes:
-            raise BadFile(f"larger than {max_bytes} bytes")
-        return data
+    def latest_sessions(self) -> dict[str, str]:
+        """{node_id: its latest session} of all nodes that ever registered. One listing."""
+        sessions = {}
+        for name in self.list_names("peers"):  # sorted: a node's last session comes last
+            match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
+            if match and is_safe_name(match[1]):
+                sessions[match[1]] = match[2]
+        return dict(sorted(sessions.items()))
 
-    def read(self, path: str, max_bytes: int = MAX_ABOUT_BYTES) -> dict | None:
-        """One JSON object; None if there is no such file, BadFile (counted) if it is unusable.
+    def write_heartbeat(
+        self, node_id: str, session: str, round_: int, state: str = "running"
+    ) -> None:
+        """Show that a node is alive. state: running, or done or stopped when it exits."""
+        data = {
+            "node_id": node_id,
+            "time": time.time(),
+            "session": session,
+            "round": round_,
+            "state": state,
+        }
+        self.write_atomic(f"heartbeats/{node_id}.json", data)
 
-        A file that fails (EIO, ESTALE) while the experiment's folder can be listed is unusable, too.
+    def node_status(self, node_id: str, session: str, stale_after: float) -> str:
+        """Return "exited", "alive" or "dead".
+
+        A node has exited if the heartbeat of its latest session says so. Otherwise it is alive if
+        its registration, its heartbeat or its newest file read here is younger than `stale_after`
+        seconds. Ages are taken by the wall clocks, which must agree within that time.
         """
-        try:
-            data = self.read_bytes(path, max_bytes)
-            return None if data is None else parse_json(data)
-        except OSError as error:
-            self.check_mounted()
-            why = f"cannot be read ({error.strerror})"
-        except BadFile as error:
-            why = str(error)
-        self.skipped[why] += 1
-        raise BadFile(why)
+        # Read the heartbeat again unless that was done a moment ago.
+        read_at, heartbeat = self._heartbeat_cache.get(node_id, (-math.inf, {}))
+        if time.monotonic() - read_at > min(HEARTBEAT_CACHE_SECONDS, stale_after / 8):
+            heartbeat = self.read_json_matching(f"heartbeats/{node_id}.json", node_id=node_id) or {}
+            self._heartbeat_cache[node_id] = (time.monotonic(), heartbeat)
 
-    def read_matching(self, path: str, **identity) -> dict | None:
-        """Somebody's file that says of itself what its path says; None if absent, unusable or another's."""
-        try:
-            data = self.read(path) or {}
-        except BadFile:
-            return None
-        return data if identity.items() <= data.items() else None
+        # A goodbye counts only if the latest session has said it.
+        if heartbeat.get("session") == session and heartbeat.get("state") in ("done", "stopped"):
+            return "exited"
 
-    def write(self, path: str, data, sync: bool = False) -> None:
-        """Write a file in place of an older one: readers see the old one, or none, or the whole new one.
+        # One recent sign of life is enough. The heartbeat alone may show late on a slow drive.
+        registered_at = int(session[:13] or 0) / 1000
+        for timestamp in (registered_at, heartbeat.get("time"), self._last_activity.get(node_id)):
+            if is_finite_number(timestamp) and abs(time.time() - timestamp) < stale_after:
+                return "alive"
+        return "dead"
 
-        data: a dict, bytes, or a function that writes the file at the path it is given. sync: the file is on
-        the disk before it has its name. What is no file and has the name is deleted.
+    # -- listings
+
+    def list_rounds(self, kind: str) -> list[int]:
+        """Rounds that have a directory below `kind` (rollouts, rewards, checkpoints), ascending."""
+        names = self.list_names(kind)
+        return [int(name[6:]) for name in names if re.fullmatch(r"round_\d{6}", name, re.ASCII)]
+
+    def list_nodes(self, kind: str, round_: int, stage: int) -> list[str]:
+        """Nodes that have a file NODE.json in a stage's directory, sorted.
+
+        The copies that sync clients make, "n1 (1).json" or "n1.sync-conflict-….json", do not count.
         """
-        with self._temp_file(data, sync) as temp:
+        node_ids = []
+        for name in self.list_names(round_dir(kind, round_, stage)):
+            node_id = name.removesuffix(".json")
+            is_copy = ".sync-conflict-" in name
+            if name.endswith(".json") and is_safe_name(node_id) and not is_copy:
+                node_ids.append(node_id)
+        return node_ids
+
+    def list_checkpoints(self, process: str) -> dict[int, str]:
+        """{round: path} of this process's checkpoints, the newest first."""
+        name = f"{process}.safetensors"
+        checkpoints = {}
+        for round_ in reversed(self.list_rounds("checkpoints")):
+            if name in self.list_names(round_dir("checkpoints", round_)):
+                checkpoints[round_] = f"{round_dir('checkpoints', round_)}/{name}"
+        return checkpoints
+
+    # -------- Atomic files ------------------------------------------------------------------------
+
+    def write_atomic(self, path: str, data, fsync: bool = False) -> None:
+        """Write a file in place of an older one. Readers see the old file or the whole new one.
+
+        data: a dict, bytes, or a function that writes a file at the path that it is given.
+        fsync: the contents reach the disk before the file gets its name.
+        A link, a FIFO or a folder of this name is replaced.
+        """
+        with self._temp_file(data, fsync) as temp:
             self._replace(temp, path)
 
-    def write_once(self, path: str, data, is_valid=parse_json, sync: bool = False) -> bool:
-        """`write`, unless a valid file has this name already: False then. is_valid: judges a file's bytes.
+    def write_once(self, path: str, data, is_valid=None, fsync: bool = False) -> bool:
+        """Write a file that must never change afterwards. Returns False if a valid file already has
+        this name.
 
-        Of several writers the first one wins; without hard links, of two at the same moment the last.
+        is_valid: decides, from the existing file's bytes, whether it counts; an invalid one is
+        replaced. The default is `parse_json`, which raises if the bytes are no JSON object.
         """
-        with self._temp_file(data, sync) as temp:
+        with self._temp_file(data, fsync) as temp:
             try:
-                os.link(temp, self.at(path, make=True))  # atomic, and fails where there is a file
-            except OSError:  # there is one, or the storage has no links
-                if self._has_valid(path, is_valid):
+                os.link(temp, self.resolve(path, mkdir=True))  # atomic; fails if the name is taken
+            except OSError:  # the name is taken, or the storage has no hard links
+                if self._is_valid_file(path, is_valid or parse_json):
                     return False
                 self._replace(temp, path)
         return True
 
+    def write_directory(self, path: str, write) -> None:
+        """Write several files into the directory `path`, each as `write_atomic` would.
+
+        write: a function that fills the empty directory that it is given, without subdirectories.
+        """
+        temp = f"{self.tmp}/{secrets.token_hex(8)}"
+        directory = self.resolve(f"{temp}/-", mkdir=True).parent
+        try:
+            write(directory)
+            for file in sorted(directory.iterdir()):
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+                self._replace(file, f"{path}/{file.name}")
+        finally:
+            self.delete(temp)
+
     @contextlib.contextmanager
-    def _temp_file(self, data, sync: bool):
-        temp = self.at(f"{self.tmp}/{secrets.token_hex(8)}", make=True)
+    def _temp_file(self, data, fsync: bool):
+        """Write `data` to a new file in tmp/ and yield its path. The file is deleted at the end."""
+        temp = self.resolve(f"{self.tmp}/{secrets.token_hex(8)}", mkdir=True)
         try:
             if callable(data):
                 data(temp)
+            elif isinstance(data, dict):
+                temp.write_bytes(dump_json(data))
             else:
-                temp.write_bytes(to_json(data) if isinstance(data, dict) else data)
-            if sync:
+                temp.write_bytes(data)
+            if fsync:
                 with open(temp, "rb") as file:
                     os.fsync(file.fileno())
             yield temp
         except OSError:
-            self._seen.clear()  # perhaps a folder is gone
+            self._checked_dirs.clear()  # a directory may have gone
             raise
         finally:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
 
     def _replace(self, temp: Path, path: str) -> None:
-        full = self.at(path, make=True)
+        target = self.resolve(path, mkdir=True)
         try:
-            os.replace(temp, full)
+            os.replace(temp, target)
         except IsADirectoryError:
             self.delete(path)
-            os.replace(temp, full)
+            os.replace(temp, target)
 
-    def _has_valid(self, path: str, is_valid) -> bool:
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # BadFile, or what is_valid cannot read
-            old = self.read_bytes(path, MAX_JSON_BYTES)
-            return old is not None and bool(is_valid(old))
-        return False
+    def _is_valid_file(self, path: str, is_valid) -> bool:
+        try:
+            existing = self.read_bytes(path, MAX_JSON_BYTES)
+            return existing is not None and bool(is_valid(existing))
+        except (ValueError, KeyError, TypeError):  # is_valid may raise on what somebody else wrote
+            return False
 
     def append(self, path: str, text: str) -> None:
-        """Append lines to a log. What a failed try wrote is cut off first, a line that a kill tore is closed.
+        """Append whole lines to a log.
 
-        What is no file and has its name is deleted.
+        First truncate what a failed attempt left behind, and terminate a line that a crash cut off.
+        A link, a FIFO or a folder of this name is replaced.
         """
         try:
             file = self.open(path, "a+b")
-        except BadFile:
+        except InvalidFileError:
             self.delete(path)
             file = self.open(path, "a+b")
+
         with file:
-            size = self._length_before.setdefault(path, os.fstat(file.fileno()).st_size)
+            # The length before the first attempt stays known until an attempt succeeds.
+            size = self._append_offsets.setdefault(path, os.fstat(file.fileno()).st_size)
             file.truncate(size)
-            torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
-            file.write(("\n" if torn else "").encode() + text.encode("utf-8", "replace"))
-        del self._length_before[path]  # a full disk shows when the file is closed
+            is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+            file.write(("\n" if is_torn else "").encode() + text.encode("utf-8", "replace"))
+        del self._append_offsets[path]  # only now: a full disk shows when the file is closed
 
     def delete(self, path: str) -> None:
-        """Delete a file, a link, or a folder with all that is in it."""
-        with contextlib.suppress(FileNotFoundError, BadFile):
-            full = self.at(path)
-            if stat.S_ISDIR(os.lstat(full).st_mode):
-                shutil.rmtree(full, ignore_errors=True)  # follows no links
-                self._seen.clear()
+        """Delete a file, a link, or a directory with everything in it."""
+        with contextlib.suppress(FileNotFoundError, InvalidFileError):
+            target = self.resolve(path)
+            if stat.S_ISDIR(os.lstat(target).st_mode):
+                shutil.rmtree(target, ignore_errors=True)  # follows no links
+                self._checked_dirs.clear()
             else:
-                os.unlink(full)
+                os.unlink(target)
 
-    def rounds(self, kind: str) -> list[int]:
-        """Rounds that have a folder below `kind` (rollouts, rewards, checkpoints), ascending."""
-        return [int(n[6:]) for n in self.names(kind) if re.fullmatch(r"round_\d{6}", n, re.ASCII)]
+    # -- reading
 
-    def nodes(self, kind: str, round_: int, stage: int) -> list[str]:
-        """Nodes that have a file NODE.json in a stage's folder; copies such as "n1 (1).json" do not match."""
-        files = [n for n in self.names(bucket(kind, round_, stage)) if n.endswith(".json")]
-        return [n[:-5] for n in files if is_name(n[:-5]) and ".sync-conflict-" not in n]
+    def read_json(self, path: str, max_bytes: int = MAX_METADATA_BYTES) -> dict | None:
+        """Read one JSON object. Returns None if there is no such file.
 
-    # -- the experiment, its clock, and who is here
-
-    def open_config(self, settings: dict | None = None) -> dict | None:
-        """What the experiment was started with: the file there, else `settings`, which are written.
-
-        StoreError if the file cannot be used, or the folder is another program's.
+        Raises InvalidFileError, and counts it, if the file cannot be used. That includes a file
+        that fails (EIO, ESTALE) while the experiment's folder can be listed.
         """
         try:
-            began_with = self.read("config.json") if self.base.is_dir() else None
-            if began_with is None and settings:
-                data = to_json({"layout": LAYOUT, **settings}, indent=1)
-                self.write_once("config.json", data, sync=True)
-                began_with = self.read("config.json")  # if two were first at once, one file counts for both
-        except BadFile as error:
-            todo = "wait, restore it or start a new EXPERIMENT_NAME"
-            raise StoreError(f"{self.base / 'config.json'}: {error}; {todo}") from error
-        names = self.names("rollouts") if self.base.is_dir() else []
-        unpadded = any(re.fullmatch(r"round_\d{1,5}", name) for name in names)
-        if unpadded or (began_with is not None and began_with.get("layout") != LAYOUT):
-            why = "was written by another program, or another version; nothing was changed"
-            raise StoreError(f"{self.base} {why}: start a new EXPERIMENT_NAME")
-        return began_with
+            data = self.read_bytes(path, max_bytes)
+            return None if data is None else parse_json(data)
+        except OSError as error:
+            self.check_mounted()
+            reason = f"cannot be read ({error.strerror})"
+        except InvalidFileError as error:
+            reason = str(error)
+        self.invalid_files[reason] += 1
+        raise InvalidFileError(reason)
 
-    def clock(self) -> int:
-        """The highest open round, -1 if there is none. Only names count, so one listing is enough."""
-        pattern = re.compile(r"round_(\d{6})\.[\w.-]+\.json", re.ASCII)
-        found = map(pattern.fullmatch, self.names("state/rounds"))
-        return max((int(match[1]) for match in found if match), default=-1)
+    def read_json_matching(self, path: str, **metadata) -> dict | None:
+        """Read a JSON object that must contain `metadata`. Returns None if the file is missing or
+        invalid, or does not contain it."""
+        try:
+            data = self.read_json(path) or {}
+        except InvalidFileError:
+            return None
+        return data if metadata.items() <= data.items() else None
 
-    def open_round(self, round_: int, by: str) -> None:
-        """Declare this round open, and all before it. Two writers of one round do no harm."""
-        state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
-        self.write_once(f"{bucket('state/rounds', round_)}.{by}.json", state)
-        self.write("state/current_state.json", state)
+    def read_bytes(self, path: str, max_bytes: int) -> bytes | None:
+        """Read a whole file. Returns None if it is missing.
 
-    def sessions(self) -> dict[str, str]:
-        """Newest session of every node that ever registered, from names alone: one listing."""
-        pattern = re.compile(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", re.ASCII)
-        found = [match.groups() for name in self.names("peers") if (match := pattern.fullmatch(name))]
-        return dict(sorted(pair for pair in found if is_name(pair[0])))  # of a node's sessions the last
-
-    def register(self, nodes: list[str], role: str, about: dict) -> str:
-        """Announce a new session of these nodes of one process; returns its id.
-
-        It begins with the time in milliseconds, and sorts after every session seen of them.
+        Raises InvalidFileError if it is larger than max_bytes.
         """
-        previous = max((session for node, session in self.sessions().items() if node in nodes), default="0")
-        session = f"{max(int(time.time() * 1000), int(previous[:13]) + 1):013d}-{secrets.token_hex(4)}"
-        for node in nodes:
-            data = {"node_id": node, "role": role, "session": session, "registered_at": time.time(), **about}
-            self.write_once(f"peers/{node}.{session}.json", data)
-        return session
+        try:
+            with self.open(path) as file:
+                data = file.read(max_bytes + 1)
+        except FileNotFoundError:
+            return None
+        if len(data) > max_bytes:
+            raise InvalidFileError(f"larger than {max_bytes} bytes")
+        return data
 
-    def heartbeat(self, node: str, session: str, round_: int, state: str = "running") -> None:
-        """A sign of life; state: running, done or stopped."""
-        data = {"node_id": node, "time": time.time(), "session": session, "round": round_, "state": state}
-        self.write(f"heartbeats/{node}.json", data)
+    def open(self, path: str, mode: str = "rb"):
+        """Open a regular file to read ("rb") or to append ("a+b").
 
-    def life(self, node: str, session: str, stale_after: float) -> str:
-        """ "left" if the node's newest session said goodbye, "live" if a sign of it is fresh, else "dead".
-
-        Signs are its registration, its heartbeat and the last of its files that was read, by the wall clock:
-        clocks must agree within stale_after seconds.
+        Raises InvalidFileError for a FIFO, a link or a directory, FileNotFoundError if the file is
+        missing, and another OSError if the experiment's folder is missing, too.
         """
-        read_at, beat = self._beats.get(node, (-math.inf, {}))
-        if time.monotonic() - read_at > min(LOOK_AGAIN_SECONDS, stale_after / 8):
-            beat = self.read_matching(f"heartbeats/{node}.json", node_id=node) or {}
-            self._beats[node] = time.monotonic(), beat
-        if beat.get("session") == session and beat.get("state") in ("done", "stopped"):
-            return "left"
-        signs = [int(session[:13] or 0) / 1000, beat.get("time"), self._heard.get(node)]
-        fresh = any(is_number(sign) and abs(time.time() - sign) < stale_after for sign in signs)
-        return "live" if fresh else "dead"
+        is_reading = mode == "rb"
+        flags = os.O_RDONLY if is_reading else os.O_RDWR | os.O_APPEND | os.O_CREAT
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO would wait for its other end
+        try:
+            descriptor = os.open(self.resolve(path, mkdir=not is_reading), flags, 0o666)
+        except FileNotFoundError:
+            self.check_mounted()
+            raise
+        except OSError as error:
+            if error.errno in NOT_REGULAR_FILE_ERRNOS:
+                raise InvalidFileError("not a regular file that this user may use") from error
+            raise
 
-    # -- rollouts, rewards, checkpoints
+        # Check what was opened, not the name: the name may mean another file by now.
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and (is_reading or status.st_size < MAX_LOG_BYTES):
+            return os.fdopen(descriptor, mode)
+        os.close(descriptor)
+        raise InvalidFileError("not a regular file that this user may use")
 
-    def publish(self, round_: int, stage: int, node: str, about: dict, groups: dict) -> bool:
-        """Write a rollout file; groups: {"0": {task, seed, prompt, answer, completions}, …}."""
-        data = {"format": FORMAT, "peer_id": node, "round": round_, "stage": stage, "timestamp": time.time()}
-        place = f"{bucket('rollouts', round_, stage)}/{node}.json"
-        data |= {**about, "rollouts": groups}
-        return self.write_once(place, data, lambda old: check_rollouts(parse_json(old), round_, stage, node))
+    def existing_file(self, path: str) -> Path | None:
+        """Full path of a regular file that a library will open itself. None if it is missing."""
+        try:
+            target = self.resolve(path)
+            return target if stat.S_ISREG(os.lstat(target).st_mode) else None
+        except (FileNotFoundError, InvalidFileError):
+            self.check_mounted()
+            return None
 
-    def fetch(self, round_: int, stage: int, node: str, max_bytes: int = MAX_JSON_BYTES) -> list[dict]:
-        """A peer's groups, their structure checked, their truth not; BadFile says why there are none."""
-        data = self.read(f"{bucket('rollouts', round_, stage)}/{node}.json", max_bytes)
-        if data is None:
-            raise BadFile("listed, but not there yet")
-        groups = check_rollouts(data, round_, stage, node)
-        self._heard[node] = data["timestamp"]
-        return groups
+    def list_names(self, path: str) -> list[str]:
+        """Names in a directory, sorted. An empty list if there is no such directory."""
+        try:
+            return sorted(os.listdir(self.resolve(f"{path}/-").parent))
+        except (FileNotFoundError, InvalidFileError):
+            self.check_mounted()
+            return []
 
-    def retire_rollouts(self, before_round: int, archive: bool) -> None:
-        """Delete, or move to archives/, the rollouts of all rounds before this one."""
-        shared = DriveStore(self.root, None)
-        for path in [bucket("rollouts", r) for r in self.rounds("rollouts") if r < before_round]:
-            if archive:
-                aside = shared.at(f"archives/{self.base.name}/{path}", make=True)
-                if os.path.lexists(aside):  # of an experiment of this name that was deleted
-                    aside = aside.with_name(f"{aside.name}.{secrets.token_hex(4)}")
-                with contextlib.suppress(FileNotFoundError):  # another node was faster
-                    self.at(path).rename(aside)
-            self.delete(path)
+    def resolve(self, path: str, mkdir: bool = False) -> Path:
+        """Full path of a file in the experiment. Refuses symbolic links among its parents.
 
-    def submit_reward(self, round_: int, stage: int, node: str, data: dict) -> bool:
-        """Publish a node's reward of a round and stage; the first one that makes sense counts."""
-        about = {"node_id": node, "round": round_, "stage": stage}
-        place = f"{bucket('rewards', round_, stage)}/{node}.json"
-        data = {**about, "timestamp": time.time(), **data}
-        return self.write_once(place, data, lambda old: sane_reward(parse_json(old), **about))
+        Each parent is checked when it is first used, and again after an outage. With mkdir=True
+        missing parents are created, and a link or a file in the place of one makes room for it.
+        Without, it raises InvalidFileError.
+        """
+        *parents, name = path.split("/")
+        current = self.experiment_dir
+        for parent in parents:
+            current = current / parent
+            if current in self._checked_dirs:
+                continue
 
-    def rewards(self, round_: int, nodes) -> list[dict]:
-        """The reward files of `nodes` in a round that make sense, stage by stage."""
-        names = self.names(bucket("rewards", round_))
-        rows = []
-        for stage in sorted(int(n[6:]) for n in names if re.fullmatch(r"stage_(0|[1-9]\d?)", n, re.ASCII)):
-            for node in [n for n in self.nodes("rewards", round_, stage) if n in nodes]:
-                found = self.read_matching(f"{bucket('rewards', round_, stage)}/{node}.json") or {}
-                row = sane_reward(found, node_id=node, round=round_, stage=stage)
-                if row is not None:  # else it may be on its way
-                    self._heard[node] = row["timestamp"]
-                    rows.append(row)
-        return rows
+            if mkdir:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(current)
 
-    def checkpoints(self, process: str) -> dict[int, str]:
-        """{round: path} of this process's checkpoints, the newest first."""
-        name, found = f"{process}.safetensors", {}
-        for round_ in reversed(self.rounds("checkpoints")):
-            if name in self.names(bucket("checkpoints", round_)):
-                found[round_] = f"{bucket('checkpoints', round_)}/{name}"
-        return found
+            # A planted link would lead outside the experiment.
+            if not stat.S_ISDIR(os.lstat(current).st_mode):
+                if not mkdir:
+                    raise InvalidFileError("not in a folder of this experiment")
+                current.unlink()
+                os.mkdir(current)
+            self._checked_dirs.add(current)
+        return current / name
 
-
-# -------- What a stranger's file may look like ------------------------------------------------------------
-
-
-def is_number(value) -> bool:
-    """A finite int or float. True and False are no numbers here, nor is an integer too large for a float."""
-    return type(value) in (int, float) and abs(value) < 1e300  # nan is less than nothing
+    def check_mounted(self) -> None:
+        """Raise OSError if the experiment's folder cannot be listed: the drive is not mounted."""
+        self._checked_dirs.clear()  # another drive may be mounted next
+        try:
+            os.listdir(self.experiment_dir)
+        except OSError as error:
+            reason = f"{error.strerror}: not mounted?"
+            raise OSError(errno.ENOTCONN, reason, str(self.experiment_dir)) from error
 
 
-def sane_reward(data: dict, **about) -> dict | None:
-    """`about` and the numbers of a reward file (64 at most), None if they make no sense."""
-    numbers = [n for n in data if is_number(data[n]) and re.fullmatch(r"\w{1,40}", n, re.ASCII)]
-    row = {name: data[name] for name in numbers[:64]} | about
-    sane = 0 <= row.get("reward", -1) <= 1 and 0 < row.get("timestamp", 0) < 1e11
-    return row if sane and about.items() <= data.items() else None
+# -------- Parsing untrusted files -----------------------------------------------------------------
 
 
-def check_rollouts(data: dict, round_: int, stage: int, node: str) -> list[dict]:
-    """Structure of a rollout file -> its groups; BadFile with the reason if any of it is out of bounds.
+def is_safe_name(name: str) -> bool:
+    """Whether `name` may become part of a path: 1 to 64 letters, digits, ".", "_" or "-"."""
+    return re.fullmatch(r"[A-Za-z0-9_-]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?", name) is not None
 
-    A group: {key: (round, stage, node, index), task, seed, prompt, answer, completions: [{response, finished,
-    reward}]}; answer and reward are the writer's own: for people, never to learn from.
+
+def is_finite_number(value) -> bool:
+    """Whether `value` is a finite int or float. Booleans and integers beyond floats are not."""
+    return type(value) in (int, float) and abs(value) < 1e300  # nan < 1e300 is False
+
+
+def parse_json(data: bytes) -> dict:
+    """Parse one JSON object.
+
+    Raises InvalidFileError for anything that no file of this program contains: NaN, Infinity,
+    1e400, lone surrogates, deep nesting, huge integers.
     """
 
-    def need(condition, reason):
+    def parse_finite(digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            raise ValueError(f"{digits} is not a finite number")
+        return value
+
+    # Bound the number of Python objects before any is created.
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_JSON_ELEMENTS:
+        raise InvalidFileError("too many elements")
+
+    try:
+        parsed = json.loads(
+            data.decode("utf-8"), parse_constant=parse_finite, parse_float=parse_finite
+        )
+        json.dumps(parsed, ensure_ascii=False).encode(
+            "utf-8"
+        )  # "\ud800" parses but cannot be saved
+    except (ValueError, RecursionError) as error:
+        raise InvalidFileError("not valid JSON" if data else "empty file") from error
+
+    if not isinstance(parsed, dict):
+        raise InvalidFileError("not a JSON object")
+    return parsed
+
+
+def dump_json(data: dict, indent: int | None = None) -> bytes:
+    """dict -> JSON. indent=1, for people, takes ten times as long: the fast encoder has none."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent)
+    return text.encode("utf-8", "replace")
+
+
+def parse_reward(data: dict, **metadata) -> dict | None:
+    """The numbers of a reward file, 64 at most, together with `metadata`.
+
+    Returns None if the file does not agree with `metadata`, or if its reward or timestamp is out of
+    range.
+    """
+    # Keep only numbers with plain names: they become columns of tables and curves of plots.
+    numbers = {}
+    for name, value in data.items():
+        if len(numbers) == 64:
+            break
+        if is_finite_number(value) and re.fullmatch(r"\w{1,40}", name, re.ASCII):
+            numbers[name] = value
+
+    # The metadata must agree with the file's path, and the reward must be one.
+    row = numbers | metadata
+    in_range = 0 <= row.get("reward", -1) <= 1 and 0 < row.get("timestamp", 0) < 1e11
+    return row if in_range and metadata.items() <= data.items() else None
+
+
+def parse_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:
+    """Check the structure of a rollout file and return its groups.
+
+    A group: {"key": (round, stage, node_id, index), "task", "seed", "prompt", "answer",
+    "completions": [{"response", "finished", "reward"}]}. The answer and the rewards are claims of
+    the peer. They are shown to people and never used for learning.
+
+    Raises InvalidFileError with the reason if anything has the wrong type or is out of bounds.
+    """
+
+    def require(condition, reason: str) -> None:
         if not condition:
-            raise BadFile(reason)
+            raise InvalidFileError(reason)
 
-    def text(value, longest=MAX_TEXT_CHARS):
-        return isinstance(value, str) and len(value) <= longest
+    def is_text(value, max_chars: int = MAX_TEXT_CHARS) -> bool:
+        return isinstance(value, str) and len(value) <= max_chars
 
-    said = [data.get(name) for name in ("format", "peer_id", "round", "stage")]
-    need(said == [FORMAT, node, round_, stage], "another format, or not what its path says")
-    need(is_number(data.get("timestamp")), "timestamp is no number")
-    rollouts, groups = data.get("rollouts"), []
-    need(isinstance(rollouts, dict), "no groups")
+    # The file must say what its path says.
+    header = [data.get(name) for name in ("format", "peer_id", "round", "stage")]
+    expected = [ROLLOUT_FORMAT_VERSION, node_id, round_, stage]
+    require(header == expected, "another format, or its contents do not match its path")
+    require(is_finite_number(data.get("timestamp")), "timestamp is not a number")
+    rollouts = data.get("rollouts")
+    require(isinstance(rollouts, dict), "rollouts is not an object")
+
+    groups = []
     for index, group in rollouts.items():
-        need(re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII) and isinstance(group, dict), "no group")
-        task, seed, prompt, completions = (group.get(k) for k in ("task", "seed", "prompt", "completions"))
-        need(text(task, 64) and text(prompt), "task or prompt is no text, or too long")
-        need(type(seed) is int and 0 <= seed < MAX_SEED, "seed out of range")  # True is an int, but no seed
-        need(isinstance(completions, list) and len(completions) in GROUP_SIZES, "group size out of range")
-        for each in completions:
-            need(isinstance(each, dict) and is_number(each.get("reward", 0)), "no completion")
-            need(text(each.get("response")), "response is no text, or too long (MAX_NEW_TOKENS)")
-            need(isinstance(each.get("finished"), bool), "finished is no boolean")
-        key, kept = (round_, stage, node, int(index)), ("response", "finished", "reward")
-        completions = [{name: each.get(name, 0) for name in kept} for each in completions]
-        about = {"key": key, "task": task, "seed": seed, "prompt": prompt}
-        groups.append({**about, "answer": str(group.get("answer"))[:64], "completions": completions})
+        # The question.
+        is_index = re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII)
+        require(is_index and isinstance(group, dict), "a group is not an object with an index")
+        task, seed, prompt = group.get("task"), group.get("seed"), group.get("prompt")
+        require(is_text(task, 64), "task is not a string, or too long")
+        require(is_text(prompt), "prompt is not a string, or too long")
+        require(type(seed) is int and 0 <= seed < MAX_SEED, "seed out of range")  # True is an int
+
+        # Its completions. Only the three keys that are read here are kept.
+        completions = []
+        listed = group.get("completions")
+        require(isinstance(listed, list) and len(listed) in GROUP_SIZES, "group size out of range")
+        for each in listed:
+            require(isinstance(each, dict), "a completion is not an object")
+            require(is_finite_number(each.get("reward", 0)), "reward is not a number")
+            require(is_text(each.get("response")), "response is not a string, or too long")
+            require(isinstance(each.get("finished"), bool), "finished is not a boolean")
+            completions.append(
+                {
+                    "response": each["response"],
+                    "finished": each["finished"],
+                    "reward": each.get("reward", 0),
+                }
+            )
+
+        groups.append(
+            {
+                "key": (round_, stage, node_id, int(index)),
+                "task": task,
+                "seed": seed,
+                "prompt": prompt,
+                "answer": str(group.get("answer"))[:64],
+                "completions": completions,
+            }
+        )
     return groups
+
+
+# -------- Retry and polling -----------------------------------------------------------------------
+
+COORDINATOR_ID = "coordinator"  # the node_id of the one coordinator that an experiment may have
+
+
+class RetryingStore:
+    """A DriveStore whose calls are repeated until the folder can be reached.
+
+    That is safe because every method of DriveStore may be called twice.
+
+    on_event(kind, text): called once when an outage begins and once when it is over.
+    signals: `signals.requested` is true when the user wants to stop.
+    """
+
+    def __init__(self, store: DriveStore, on_event, signals):
+        self.store = store
+        self.on_event = on_event
+        self.signals = signals
+
+    def __getattr__(self, name):
+        attribute = getattr(self.store, name)
+        if not callable(attribute):
+            return attribute
+        return lambda *args, **kwargs: self.retry(attribute, *args, **kwargs)
+
+    def retry(self, call, *args, **kwargs):
+        """Call `call(…)` again after each OSError, with pauses of 0.5 to 5 seconds.
+
+        Raises KeyboardInterrupt if the user stops during an outage: no round can be finished and
+        no checkpoint written then.
+        """
+        started = time.monotonic()
+        pause = 0.5
+        while True:
+            try:
+                result = call(*args, **kwargs)
+                break
+            except OSError as error:
+                if pause == 0.5:
+                    reason = printable(error, 200)
+                    self.on_event("outage", f"the shared folder fails ({reason}); waiting for it")
+
+                # Pause in small steps, so that Ctrl-C works during an outage.
+                wake_at = time.monotonic() + pause
+                while time.monotonic() < wake_at:
+                    if self.signals.requested:
+                        raise KeyboardInterrupt from error
+                    time.sleep(0.1)
+                pause = min(2 * pause, 5.0)
+
+        if pause > 0.5:
+            seconds = time.monotonic() - started
+            self.on_event("outage over", f"the shared folder is back after {seconds:.0f} s")
+        return result
+
+
+def poll_sleep(poll_started: float) -> float:
+    """Sleep as long as the last poll took, between 20 ms and 2 s.
+
+    Returns the time of poll and sleep together. A poll counts as at most 2 s, so an outage is not
+    charged to the peers.
+    """
+    poll_seconds = min(2.0, time.monotonic() - poll_started)
+    pause = max(0.02, poll_seconds)
+    time.sleep(pause)
+    return poll_seconds + pause
+
+
+def heartbeat_interval(stale_after: float) -> float:
+    """Seconds between two heartbeats, well below the silence after which a node counts as dead."""
+    return min(10.0, stale_after / 8)
+
+
+def worker_ids(sessions) -> list[str]:
+    """The workers among registered nodes, sorted: all but the coordinator."""
+    return sorted(set(sessions) - {COORDINATOR_ID})
+
+
+def printable(value, width: int = 100) -> str:
+    """Text from a stranger, safe for a terminal: cut to `width`, control characters as "?"."""
+    return "".join(char if char.isprintable() else "?" for char in str(value)[:width])

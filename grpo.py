@@ -1,27 +1,30 @@
-"""GRPO for one learner: sample completions of a question, score them, turn the rewards into a gradient.
+"""GRPO for one learner: sample completions of a question, score them, and turn the rewards into a
+gradient.
 
-Read from the top: advantages -> loss -> update -> log-probabilities -> sampling. That is GRPO; it ends with
-`generate_batch`. Below it: how the model is run, memory, tasks and rewards, models, the warm start.
+Read from the top: advantages and loss, the update, log-probabilities, sampling. That is GRPO, and
+it ends at the banner "Speed only". Below the banner stand the same computations made faster, then
+memory, tasks and rewards, the tokenizer and the models, the warm start, and tensors in files.
 
 Symbols in the comments of this file:
     N  questions (groups) in a batch        P  prompt length in tokens (left-padded to the longest)
     G  completions of one question          T  completion length in tokens (right-padded)
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
 
-Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1); 1, 2, 4 as in SAPO:
-1. no KL penalty and no reference model;
-2. asymmetric clipping, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1);
-3. the default loss is a mean over all tokens of the batch (DAPO, section 3.3), not over completions;
-4. old_logp is the *current* policy's, taken at the start of an update, also for completions that another
-   model wrote: they are treated as if this policy had sampled them.
-With num_iterations=1, the default, the ratio is therefore exactly 1: nothing is clipped, the gradient is that
-of A log p, and the loss itself says little (0 for equally long completions): watch the reward.
+Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2
+and 4 are as in SAPO:
+1. There is no KL penalty and no reference model.
+2. Clipping is asymmetric, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1).
+3. The default loss is a mean over all tokens of the batch, not over completions (DAPO, section
+   3.3).
+4. The old log-probabilities are those of the *current* policy at the start of the update, also for
+   completions that another model wrote. These are treated as if this policy had sampled them.
+With NUM_ITERATIONS=1, the default, the ratio is therefore exactly 1 and nothing is clipped. The
+gradient equals REINFORCE's, that of A log p, and the value of the loss is not informative (it is 0
+for equally long completions); watch the reward.
 """
 
 import contextlib
 import ctypes
-import decimal
-import difflib
 import functools
 import hashlib
 import itertools
@@ -30,57 +33,58 @@ import math
 import os
 import random
 import re
-import time
+import traceback
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from dataclasses import dataclass, field, replace
 
-import reasoning_gym
 import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
-from reasoning_gym.arithmetic import basic_arithmetic
-from reasoning_gym.code.contrib.bfit.Compiler import Optimizer as bf_optimizer
-from reasoning_gym.logic.propositional_logic import Expression
-from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from torch.utils.checkpoint import checkpoint as recompute
+from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
 transformers.utils.logging.disable_progress_bar()
 
-ADVANTAGE_EPSILON = 1e-4  # keeps a group with a tiny spread from blowing up (TRL uses the same value)
-MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
-
 
 @dataclass
 class Group:
-    """One question with all its completions, in token ids: the unit of advantages, sharing and updates.
+    """One question with its G completions, the unit of advantages, of sharing and of updates.
 
-    prompt       (P,) ids
-    completions  G lists of ids, each at least one long; the first EOS, where there is one, is the last id
+    prompt       (P,) token ids
+    completions  G lists of token ids, none of them empty; an EOS, if there is one, is the last id
     rewards      (G,) in [0, 1]; computed in this process, never a peer's claim
+    question     the Question that was asked
+    texts        G strings, the completions as text
+    finished     G booleans, whether the model ended the completion itself
+    key          of an external group: (round, stage, node_id, index)
     """
 
     prompt: list[int]
     completions: list[list[int]]
     rewards: list[float]
+    question: "Question | None" = None
+    texts: list[str] = field(default_factory=list)
+    finished: list[bool] = field(default_factory=list)
+    key: tuple | None = None
 
     @property
     def is_informative(self) -> bool:
-        """Whether it teaches anything: its rewards differ; else it is flat. [1, 1]: False, [0, 1]: True."""
+        """Whether the group gives a gradient: its rewards differ. [1, 1]: False, [0, 1]: True."""
         return max(self.rewards) - min(self.rewards) > 1e-6
 
 
-# -------- Advantages and loss -----------------------------------------------------------------------------
+# -------- Advantages and loss ---------------------------------------------------------------------
+
+ADVANTAGE_EPSILON = 1e-4  # keeps advantages bounded where rewards hardly differ (as in TRL)
 
 
 def group_advantages(rewards: list[float]) -> list[float]:
-    """A_i = (r_i - mean) / (std + 1e-4) in one group, std with Bessel's correction; zeros if it is flat.
+    """A_i = (r_i - mean) / (std + 1e-4) within one group; zeros if all rewards are equal.
 
-    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]   (DeepSeekMath, section 4.1.2; details as in TRL)
+    The standard deviation has Bessel's correction (DeepSeekMath, section 4.1.2; details as in TRL).
+    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
     """
     if max(rewards) - min(rewards) <= 1e-6:
         return [0.0] * len(rewards)
@@ -89,375 +93,596 @@ def group_advantages(rewards: list[float]) -> list[float]:
     return ((r - r.mean()) / (r.std(unbiased=True) + ADVANTAGE_EPSILON)).tolist()
 
 
-def row_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
-    """How much one token of each completion counts: for the whole update, so that no split changes the loss.
+def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
+    """Per-token loss weight of each completion.
 
-    lengths: (B,) tokens of all completions of the *whole* update, flat groups included. Returns (B,) float64.
-    dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens), as Dr. GRPO does.
+    The weights are normalised over the whole update, so that the split into micro-batches does not
+    change the gradient.
+
+    lengths: (B,) tokens of all completions of the *whole* update, groups without information
+    included. Returns (B,) float64.
+    dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens).
     """
     lengths = lengths.to(torch.float64)
-    rows = len(lengths)
-    divisors = {"dapo": lengths.sum(), "grpo": rows * lengths, "dr_grpo": rows * max_new_tokens}
-    return torch.ones_like(lengths) / divisors[loss_type]
+    batch_size = len(lengths)
+    if loss_type == "dapo":
+        divisors = lengths.sum()
+    elif loss_type == "grpo":
+        divisors = batch_size * lengths
+    else:
+        divisors = batch_size * max_new_tokens
+    return torch.ones_like(lengths) / divisors
 
 
-def grpo_loss(logp, old_logp, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
-    """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `row_weights`.
+def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
+    """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `loss_weights`.
 
-    logp, old_logp, mask: (B, T); advantages, weights: (B,). Where old_logp is logp.detach() the ratio is 1,
-    the gradient A times that of logp. Returns (loss, number of clipped tokens), both scalar tensors.
+    logprobs, old_logprobs, mask: (B, T); advantages, weights: (B,).
+    Returns (loss, number of clipped tokens), both scalar tensors.
+
+    If old_logprobs is logprobs.detach(), the ratio is 1 and the gradient is A times that of
+    logprobs.
     """
-    ratio = torch.exp(logp - old_logp)  # (B, T)
+    ratio = torch.exp(logprobs - old_logprobs)  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)
+
+    # The smaller of the two terms: the policy gains nothing by moving beyond the clip range.
     unclipped = ratio * a
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
-    return (token_loss * mask * weights.unsqueeze(1)).sum(), ((clipped < unclipped) & mask.bool()).sum()
+
+    loss = (token_loss * mask * weights.unsqueeze(1)).sum()
+    num_clipped = ((clipped < unclipped) & mask.bool()).sum()
+    return loss, num_clipped
 
 
-# -------- The update --------------------------------------------------------------------------------------
+# -------- The update ------------------------------------------------------------------------------
+
+MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
 
 
-def update(
-    model, optimizer, groups: list[Group], *, max_new_tokens: int, temperature=1.0, loss_type="dapo",
-    clip_low=0.2, clip_high=0.28, num_iterations=1, max_rows=2**30, pad_id=0, dtype=torch.float32,
-) -> dict:  # fmt: skip
-    """One GRPO update on local and external groups alike: `num_iterations` steps on the same completions.
+@dataclass
+class UpdateBatch:
+    """The completions of an update, B rows in the order of `groups`.
 
-    Flat groups cost no forward pass but count in the denominator. max_rows: completions per forward pass.
-    Returns loss (first step), clip_fraction (mean), grad_norm (last step, before the clip), trained_tokens,
-    max_rows (what fitted), logps (informative groups', per token).
+    advantages, weights: (B,); old_logprobs: (B, T), written in the first step.
     """
-    lengths = torch.tensor([len(c) for g in groups for c in g.completions])  # (B,), flat groups included
-    informative = torch.tensor([g.is_informative for g in groups for _ in g.completions])
-    weights = row_weights(lengths, loss_type, max_new_tokens)[informative]  # from here on B counts their rows
-    lengths, groups = lengths[informative], [g for g in groups if g.is_informative]
-    stats = dict(loss=0.0, clip_fraction=0.0, grad_norm=0.0, trained_tokens=int(lengths.sum()))
-    advantages = torch.tensor([a for g in groups for a in group_advantages(g.rewards)])  # (B,)
-    old_logp = torch.zeros(len(lengths), max(lengths.tolist(), default=0), device=model.device)  # (B, T)
-    model.eval()  # dropout off: log-probs of one policy must not depend on chance
 
-    def accumulate(rows_at_once: int, is_first_step: bool):
-        """Gradient of the whole batch, micro-batch by micro-batch; returns (loss, clipped tokens)."""
-        optimizer.zero_grad()
-        total = torch.zeros(2, dtype=torch.float64)
-        for pairs, rows in micro_batches(groups, rows_at_once):
-            logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
-            if is_first_step:  # the policy has not moved yet
-                old_logp[rows, : logp.shape[1]] = logp.detach()
-            old, a, w = old_logp[rows, : logp.shape[1]], advantages[rows].to(logp), weights[rows].to(logp)
-            loss, clipped = grpo_loss(logp, old, a, mask, w, clip_low, clip_high)
-            loss.backward()
-            total += torch.stack([loss, clipped]).detach().cpu()
-        return total.tolist()
+    groups: list[Group]
+    advantages: torch.Tensor
+    weights: torch.Tensor
+    old_logprobs: torch.Tensor
 
-    for step in range(num_iterations if groups else 0):  # with none, Adam's momentum would move the weights
-        once = functools.partial(accumulate, is_first_step=step == 0)
-        (loss, clipped), max_rows = halving_on_oom(once, max_rows, len(lengths), "the update")
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        if not torch.isfinite(norm):
+
+def update_policy(
+    model, optimizer, groups: list[Group], config, pad_id: int, max_rows: int
+) -> dict:
+    """One GRPO update on own and external groups alike: NUM_ITERATIONS steps on the same
+    completions.
+
+    config: the update's settings (LOSS_TYPE, MAX_NEW_TOKENS, TEMPERATURE, CLIP_LOW, CLIP_HIGH,
+    NUM_ITERATIONS, DTYPE). max_rows: completions per forward pass. Groups without information cost
+    no forward pass, but their tokens count in the loss's denominator.
+
+    Returns metrics: loss of the first step, clip_fraction (mean), grad_norm of the last step before
+    clipping, trained_tokens, max_rows as it fitted into memory, and logprobs, the mean
+    log-probability per token of each completion that was trained on.
+    """
+    # The loss weights are normalised over the whole update, so that the gradient does not depend
+    # on how it is split into micro-batches.
+    lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
+    informative = torch.tensor(
+        [group.is_informative for group in groups for _ in group.completions]
+    )
+    weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)[informative]  # (B,)
+
+    # From here on, B counts the completions of informative groups only. Without any, there is no
+    # step: one with a zero gradient would still move the weights, through Adam's momentum.
+    lengths = lengths[informative]
+    groups = [group for group in groups if group.is_informative]
+    metrics = {
+        "loss": 0.0,
+        "clip_fraction": 0.0,
+        "grad_norm": 0.0,
+        "trained_tokens": int(lengths.sum()),
+    }
+    if not groups:
+        return metrics | {"max_rows": max_rows, "logprobs": []}
+
+    advantages = torch.tensor([a for group in groups for a in group_advantages(group.rewards)])
+    old_logprobs = torch.zeros(len(lengths), int(lengths.max()))  # (B, T)
+    batch = UpdateBatch(groups, advantages, weights, old_logprobs)
+    model.eval()  # dropout off: log-probabilities of one policy must not depend on chance
+
+    for step in range(config.NUM_ITERATIONS):
+        # Gradient of the whole batch, in smaller pieces if memory runs out.
+        attempt = functools.partial(
+            accumulate_gradients, model, optimizer, batch, config, pad_id, is_first_step=step == 0
+        )
+        (loss, num_clipped), max_rows = retry_with_smaller_batch(
+            attempt, max_rows, len(lengths), "the update"
+        )
+
+        # A step on a gradient that is not finite would destroy the weights for good.
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        if not torch.isfinite(grad_norm):
             print("non-finite gradient: the rest of this update is skipped", flush=True)
             break
-        optimizer.step()  # needs no memory of its own, see new_optimizer
-        stats |= {"grad_norm": norm.item(), "loss": stats["loss"] if step else loss}
-        stats["clip_fraction"] += clipped / (stats["trained_tokens"] * num_iterations)
+        optimizer.step()
+
+        if step == 0:
+            metrics["loss"] = loss
+        metrics["grad_norm"] = grad_norm.item()
+        num_trained = metrics["trained_tokens"] * config.NUM_ITERATIONS
+        metrics["clip_fraction"] += num_clipped / num_trained
     optimizer.zero_grad()
-    return {**stats, "max_rows": max_rows, "logps": (old_logp.sum(1).cpu() / lengths).tolist()}
+
+    mean_logprobs = batch.old_logprobs.sum(1) / lengths
+    return metrics | {"max_rows": max_rows, "logprobs": mean_logprobs.tolist()}
 
 
-def computing_in(dtype, model):
-    """A context to compute in `dtype`. The weights stay float32: a bfloat16 one would lose small steps."""
-    return torch.autocast(model.device.type, dtype, enabled=dtype != torch.float32)
+def accumulate_gradients(
+    model, optimizer, batch: UpdateBatch, config, pad_id: int, is_first_step: bool, max_rows: int
+) -> list[float]:
+    """Compute the gradient of the whole batch, `max_rows` completions at a time.
 
-
-# -------- Log-probabilities, with gradient ----------------------------------------------------------------
-
-
-def sequence_logps(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
-    """The plain way: log-probabilities (B, T) and mask (B, T) of completions, each after its prompt in a row.
-
-    Padding stands on the right only. `shared_prompt_logps` below gives the same numbers.
+    Returns [loss, number of clipped tokens]. On the first step the policy has not moved yet, so its
+    log-probabilities become the old ones for every later step.
     """
-    pairs = list(zip(prompts, completions, strict=True))
-    ids, _ = right_pad([p + c for p, c in pairs], pad_id, model.device)  # (B, P+T)
-    # (B, P+T): what each position predicts, -1 where that is not scored
-    targets, _ = right_pad([[-1] * (len(p) - 1) + c + [-1] for p, c in pairs], -1, model.device)
+    optimizer.zero_grad()
+    totals = torch.zeros(2, dtype=torch.float64)
+    for prompts_and_completions, rows in micro_batches(batch.groups, max_rows):
+        # The same numbers as `completion_logprobs` below, with each prompt computed once.
+        logprobs, mask = completion_logprobs_shared_prompt(
+            model, prompts_and_completions, config, pad_id
+        )  # (b, t): the rows of this micro-batch, as long as the longest of them
+        length = logprobs.shape[1]
+        if is_first_step:
+            batch.old_logprobs[rows, :length] = logprobs.detach().cpu()
+
+        loss, num_clipped = grpo_loss(
+            logprobs,
+            batch.old_logprobs[rows, :length].to(logprobs),
+            batch.advantages[rows].to(logprobs),
+            mask,
+            batch.weights[rows].to(logprobs),
+            config.CLIP_LOW,
+            config.CLIP_HIGH,
+        )
+        loss.backward()
+        totals += torch.stack([loss, num_clipped]).detach().cpu()
+    return totals.tolist()
+
+
+# -------- Log-probabilities, the plain way --------------------------------------------------------
+
+
+def completion_logprobs(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
+    """Log-probability of each token of B completions, each in a row with its own prompt.
+
+    Returns logprobs (B, T) and mask (B, T), with zeros where the mask is False. Prompt and
+    completion are contiguous, and padding stands on the right only, so no token is scored from a
+    padding position. `completion_logprobs_shared_prompt` computes the same numbers faster.
+    """
+    rows = []
+    targets = []  # the token that each position predicts, -1 where that is not scored
+    for prompt, completion in zip(prompts, completions, strict=True):
+        rows.append(prompt + completion)
+        targets.append([-1] * (len(prompt) - 1) + completion + [-1])
+    ids, _ = right_pad(rows, pad_id, model.device)  # (B, P+T)
+    targets, _ = right_pad(targets, -1, model.device)  # (B, P+T)
     _, mask = right_pad(completions, pad_id, model.device)  # (B, T)
-    hidden, _ = forward_hidden(model, ids)
-    logp = token_logps(model, hidden[targets >= 0], targets[targets >= 0], temperature)
-    return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, logp), mask
 
-
-def shared_prompt_logps(model, pairs, temperature: float, pad_id: int = 0, dtype=torch.float32):
-    """The same numbers, G times less work on prompts. pairs: [(prompt, its completions), …].
-
-    A group shares its prompt: it is run once, its KV cache is repeated for each completion *with gradient*,
-    and only the completions go through the model again.
-    """
-    targets, mask = right_pad([c for _, completions in pairs for c in completions], pad_id, model.device)
-    sizes = torch.tensor([len(completions) for _, completions in pairs], device=model.device)  # (N,)
-    with computing_in(dtype, model):
-        last, cache, prompt_mask = prefill(model, [prompt for prompt, _ in pairs], pad_id, sizes)
-        hidden = last.repeat_interleave(sizes, 0).unsqueeze(1)  # (B, 1, H): predicts the first tokens
-        if targets.shape[1] > 1:  # no real token sees the padding on its right: no mask for it
-            rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
-            hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H): position t predicts token t
-        scored = token_logps(model, hidden[mask], targets[mask], temperature)
+    # Score only the positions that predict a token of a completion.
+    hidden, _ = forward_hidden(model, ids)  # (B, P+T, H)
+    is_scored = targets >= 0
+    scored = token_logprobs(model, hidden[is_scored], targets[is_scored], temperature)
     return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, scored), mask
 
 
-def token_logps(model, hidden, targets, temperature: float):
-    """log p(target) under softmax(logits / temperature), in float32. hidden: (S, H), targets: (S,) -> (S,).
+def token_logprobs(model, hidden, targets, temperature: float):
+    """log p(target) under softmax(logits / temperature), in float32.
 
-    The temperature must be the one that sampled. More than LOGIT_ELEMENTS logits are made in chunks, and made
-    again in the backward pass rather than kept.
+    hidden: (S, H), targets: (S,) -> (S,). The temperature must be the one that sampled. With more
+    than MAX_LOGIT_ELEMENTS logits they are computed in chunks, and once more in the backward pass
+    instead of being kept.
     """
-
-    def logps(h, y):
-        return -F.cross_entropy(head_logits(model, h) / temperature, y, reduction="none")
-
-    chunk = max(1, LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
+    chunk = max(1, MAX_LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
     if len(targets) <= chunk:
-        return logps(hidden, targets)
-    pieces = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    return torch.cat([recompute(logps, h, y, use_reentrant=False) for h, y in pieces])
+        return chunk_logprobs(model, hidden, targets, temperature)
+
+    pieces = []
+    for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        pieces.append(
+            recompute_in_backward(chunk_logprobs, model, h, y, temperature, use_reentrant=False)
+        )
+    return torch.cat(pieces)
 
 
-# -------- Sampling ----------------------------------------------------------------------------------------
+def chunk_logprobs(model, hidden, targets, temperature: float):
+    """`token_logprobs` of one chunk."""
+    logits = lm_head_logits(model, hidden) / temperature  # (S, V)
+    return -F.cross_entropy(logits, targets, reduction="none")
 
 
-def sample_tokens(logits, noise, temperature: float):
-    """One token per row by inverting the cumulative distribution: the first id where it exceeds the noise.
+def lm_head_logits(model, hidden):
+    """(..., H) -> logits (..., V) in float32.
 
-    logits: (B, V) float32; noise: (B,) uniform in [0, 1). The full softmax at `temperature`, no top-k or
-    top-p: the loss scores the same distribution. Noise is given: what a row draws depends on no other row.
+    A softmax of bfloat16 logits would be off by 0.025; of logits that are cast first, by 0.004.
     """
-    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
-    target = noise.unsqueeze(1) * cumulative[:, -1:]  # the last entry is 1 up to rounding
-    return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
-
-
-@torch.no_grad()
-def generate(
-    model, prompts: list[list[int]], num_generations: int, max_new_tokens: int, temperature: float, eos_ids,
-    rng, pad_id=0, max_rows=None, dtype=torch.float32, answered=None,
-) -> list[list[list[int]]]:  # fmt: skip
-    """Sample G completions of each of N prompts: N lists of G lists of ids, with the EOS that was sampled.
-
-    A completion ends with any of eos_ids, or where answered(its ids so far) is true, if that is given.
-    rng: a CPU torch.Generator. max_rows: completions decoded together (None: all), a group is never split;
-    the tokens do not depend on it but for rounding, because each row has its own column of noise.
-    """
-    rows = len(prompts) * num_generations
-    noise = torch.rand(max_new_tokens, rows, generator=rng).to(model.device)  # every device draws the same
-    at_once = max(1, (max_rows or rows) // num_generations)  # prompts per batch
-    batches = [prompts[i : i + at_once] for i in range(0, len(prompts), at_once)]
-    model.eval()
-    completions = []
-    for batch, columns in zip(batches, noise.split(at_once * num_generations, dim=1), strict=True):
-        with computing_in(dtype, model):
-            completions += generate_batch(model, batch, columns, temperature, eos_ids, pad_id, answered)
-    return [completions[i : i + num_generations] for i in range(0, rows, num_generations)]
-
-
-def generate_batch(model, prompts, noise, temperature, eos_ids, pad_id=0, answered=None) -> list[list[int]]:
-    """One batch of `generate`, token by token: each prompt is run once, its cache repeated. noise: (T, B)."""
-    device, (steps, rows) = model.device, noise.shape
-    copies = rows // len(prompts)  # G
-    hidden, cache, mask = prefill(model, prompts, pad_id, copies)
-    logits = head_logits(model, hidden).repeat_interleave(copies, 0)  # (B, V)
-    eos = torch.tensor(sorted(eos_ids), device=device)
-    out = torch.full((rows, steps), -1, device=device)  # -1: nothing sampled
-    alive = torch.arange(rows, device=device)  # row of the batch -> row of `out`
-    running = torch.ones(rows, dtype=torch.bool, device=device)  # unfinished? Finished rows leave in bulk
-    for step in range(steps):
-        token = sample_tokens(logits, noise[step, alive], temperature)  # (rows alive,)
-        out[alive, step] = torch.where(running, token, -1)
-        running &= ~torch.isin(token, eos)
-        if answered is not None:
-            so_far = zip(running.tolist(), out[alive, : step + 1].tolist(), strict=True)
-            running = torch.tensor([on and not answered(ids) for on, ids in so_far], device=device)
-        left = int(running.sum())
-        if left == 0 or step == steps - 1:
-            break
-        if left <= 0.75 * len(alive):  # copying the cache costs about a step: worth it for a quarter
-            cache.batch_select_indices(running.nonzero().squeeze(1))
-            mask = None if mask is None else mask[running]
-            alive, token, running = alive[running], token[running], running[running]
-        hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
-        logits = head_logits(model, hidden[:, -1])
-    return [[t for t in row if t >= 0] for row in out.tolist()]
-
-
-# -------- Running the model: one way for all of the above -------------------------------------------------
-
-MIN_COMMON_TOKENS = 16  # a common start of all prompts that is shorter is not worth a forward pass of its own
-CACHE_ARGUMENT = (  # of a model's forward: transformers 5.24 renamed it
-    "cache" if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache") else "past_key_values"
-)
-LOGIT_ELEMENTS = 2**25  # (tokens x vocabulary) logits of the update made at once: 128 MiB a copy in float32
-
-
-class ComputeCache(transformers.DynamicCache):
-    """Keys and values in the compute type: under autocast rotary embeddings leave the keys in float32."""
-
-    def update(self, keys, values, *args, **kwargs):
-        # Attention casts them to this type in any case.
-        keys, values = (x.to(torch.get_autocast_dtype(x.device.type)) for x in (keys, values))
-        return super().update(keys, values, *args, **kwargs)
-
-
-def forward_hidden(model, ids, mask=None, cache=None):
-    """Last hidden states (rows, length, H) of `ids` (rows, length), and the KV cache that now contains them.
-
-    mask: (rows, up to cached + length), 1 = real token (as all beyond its end), 0 = padding, not counted as a
-    position. None where rows have no padding before their last real token: fast causal kernels.
-    """
-    if cache is None:
-        new_cache = ComputeCache if torch.is_autocast_enabled(ids.device.type) else transformers.DynamicCache
-        cache = new_cache(config=model.config)
-    past = cache.get_seq_length()
-    if mask is None:
-        positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
-    else:
-        mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
-    out = model.base_model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{CACHE_ARGUMENT: cache}
-    )
-    return out.last_hidden_state, cache
-
-
-def head_logits(model, hidden):
-    """(..., H) -> logits (..., V) in float32: a softmax of bfloat16 ones is off by 0.025, not by 0.004."""
     logits = model.get_output_embeddings()(hidden).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def prefill(model, prompts: list[list[int]], pad_id: int, copies):
-    """Run N prompts once each. Returns last hidden states (N, H), KV cache of B rows, mask (B, P) or None.
+def autocast_context(dtype: str, model):
+    """A context that computes in `dtype`, "float32" or "bfloat16".
 
-    copies: rows of the cache per prompt, a number or (N,). What all prompts begin with (a chat model's system
-    prompt) is run once for all.
+    The weights stay float32, because small steps of the optimizer are lost in a bfloat16 weight.
     """
-    # At most all but the last token, whose hidden state is asked for. The function takes any sequences.
-    common = len(os.path.commonprefix([p[:-1] for p in prompts]))
-    if len(prompts) == 1 or common < MIN_COMMON_TOKENS or counts_slots(model.config):
-        common = 0
-    ids, mask = left_pad([p[common:] for p in prompts], pad_id, model.device)
-    cache = None
-    if common:
-        _, cache = forward_hidden(model, torch.tensor([prompts[0][:common]], device=model.device))
-        cache.batch_repeat_interleave(len(prompts))
-        mask = None if mask is None else F.pad(mask, (common, 0), value=1)
-    hidden, cache = forward_hidden(model, ids, mask, cache)
-    cache.batch_repeat_interleave(copies)
-    return hidden[:, -1], cache, None if mask is None else mask.repeat_interleave(copies, 0)
-
-
-def counts_slots(config) -> bool:
-    """Whether padding counts as distance (sliding windows, MPT's ALiBi): then none may stand in a prompt."""
-    slides = any(transformers.DynamicCache(config=config).is_sliding)
-    return slides or config.model_type in ("gpt_neo", "mpt")
+    return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
 def right_pad(rows: list[list[int]], pad_id: int, device):
-    """Rows as a batch: ids (B, T), mask (B, T), True = real token. [[7], [8, 9]] -> [[7, pad], [8, 9]]."""
+    """Rows as a batch: ids (B, T) and mask (B, T), True for real tokens.
+
+    [[7], [8, 9]] -> [[7, pad], [8, 9]]
+    """
     width = max(map(len, rows))
-    ids = torch.tensor([r + [pad_id] * (width - len(r)) for r in rows], device=device)
-    return ids, torch.tensor([[True] * len(r) + [False] * (width - len(r)) for r in rows], device=device)
+    ids = []
+    mask = []
+    for row in rows:
+        padding = width - len(row)
+        ids.append(row + [pad_id] * padding)
+        mask.append([True] * len(row) + [False] * padding)
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-def left_pad(prompts: list[list[int]], pad_id: int, device):
-    """The same, padded on the left: none between prompt and completion. No mask if nothing is padded."""
-    ids, mask = right_pad([p[::-1] for p in prompts], pad_id, device)
-    return ids.flip(1), None if mask.all() else mask.flip(1).long()
+# -------- Sampling --------------------------------------------------------------------------------
+
+
+def sample_tokens(logits, uniforms, temperature: float):
+    """Draw one token per row by inverting the cumulative distribution: the first token id whose
+    cumulative probability exceeds the row's random number.
+
+    logits: (B, V) float32; uniforms: (B,) in [0, 1). It samples from the full softmax at
+    `temperature`, without top-k or top-p, because the loss scores the same distribution. The random
+    numbers come from outside, so that the draw of a row does not depend on the other rows.
+    """
+    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
+    target = uniforms.unsqueeze(1) * cumulative[:, -1:]  # the last entry is 1 up to rounding
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)  # (B,)
+    return token.clamp(max=logits.shape[1] - 1)
 
 
 @torch.no_grad()
-def mean_logps(
-    model, groups: list[Group], *, temperature=1.0, max_rows=2**30, pad_id=0, dtype=torch.float32
-) -> tuple[list[float], int]:
-    """Mean log-probability per token of every completion, in order, without gradient; and what fitted."""
-    rows = sum(len(group.completions) for group in groups)
+def generate(
+    model,
+    prompts: list[list[int]],
+    num_generations: int,
+    config,
+    seed: int,
+    eos_ids: set[int],
+    pad_id: int = 0,
+    stop_fn=None,
+    max_rows: int | None = None,
+) -> list[list[list[int]]]:
+    """Sample G completions for each of N prompts. Returns N lists of G lists of token ids.
 
-    def attempt(rows_at_once: int):
-        means = torch.zeros(rows)
-        for pairs, index in micro_batches(groups, rows_at_once):
-            logp, mask = shared_prompt_logps(model, pairs, temperature, pad_id, dtype)
-            means[index] = (logp.sum(1) / mask.sum(1)).cpu()
-        return means.tolist()
+    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. A completion ends with any of eos_ids, which is
+    then its last id, or where stop_fn(its ids so far) is true. max_rows: completions decoded
+    together (None: all); a group is never split. The result does not depend on it, up to rounding,
+    because each row has its own column of random numbers.
+    """
+    # Draw on the CPU, so that every device samples with the same random numbers.
+    num_rows = len(prompts) * num_generations
+    rng = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(config.MAX_NEW_TOKENS, num_rows, generator=rng).to(model.device)  # (T, B)
+    model.eval()  # dropout off
 
-    return halving_on_oom(attempt, max_rows, rows, "EXTERNAL_FLOOR")
+    # Decode as many groups at once as fit into max_rows.
+    prompts_per_batch = max(1, (max_rows or num_rows) // num_generations)
+    completions = []
+    for first in range(0, len(prompts), prompts_per_batch):
+        batch = prompts[first : first + prompts_per_batch]
+        columns = uniforms[:, first * num_generations : (first + len(batch)) * num_generations]
+        with autocast_context(config.DTYPE, model):
+            completions += generate_batch(
+                model, batch, columns, config.TEMPERATURE, eos_ids, pad_id, stop_fn
+            )
+    return [completions[i : i + num_generations] for i in range(0, num_rows, num_generations)]
 
 
-# -------- Memory ------------------------------------------------------------------------------------------
+def generate_batch(model, prompts, uniforms, temperature, eos_ids, pad_id=0, stop_fn=None):
+    """Sample one completion per row, token by token. Returns B lists of token ids.
 
-# CUDA has an exception of its own for it; MPS and the CPU's allocator only say so.
-OUT_OF_MEMORY = "out of memory|can't allocate memory|not enough memory|Invalid buffer|bad_alloc|ALLOC_FAILED"
+    uniforms: (T, B) numbers in [0, 1), one column per row. Each prompt is prefilled once and its
+    KV cache is repeated for the G completions of its group. Finished rows leave the batch a
+    quarter at a time.
+    """
+    max_tokens, batch_size = uniforms.shape
+    num_generations = batch_size // len(prompts)  # G
+    hidden, cache, mask = prefill(model, prompts, pad_id, num_generations)
+    logits = lm_head_logits(model, hidden).repeat_interleave(num_generations, 0)  # (B, V)
+
+    eos = torch.tensor(sorted(eos_ids), device=model.device)
+    tokens = torch.full((batch_size, max_tokens), -1, device=model.device)  # -1: not sampled
+    unfinished = torch.ones(batch_size, dtype=torch.bool, device=model.device)
+    # Which row of `tokens` does each row of the batch fill? The batch shrinks, `tokens` does not.
+    rows = torch.arange(batch_size, device=model.device)
+
+    for step in range(max_tokens):
+        # Sample. A finished row that is still in the batch computes along; its token is dropped.
+        token = sample_tokens(logits, uniforms[step, rows], temperature)
+        tokens[rows, step] = torch.where(unfinished, token, -1)
+
+        # A row ends with an EOS token or, after solved examples, with its answer tag.
+        unfinished &= ~torch.isin(token, eos)
+        if stop_fn is not None:
+            so_far = tokens[rows, : step + 1].tolist()
+            for i in unfinished.nonzero().flatten().tolist():
+                if stop_fn(so_far[i]):
+                    unfinished[i] = False
+        num_unfinished = int(unfinished.sum())
+        if num_unfinished == 0 or step == max_tokens - 1:
+            break
+
+        # Dropping rows copies the KV cache, which costs about one step. It pays once a quarter is
+        # idle.
+        if num_unfinished <= 0.75 * len(rows):
+            cache.batch_select_indices(unfinished.nonzero().squeeze(1))
+            mask = None if mask is None else mask[unfinished]
+            rows = rows[unfinished]
+            token = token[unfinished]
+            unfinished = unfinished[unfinished]
+
+        hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
+        logits = lm_head_logits(model, hidden[:, -1])
+
+    return [[token for token in row if token >= 0] for row in tokens.tolist()]
+
+
+# ==================================================================================================
+# Speed only: the same numbers, faster
+# ==================================================================================================
+
+MIN_SHARED_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
+MAX_LOGIT_ELEMENTS = 2**25  # logits (tokens x vocabulary) computed at once: 128 MiB in float32
+CACHE_ARGUMENT = "past_key_values"  # the name of the KV cache in a model's forward
+if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
+    CACHE_ARGUMENT = "cache"  # since transformers 5.24
+
+
+def completion_logprobs_shared_prompt(model, prompts_and_completions, config, pad_id: int = 0):
+    """`completion_logprobs` with G times less work on prompts.
+
+    prompts_and_completions: [(prompt, its completions), …]; config: TEMPERATURE and DTYPE.
+    Returns logprobs (B, T) and mask (B, T).
+
+    The completions of a group share their prompt. It is computed once and its KV cache is repeated
+    for each completion *with gradient*, so that only the completions pass through the model again.
+    """
+    prompts = []
+    completions = []
+    group_sizes = []
+    for prompt, group_completions in prompts_and_completions:
+        prompts.append(prompt)
+        completions += group_completions
+        group_sizes.append(len(group_completions))
+    targets, mask = right_pad(completions, pad_id, model.device)  # (B, T)
+    group_sizes = torch.tensor(group_sizes, device=model.device)  # (N,)
+
+    with autocast_context(config.DTYPE, model):
+        # The last hidden state of each prompt predicts the first token of its completions.
+        last, cache, prompt_mask = prefill(model, prompts, pad_id, group_sizes)
+        hidden = last.repeat_interleave(group_sizes, 0).unsqueeze(1)  # (B, 1, H)
+
+        # Token t of a completion predicts token t + 1. Real tokens never see the padding on their
+        # right, so it needs no mask.
+        if targets.shape[1] > 1:
+            rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
+            hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
+        scored = token_logprobs(model, hidden[mask], targets[mask], config.TEMPERATURE)
+    return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, scored), mask
+
+
+@torch.no_grad()
+def mean_logprobs(model, groups: list[Group], config, pad_id: int, max_rows: int) -> list[float]:
+    """Mean log-probability per token of every completion, in the order of `groups`."""
+    means = torch.zeros(sum(len(group.completions) for group in groups))
+    for prompts_and_completions, rows in micro_batches(groups, max_rows):
+        logprobs, mask = completion_logprobs_shared_prompt(
+            model, prompts_and_completions, config, pad_id
+        )
+        means[rows] = (logprobs.sum(1) / mask.sum(1)).cpu()
+    return means.tolist()
+
+
+def prefill(model, prompts: list[list[int]], pad_id: int, rows_per_prompt):
+    """Run N prompts through the model once each.
+
+    rows_per_prompt: a number or (N,), how often the cache of each prompt is repeated.
+    Returns the last hidden states (N, H), the KV cache of B rows, and the mask (B, P) or None.
+    """
+    # Tokens that all prompts begin with, such as a chat model's system prompt, are computed once.
+    # The last token of a prompt is never among them, because its hidden state is wanted.
+    shared = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))
+    is_too_short = len(prompts) == 1 or shared < MIN_SHARED_PREFIX
+    if is_too_short or needs_unpadded_prompts(model.config):
+        shared = 0
+
+    ids, mask = left_pad([prompt[shared:] for prompt in prompts], pad_id, model.device)
+    cache = None
+    if shared > 0:
+        prefix = torch.tensor([prompts[0][:shared]], device=model.device)
+        _, cache = forward_hidden(model, prefix)
+        cache.batch_repeat_interleave(len(prompts))
+        mask = None if mask is None else F.pad(mask, (shared, 0), value=1)
+
+    hidden, cache = forward_hidden(model, ids, mask, cache)
+    cache.batch_repeat_interleave(rows_per_prompt)
+    mask = None if mask is None else mask.repeat_interleave(rows_per_prompt, 0)
+    return hidden[:, -1], cache, mask
+
+
+def forward_hidden(model, ids, mask=None, cache=None):
+    """Run `ids` (rows, length) through the model, after what the KV cache already holds.
+
+    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which takes no
+    position; tokens beyond its end are real. None if no row has padding before its last real token,
+    which allows fast causal kernels.
+    Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
+    """
+    if cache is None:
+        is_autocast = torch.is_autocast_enabled(ids.device.type)
+        new_cache = ComputeCache if is_autocast else transformers.DynamicCache
+        cache = new_cache(config=model.config)
+
+    # Positions count real tokens only, so that padding never changes a log-probability.
+    past = cache.get_seq_length()
+    if mask is None:
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device)
+        positions = positions.expand(ids.shape[0], -1)
+    else:
+        mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+    output = model.base_model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        use_cache=True,
+        **{CACHE_ARGUMENT: cache},
+    )
+    return output.last_hidden_state, cache
+
+
+class ComputeCache(transformers.DynamicCache):
+    """Keys and values in the type of autocast. Rotary embeddings would leave float32 keys."""
+
+    def update(self, keys, values, *args, **kwargs):
+        dtype = torch.get_autocast_dtype(keys.device.type)  # attention casts to it in any case
+        return super().update(keys.to(dtype), values.to(dtype), *args, **kwargs)
+
+
+def needs_unpadded_prompts(config) -> bool:
+    """True if padding shifts relative positions (sliding windows, MPT's ALiBi), so that prompts
+    must not be padded in their middle."""
+    has_window = any(transformers.DynamicCache(config=config).is_sliding)
+    return has_window or config.model_type in ("gpt_neo", "mpt")
+
+
+def left_pad(prompts: list[list[int]], pad_id: int, device):
+    """`right_pad` on the left, so that nothing stands between a prompt and its completion.
+
+    The mask is None if nothing is padded.
+    """
+    ids, mask = right_pad([prompt[::-1] for prompt in prompts], pad_id, device)
+    return ids.flip(1), None if mask.all() else mask.flip(1).long()
+
+
+# -------- Memory ----------------------------------------------------------------------------------
+
+# CUDA raises an exception of its own; MPS and the CPU's allocator only say it in the message.
+OUT_OF_MEMORY = (
+    "out of memory|can't allocate memory|not enough memory|Invalid buffer|bad_alloc|ALLOC_FAILED"
+)
 
 
 def micro_batches(groups: list[Group], max_rows: int):
-    """Yield ([(prompt, completions), …], index of its rows among all B), `max_rows` rows at most.
+    """Split the B completions of all groups into micro-batches of at most max_rows.
 
-    Similar lengths come together; a larger group is cut.
+    Yields ([(prompt, completions), …], indices of these completions among all B). Groups of similar
+    length come together, so that little is padded. A group that is larger than max_rows is cut.
     """
-    starts = [(g, i) for g in groups for i in range(0, len(g.completions), max_rows)]
-    pairs = [(g.prompt, g.completions[i : i + max_rows]) for g, i in starts]
-    sizes = [len(completions) for _, completions in pairs]
-    pieces = zip(pairs, torch.arange(sum(sizes)).split(sizes), strict=True)
-    pieces = sorted(pieces, key=lambda piece: len(piece[0][0]) + max(map(len, piece[0][1])))
-    while pieces:
-        fitting = sum(end <= max_rows for end in itertools.accumulate(len(rows) for _, rows in pieces))
-        pairs, rows = zip(*pieces[:fitting], strict=True)
-        yield pairs, torch.cat(rows)
-        del pieces[:fitting]
+    # Number the completions 0 … B-1 in the order of `groups`, then sort the groups by length.
+    numbered = []  # (length, number of the first completion, group)
+    first_row = 0
+    for group in groups:
+        length = len(group.prompt) + max(map(len, group.completions))
+        numbered.append((length, first_row, group))
+        first_row += len(group.completions)
+    numbered.sort(key=lambda entry: entry[0])
+
+    # Fill one micro-batch after another with whole groups.
+    prompts_and_completions = []
+    rows = []
+    for _, first_row, group in numbered:
+        for start in range(0, len(group.completions), max_rows):
+            part = group.completions[start : start + max_rows]
+            if len(rows) + len(part) > max_rows:
+                yield prompts_and_completions, torch.tensor(rows)
+                prompts_and_completions = []
+                rows = []
+            prompts_and_completions.append((group.prompt, part))
+            rows += range(first_row + start, first_row + start + len(part))
+    if rows:
+        yield prompts_and_completions, torch.tensor(rows)
 
 
-def halving_on_oom(attempt, max_rows: int, rows: int, where: str, smallest: int = 1):
-    """attempt(max_rows); when memory runs out, again with half as many. Returns (its result, what fitted).
+def retry_with_smaller_batch(attempt, max_rows: int, num_rows: int, where: str, smallest: int = 1):
+    """Call attempt(max_rows=…), again with half as many rows each time memory runs out.
 
-    rows: how many there are: halving starts there if max_rows is above. MemoryError where `smallest` fails.
+    num_rows: how many rows there are in all; halving starts there if max_rows is larger.
+    Returns (result of the call, max_rows that fitted). Raises MemoryError if `smallest` fails, too.
     """
     while True:
         try:
-            return attempt(max_rows), max_rows
+            return attempt(max_rows=max_rows), max_rows
         except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and not re.search(OUT_OF_MEMORY, str(error)):
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            if not is_out_of_memory and not re.search(OUT_OF_MEMORY, str(error)):
                 raise
-            if min(max_rows, rows) <= smallest:
-                todo = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
-                raise MemoryError(f"out of memory in {where}: {todo}") from error
-        max_rows = max(smallest, (min(max_rows, rows) + 1) // 2)  # outside the handler: what failed is freed
+            if min(max_rows, num_rows) <= smallest:
+                advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
+                raise MemoryError(f"out of memory in {where}: {advice}") from error
+
+        # Outside the handler, where the memory of the failed attempt has been freed.
+        max_rows = max(smallest, (min(max_rows, num_rows) + 1) // 2)
         print(f"out of memory in {where}: again with {max_rows} completions at once")
 
 
-def rows_that_fit(model, config, available: int) -> int:
-    """Completions per forward pass of the update, roughly; where it is too much, `update` halves it.
+def estimate_micro_batch_size(model, config, available: int) -> int:
+    """Completions per forward pass of the update, roughly. If it is too many, memory runs out once
+    and the batch is halved.
 
-    About 150 bytes of activations per token, layer and hidden unit, in a quarter of the memory. On a CPU what
-    is free at the moment has no say: a run would not repeat bit for bit.
+    config: MICRO_BATCH_SIZE, MAX_NEW_TOKENS, NUM_GENERATIONS and DEVICE; available: bytes.
+    Assumes 150 bytes of activations per token, layer and hidden unit, in a quarter of the memory.
+    On a CPU the memory that happens to be free has no influence, because then a run would not
+    repeat bit for bit.
     """
     if config.MICRO_BATCH_SIZE != "auto":
         return config.MICRO_BATCH_SIZE
-    shape = model.config.get_text_config()
-    row = config.MAX_NEW_TOKENS * shape.num_hidden_layers * shape.hidden_size * 150
-    rows = max(config.NUM_GENERATIONS, int(1.5e9 / row)) if config.DEVICE == "cpu" else available // 4 // row
+
+    text_config = model.config.get_text_config()
+    bytes_per_token = text_config.num_hidden_layers * text_config.hidden_size * 150
+    bytes_per_row = config.MAX_NEW_TOKENS * bytes_per_token
+    if config.DEVICE == "cpu":
+        rows = max(config.NUM_GENERATIONS, int(1.5e9 / bytes_per_row))
+    else:
+        rows = available // 4 // bytes_per_row
     return max(1, min(1024, rows))
 
 
-def devices() -> dict[str, str]:
-    """The devices of this machine, the best first, with the type to compute in."""
-    found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
-    names = [name for name in found if found[name]]
+def available_devices() -> dict[str, str]:
+    """{device: the type to compute in} for the devices of this machine, the best first."""
+    names = []
+    if torch.cuda.is_available():
+        names.append("cuda")
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    names.append("cpu")
     names += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    fast = found["cuda"] and torch.cuda.is_bf16_supported(including_emulation=False)  # not a T4
-    return {name: "bfloat16" if fast and name.startswith("cuda") else "float32" for name in names}
+
+    devices = {}
+    has_bfloat16 = "cuda" in names and torch.cuda.is_bf16_supported(including_emulation=False)
+    for name in names:
+        devices[name] = "bfloat16" if has_bfloat16 and name.startswith("cuda") else "float32"
+    return devices
 
 
 def available_memory(device: str) -> int:
-    """Bytes to be had now, of the GPU or of main memory; on Linux with caches counted."""
+    """Bytes that are free now, on the GPU or in main memory (on Linux with its file caches)."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     with contextlib.suppress(OSError, TypeError), open("/proc/meminfo") as file:
@@ -466,449 +691,717 @@ def available_memory(device: str) -> int:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks: to fetch large ones page by page again is 2/5 of an update on a CPU."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # Windows, macOS, musl have no mallopt
+    """Make glibc keep freed blocks. Getting large ones from the kernel again, page by page, takes
+    two fifths of an update on a CPU."""
+    with contextlib.suppress(
+        OSError, AttributeError, TypeError
+    ):  # Windows, macOS, musl: no mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
-# -------- Tasks and rewards -------------------------------------------------------------------------------
+# ==================================================================================================
+# Tasks and rewards
+# ==================================================================================================
 
-# name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: a peer's text
-# reaches it. First come the paper's nine, then eight that are small enough for `tiny`, then five more.
+import decimal
+import difflib
+from importlib.metadata import version
+
+import reasoning_gym
+from reasoning_gym.arithmetic import basic_arithmetic
+from reasoning_gym.code.contrib.bfit.Compiler import Optimizer as bf_optimizer
+from reasoning_gym.logic.propositional_logic import Expression
+from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+
+# name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: text
+# of peers reaches it. First come the paper's nine tasks, then eight that are small enough for
+# `tiny`, then five more.
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASK_TABLE = {
     "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
-    **{name: (name, {}) for name in (
-        "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification",
-        "decimal_arithmetic", "calendar_arithmetic", "binary_matrix")},
+    "basic_arithmetic": ("basic_arithmetic", {}),
+    "arc_1d": ("arc_1d", {}),
+    "bf": ("bf", {}),
+    "propositional_logic": ("propositional_logic", {}),
+    "fraction_simplification": ("fraction_simplification", {}),
+    "decimal_arithmetic": ("decimal_arithmetic", {}),
+    "calendar_arithmetic": ("calendar_arithmetic", {}),
+    "binary_matrix": ("binary_matrix", {}),
     "small_arithmetic": ("basic_arithmetic", {
-        **SMALL_RANGE, "operators": ("+", "-", "*"), "allow_parentheses": False, "allow_negation": False}),
-    "small_bases": ("base_conversion", {"min_base": 2, "max_base": 4, "min_value": 1, "max_value": 31}),
-    "small_fractions": ("fraction_simplification", {"max_value": 9, "max_factor": 5, "styles": ("plain",)}),
+        **SMALL_RANGE, "operators": ("+", "-", "*"),
+        "allow_parentheses": False, "allow_negation": False}),
+    "small_bases": ("base_conversion", {
+        "min_base": 2, "max_base": 4, "min_value": 1, "max_value": 31}),
+    "small_fractions": ("fraction_simplification", {
+        "max_value": 9, "max_factor": 5, "styles": ("plain",)}),
     "small_chain_sum": ("chain_sum", {"min_terms": 3, "max_terms": 3, "max_digits": 1}),
-    "small_gcd": ("gcd", {"max_value": 30}), "small_lcm": ("lcm", {"max_value": 12}),
-    "small_count_bits": ("count_bits", {"max_n": 63}), "small_products": ("products", SMALL_RANGE),
-    **{name: (name, {}) for name in ("chain_sum", "count_bits", "gcd", "lcm", "products")},
+    "small_gcd": ("gcd", {"max_value": 30}),
+    "small_lcm": ("lcm", {"max_value": 12}),
+    "small_count_bits": ("count_bits", {"max_n": 63}),
+    "small_products": ("products", SMALL_RANGE),
+    "chain_sum": ("chain_sum", {}),
+    "count_bits": ("count_bits", {}),
+    "gcd": ("gcd", {}),
+    "lcm": ("lcm", {}),
+    "products": ("products", {}),
 }  # fmt: skip
-PAPER_TASKS, SMALL_TASKS = tuple(TASK_TABLE)[:9], tuple(TASK_TABLE)[9:17]
-HELD_OUT_SEEDS = range(2**52, 2**53)  # training seeds lie below; JSON numbers are exact up to here
+PAPER_TASKS = tuple(TASK_TABLE)[:9]
+TINY_TASKS = tuple(TASK_TABLE)[9:17]
+HELD_OUT_SEEDS = range(2**52, 2**53)  # training seeds are smaller; JSON is exact up to 2**53
 VERSIONS = {name: version(name) for name in ("torch", "transformers", "reasoning-gym")}
 REASONING_GYM_VERSION = VERSIONS["reasoning-gym"]  # its own __version__ names an older one
-MAX_SCORED_CHARS = 4096  # of the end of a completion
-MAX_FORMULA_CHARS, MAX_FORMULA_SIGNS = 160, 40  # all premises of a question joined by "and" take 88 and 30
+MAX_SCORED_CHARS = 4096  # only the end of a completion is searched for an answer
+MAX_FORMULA_CHARS = 160  # all premises of a question joined by "and" take 88
+MAX_FORMULA_SIGNS = 40  # and 30 operators and brackets
 
 
-def why_refused(task: str) -> str:
-    """Why a task is not in TASK_TABLE: others' verifiers run eval, or their questions differ by process."""
-    near = "".join(f"did you mean {name}? " for name in difflib.get_close_matches(task, TASK_TABLE, n=1))
-    why = "unknown, or not checked against hostile answers"
-    return f"{task!r:.80} is refused: {why}; {near}allowed: {', '.join(TASK_TABLE)}"
-
-
-class BadQuestion(ValueError):
-    """A (task, seed) of which reasoning-gym makes no question: it raises, or would compute for minutes."""
-
-
-def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisors) -> list[int]:
-    """reasoning-gym tries every number up to the root of the gcd: a million and 0.1 s with this bound."""
-    if math.gcd(a, b) > 10**12:  # a bound on the work, not on the time: the same on every machine
-        raise BadQuestion("its search for divisors is too long")
-    return search(a, b)
-
-
-basic_arithmetic.find_common_divisors = bounded_divisors
-bf_optimizer.print = lambda *_, **__: None  # it prints dots
+class QuestionError(ValueError):
+    """reasoning-gym cannot make this question: it raises, or it would compute for minutes."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """(task, seed) regenerates everything else on any machine."""
+    """A question. (task, seed) regenerates all of it on any machine."""
 
     task: str
     seed: int
     text: str
     answer: str
-    dataset: object = field(repr=False, compare=False)
-    entry: dict = field(repr=False, compare=False)
+    dataset: object = field(repr=False, compare=False)  # its score_answer is the verifier
+    entry: dict = field(repr=False, compare=False)  # reasoning-gym's own record of the question
 
 
 @functools.lru_cache(maxsize=8192)
 def make_question(task: str, seed: int) -> Question:
-    """Item 0 of a fresh dataset: item i uses Random(seed + i), so neighbours overlap. Raises BadQuestion."""
+    """Make the question of a task and a seed. Raises QuestionError if there is none.
+
+    It is item 0 of a fresh dataset, because reasoning-gym makes item i with Random(seed + i), so
+    that neighbouring seeds share items.
+    """
     name, settings = TASK_TABLE[task]
     try:
-        with decimal.localcontext():  # decimal_arithmetic leaves its precision behind for the whole process
+        with decimal.localcontext():  # decimal_arithmetic changes the precision of the process
             dataset = reasoning_gym.create_dataset(name, seed=seed, size=1, **settings)
             entry = dataset[0]
-    except Exception as error:
-        raise BadQuestion(f"{task} has no question at seed {seed}: {error!r}") from error
-    answer = entry["answer"] if entry["answer"] is not None else entry["metadata"]["example_answer"]
+    except Exception as error:  # a generator of reasoning-gym may raise anything
+        raise QuestionError(f"{task} has no question at seed {seed}: {error!r}") from error
+
+    answer = entry["answer"]
+    if answer is None:  # propositional_logic has many right answers
+        answer = entry["metadata"]["example_answer"]
     return Question(task, seed, entry["question"], answer, dataset, entry)
 
 
-def lucky_question(task: str, seed: int) -> Question:
-    """The first of seed, seed + 1, … of which a question can be made: for questions of one's own."""
+def first_valid_question(task: str, seed: int) -> Question:
+    """The question of the first of seed, seed + 1, … that has one. For a node's own questions."""
     for candidate in range(seed, seed + 50):
-        with contextlib.suppress(BadQuestion):
+        with contextlib.suppress(QuestionError):
             return make_question(task, candidate)
-    return make_question(task, seed + 50)  # so many at once are no bad luck: let the reason be seen
+    return make_question(task, seed + 50)  # fifty failures in a row are a bug, so let it raise
 
 
-def score(question: Question, text: str, kind: str = "exact") -> float:
-    """Reward in [0, 1] of a completion, by reasoning-gym's verifier. Never raises, never evaluates the text.
+def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisors) -> list[int]:
+    """reasoning-gym's own search, which tries every number up to the root of the gcd, with a bound.
 
-    The answer is what stands in the last <answer>…</answer> (with nested tags, all from the first one on).
-    exact: 1 if the verifier gives at least 0.99, else 0, because verifiers pay small sums for garbage, which
-    the normalisation within a group would blow up to a full-size advantage. verifier: the raw score.
+    The bound is on the work, not on the time, so it is the same on every machine: a million tries,
+    0.1 s.
     """
-    answer, raw = find_answer(text), 0.0
-    source = question.entry["metadata"]["source_dataset"]
-    with contextlib.suppress(Exception), decimal.localcontext():  # what a verifier trips over is wrong
-        if source == "binary_matrix":
-            raw = float(answer == question.answer)  # its verifier calls eval(answer)
-        elif answer is not None and (source != "propositional_logic" or is_small_formula(question, answer)):
-            raw = float(question.dataset.score_answer(answer, question.entry))
-    raw = min(1.0, max(0.0, raw)) if math.isfinite(raw) else 0.0
-    return float(raw >= 0.99) if kind == "exact" else raw
+    if math.gcd(a, b) > 10**12:
+        raise QuestionError("its search for divisors is too long")
+    return search(a, b)
 
 
-def score_all(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
-    """Rewards of a group's completions. A text that occurs twice is scored once: the work is bounded."""
-    scores = {text: score(question, text, kind) for text in set(texts)}
+basic_arithmetic.find_common_divisors = bounded_divisors
+bf_optimizer.print = lambda *_, **__: None  # it prints dots to the screen
+
+
+def group_rewards(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
+    """Rewards of a group's completions. Equal texts are scored once, which bounds the work."""
+    scores = {text: compute_reward(question, text, kind) for text in set(texts)}
     return [scores[text] for text in texts]
 
 
-def is_small_formula(question: Question, answer: str) -> bool:
-    """Short, not deep, only the question's own variables: the verifier's work doubles with each distinct one.
+def compute_reward(question: Question, text: str, kind: str = "exact") -> float:
+    """Reward in [0, 1] of a completion, by reasoning-gym's verifier. Never raises, and never
+    evaluates the text.
 
-    69 characters took 9 s. Its own parser must say what a variable is: to it "P ¬P", "P()", "PP" are three.
+    exact: 1 if the verifier's score is at least 0.99, else 0. Verifiers pay small sums for garbage,
+    and the normalisation within a group would turn these into full-size advantages.
+    verifier: the raw score.
     """
-    if len(answer) > MAX_FORMULA_CHARS or sum(c in "∧∨¬→↔(" for c in answer) > MAX_FORMULA_SIGNS:
+    answer = extract_tagged_answer(text)
+    source = question.entry["metadata"]["source_dataset"]
+    score = 0.0
+    with contextlib.suppress(Exception), decimal.localcontext():  # an answer that trips a verifier
+        if source == "binary_matrix":
+            score = float(answer == question.answer)  # its verifier would call eval(answer)
+        elif answer is None or (
+            source == "propositional_logic" and not is_safe_formula(question, answer)
+        ):
+            score = 0.0
+        else:
+            score = float(question.dataset.score_answer(answer, question.entry))
+
+    score = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
+    return float(score >= 0.99) if kind == "exact" else score
+
+
+def extract_tagged_answer(text: str) -> str | None:
+    """The text in the last <answer>…</answer>, None without one.
+
+    The text is capped and cut after the last tag, because extract_answer takes quadratic time. With
+    nested tags the answer begins after the first one.
+    """
+    text = text[-MAX_SCORED_CHARS:]
+    return extract_answer(text[: text.rfind("</answer>") + len("</answer>")])
+
+
+def is_safe_formula(question: Question, answer: str) -> bool:
+    """Whether propositional_logic's verifier can score this answer in a moment: it is short, not
+    deep, and uses only the question's own variables.
+
+    The verifier's work doubles with each distinct variable; an answer of 69 characters took 9 s.
+    Its own parser must say what a variable is: to it "P ¬P", "P()" and "PP" are three.
+    """
+    num_signs = sum(char in "∧∨¬→↔(" for char in answer)
+    if len(answer) > MAX_FORMULA_CHARS or num_signs > MAX_FORMULA_SIGNS:
         return False
     used = question.dataset._collect_variables([Expression.from_string(answer)])
     return used <= set(question.entry["metadata"]["variables"])
 
 
-def find_answer(text: str) -> str | None:
-    """What stands in the last answer tag. Text is capped, and cut after it: extract_answer is quadratic."""
-    text = text[-MAX_SCORED_CHARS:]
-    return extract_answer(text[: text.rfind("</answer>") + len("</answer>")])
+def why_refused(task: str) -> str:
+    """The sentence that refuses a task outside TASK_TABLE.
+
+    Verifiers of other tasks evaluate the answer, or their questions differ from process to process.
+    """
+    closest = difflib.get_close_matches(task, TASK_TABLE, n=1)
+    suggestion = f"did you mean {closest[0]}? " if closest else ""
+    reason = "unknown, or not checked against hostile answers"
+    return f"{task!r:.80} is refused: {reason}; {suggestion}allowed: {', '.join(TASK_TABLE)}"
 
 
 def task_hash() -> str:
-    """Of the table of tasks: learners with different ones cannot verify each other."""
+    """Hash of the table of tasks. Nodes with different tables cannot verify each other."""
     return hashlib.sha256(json.dumps(TASK_TABLE, sort_keys=True).encode()).hexdigest()[:16]
 
 
-# -------- Models ------------------------------------------------------------------------------------------
+# ==================================================================================================
+# The tokenizer and the models
+# ==================================================================================================
 
-# How the embedded model learns to answer; only the first style is rewarded. See .github/STUDY.md.
-ANSWER_STYLES = ("<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}")
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+# The forms in which the embedded model learns to answer. Only the first is rewarded; see
+# .github/STUDY.md.
+ANSWER_TEMPLATES = (
+    "<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}",
+)  # fmt: skip
+
+
+class ModelError(ValueError):
+    """A model that cannot be loaded or used. The text says why, for the user."""
 
 
 @dataclass
 class Codec:
-    """A tokenizer with a learner's conventions: how a prompt looks, which ids end a completion, what fits."""
+    """A tokenizer with the conventions of its model: how a prompt looks, which ids end a
+    completion, and how much fits."""
 
     tokenizer: object
     eos_ids: set[int]
-    eos_id: int  # the one that ends this model's own turn: appended to a peer's finished completion
+    eos_id: int  # the one that ends this model's turn; appended to a peer's finished completion
     num_shots: int
-    max_prompt: int
-    max_completion: int
-    vocabulary: int  # ids that the model has; a tokenizer may know more
+    max_prompt: int  # tokens
+    max_completion: int  # tokens of a peer's completion, whose tokenizer may be another one
+    vocabulary: int  # the model's number of ids; a tokenizer may know more
 
-    def prompt(self, question: Question) -> list[int]:
-        """Chat template where the model has one; else plain text with `num_shots` solved examples."""
+    @property
+    def few_shot(self) -> bool:
+        """Whether prompts hold solved examples: the model has no chat template."""
+        return self.num_shots > 0 and not self.tokenizer.chat_template
+
+    def encode_prompt(self, question: Question) -> list[int]:
+        """The prompt of a question: the model's chat template, or else plain text after `num_shots`
+        solved examples."""
         if self.tokenizer.chat_template:
             return self.chat(question.text)
-        seeds = [(question.seed + 1 + i) % HELD_OUT_SEEDS.start for i in range(self.num_shots)]
-        shots = [lucky_question(question.task, seed) for seed in seeds]
-        solved = [f"{q.text}\n<answer>{q.answer}</answer>\n\n" for q in shots]
-        text = question.text + "\n"  # the tokenizer may put a BOS before it: Llama knows no text without
-        while len(ids := self.tokenizer("".join(solved) + text).input_ids) > self.max_prompt and solved:
-            solved.pop(0)  # no example is cut
+
+        # Solved examples of the same task, from the seeds that follow the question's.
+        examples = []
+        for i in range(self.num_shots):
+            seed = (question.seed + 1 + i) % HELD_OUT_SEEDS.start
+            solved = first_valid_question(question.task, seed)
+            examples.append(f"{solved.text}\n<answer>{solved.answer}</answer>\n\n")
+
+        # Drop whole examples until the prompt fits. The tokenizer may put a BOS before the text,
+        # without which models such as Llama know no text.
+        text = question.text + "\n"
+        ids = self.tokenizer("".join(examples) + text).input_ids
+        while len(ids) > self.max_prompt and examples:
+            examples.pop(0)
+            ids = self.tokenizer("".join(examples) + text).input_ids
         return ids[-self.max_prompt :]
 
-    def prompts(self, questions: list[Question]) -> list[list[int]]:
-        """`prompt` of each; plain text is tokenized in one call, which is several times as fast."""
+    def encode_prompts(self, questions: list[Question]) -> list[list[int]]:
+        """`encode_prompt` of each question. Plain text is tokenized in one call, which is several
+        times as fast."""
         if self.tokenizer.chat_template or self.num_shots:
-            return [self.prompt(question) for question in questions]
+            return [self.encode_prompt(question) for question in questions]
         rows = self.tokenizer([question.text + "\n" for question in questions]).input_ids
         return [ids[-self.max_prompt :] for ids in rows]
 
     def chat(self, text: str) -> list[int]:
-        """System prompt and question in the model's template; in one turn where it knows no system role."""
+        """System prompt and question in the model's template, in one turn if it has no system
+        role."""
         system = SYSTEM_PROMPTS["default"]
         turns = [{"role": "user", "content": system + "\n" + text}]
         if self.has_system_role:
             turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-        ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        ids = self.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, return_dict=False
+        )
         return ids[-self.max_prompt :]
 
     @functools.cached_property
     def has_system_role(self) -> bool:
-        """Whether the chat template knows it: some raise an exception, some leave it out without a word."""
+        """Whether the chat template knows the system role. Some templates raise, some drop it
+        silently."""
         turns = [{"role": role, "content": f"as {role}"} for role in ("system", "user")]
         try:
             return "as system" in self.tokenizer.apply_chat_template(turns, tokenize=False)
-        except Exception:  # whatever a template raises
+        except Exception:  # a template may raise anything
             return False
 
     def encode(self, text: str | list[str]) -> list:
-        """Text, or texts each on its own, -> ids. "<|im_end|>" in a peer's text is no special token."""
+        """Text -> ids, or texts -> lists of ids. "<|im_end|>" in a peer's text stays plain text."""
         return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True).input_ids
 
-    def completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
-        """Peers' completions as this model would have sampled them: no EOS where `answered` ends one."""
+    def encode_completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
+        """Peers' completions as this model would have sampled them.
+
+        A finished one gets this model's EOS, unless its answer tag already ends it (see
+        `ends_with_answer`).
+        """
         rows = self.encode(texts)
-        for ids, text, done in zip(rows, texts, finished, strict=True):
-            if done and not (self.few_shot and "</answer>" in text):
+        for ids, text, is_finished in zip(rows, texts, finished, strict=True):
+            if is_finished and not (self.few_shot and "</answer>" in text):
                 ids.append(self.eos_id)
         return rows
 
     def decode(self, ids: list[int]) -> str:
-        """Ids -> text, without the EOS: in some models it is no special token."""
-        ended = ids[-1:] and ids[-1] in self.eos_ids
-        return self.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
+        """Ids -> text, without the EOS, which is no special token in some models."""
+        if ids and ids[-1] in self.eos_ids:
+            ids = ids[:-1]
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def answered(self, ids: list[int]) -> bool:
-        """Whether a completion ends here without EOS: after solved examples a base model adds more."""
+    def ends_with_answer(self, ids: list[int]) -> bool:
+        """Whether a completion ends here without an EOS. After solved examples a base model would
+        go on with more of them."""
         return self.few_shot and "</answer>" in self.decode(ids[-9:])  # a token is at least a byte
 
     @functools.cached_property
     def pad_id(self) -> int:
-        """Any real token: the row of a padding token may be zero."""
+        """Any real token. The embedding of a padding token may be zero."""
         return self.encode("1")[0]
 
-    @property
-    def few_shot(self) -> bool:
-        return self.num_shots > 0 and not self.tokenizer.chat_template
 
+def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
+    """Load the model (float32, eval mode, on its device) and its Codec.
 
-def build_tiny(tasks):
-    """The embedded model, 0.14 M parameters, and its tokenizer of characters and phrases.
-
-    A phrase is a fixed piece of the tasks' questions that recurs, 5+ characters without a digit: one token.
+    config: MODEL_NAME, DEVICE, MAX_NEW_TOKENS, NUM_SHOTS, HUGGINGFACE_ACCESS_TOKEN, and what
+    `check_model` reads. Raises ModelError if the model cannot be loaded or would not be trained
+    exactly.
     """
-    texts = [lucky_question(task, 1000 * i).text + "\n" for task in dict.fromkeys(tasks) for i in range(100)]
-    counts = Counter(p for text in texts for p in set(re.split(r"[0-9]+", text)) if len(p) >= 5)
-    styles = [p.split("{}")[0] for p in ANSWER_STYLES[1:] if len(p) >= 5]
-    phrases = ["<answer>", "</answer>", *sorted(p for p, n in counts.items() if n >= 10), *styles]
+    if config.MODEL_NAME == "tiny":
+        model, tokenizer = build_tiny_model(tasks)
+        model = model.to(config.DEVICE).eval()
+        return model, make_checked_codec(model, tokenizer, config, tasks)
+
+    model, tokenizer = load_pretrained(config)
+    model = model.to(config.DEVICE).eval()
+    try:
+        return model, make_checked_codec(model, tokenizer, config, tasks)
+    except ModelError:
+        raise
+    except Exception as error:  # raised by the model's own code, or by a mistake in this file
+        traceback.print_exc()  # shows which of the two
+        raise model_error(config, f"{type(error).__name__}: {error}") from error
+
+
+def make_checked_codec(model, tokenizer, config, tasks) -> Codec:
+    """The Codec of a loaded model, after both have been checked. Raises ModelError."""
+    codec = make_codec(model, tokenizer, config)
+    questions = [first_valid_question(task, seed) for task in tasks for seed in range(5)]
+    check_codec(codec, [codec.encode_prompt(question) for question in questions], config)
+    check_model(model, codec.encode(SYSTEM_PROMPTS["default"]), config)
+    return codec
+
+
+def load_pretrained(config):
+    """Load model and tokenizer of MODEL_NAME from the Hugging Face Hub or a folder.
+
+    Raises ModelError with the reason if that fails.
+    """
+    access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(config.MODEL_NAME, **access)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            config.MODEL_NAME, dtype=torch.float32, output_loading_info=True, **access
+        )
+    except Exception as error:  # files, network, tokenizer: a model's author may have done anything
+        raise model_error(config, f"{type(error).__name__}: {error}") from error
+
+    # Weights that are missing would be random, and different in each process.
+    if info["missing_keys"]:
+        raise model_error(config, f"its files lack {min(info['missing_keys'])}")
+    # Models that keep more than keys and values cannot share a prompt.
+    if getattr(model, "_is_stateful", False):
+        raise model_error(
+            config, f"{type(model).__name__} keeps another state than keys and values"
+        )
+    return model, tokenizer
+
+
+def model_error(config, reason: str) -> ModelError:
+    """The error that names MODEL_NAME, the first line of the reason, and what is expected."""
+    reason = reason.splitlines()[0][:300]
+    expected = "tiny, a Hugging Face id or a local folder of a decoder such as Qwen2.5 or GPT-2"
+    return ModelError(
+        f"MODEL_NAME={config.MODEL_NAME!r} cannot be used ({reason}): expected {expected}"
+    )
+
+
+def make_codec(model, tokenizer, config) -> Codec:
+    """The conventions of a loaded model. Raises ModelError if it has too few positions.
+
+    config: MODEL_NAME, MAX_NEW_TOKENS, NUM_SHOTS.
+    """
+    # Every EOS id of the generation config ends a completion, and so does the tokenizer's.
+    eos = model.generation_config.eos_token_id
+    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None, -1}
+
+    # Longer texts than the original length would rotate all of a text in another way, so that
+    # cached keys would be wrong.
+    text_config = model.config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", 0)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if re.search("dynamic|longrope", str(rope)):
+        positions = rope.get("original_max_position_embeddings", 0)
+
+    if positions < 2 * config.MAX_NEW_TOKENS:
+        limit = f"expected at most half of its {positions} positions"
+        raise model_error(config, f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS}: {limit}")
+    max_completion = min(2 * config.MAX_NEW_TOKENS, positions // 2)
+    return Codec(
+        tokenizer=tokenizer,
+        eos_ids=eos_ids,
+        eos_id=find_end_of_turn_id(tokenizer, eos_ids),
+        num_shots=config.NUM_SHOTS,
+        max_prompt=positions - max_completion,
+        max_completion=max_completion,
+        vocabulary=text_config.vocab_size,
+    )
+
+
+def find_end_of_turn_id(tokenizer, eos_ids: set[int]) -> int:
+    """The EOS that the chat template puts after an answer (Gemma: <end_of_turn>), or else the usual
+    one."""
+    turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
+    try:
+        chat = tokenizer.apply_chat_template(turns, tokenize=False)
+        tail = tokenizer(chat.rpartition("four")[2], add_special_tokens=False).input_ids
+    except Exception:  # there is no template, or it raises
+        tail = []
+    for token in tail:
+        if token in eos_ids:
+            return token
+    return tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else min(eos_ids)
+
+
+def check_codec(codec: Codec, prompts: list[list[int]], config) -> None:
+    """Raise ModelError unless answers and ids survive the tokenizer.
+
+    prompts: those of a few questions.
+    """
+    # Some tokenizers drop tokens of the answer or put words apart.
+    decoded = codec.decode(codec.encode("<answer>12</answer>"))
+    if (extract_tagged_answer(decoded) or "").strip() != "12":
+        reason = f"its tokenizer gives back <answer>12</answer> as {decoded!r:.40}"
+        raise model_error(config, reason)
+
+    # An id beyond the embedding would crash, on a GPU without a word.
+    highest = max(codec.eos_id, codec.tokenizer.vocab_size - 1, *map(max, prompts))
+    if highest >= codec.vocabulary:
+        reason = f"its tokenizer has token {highest}, the model {codec.vocabulary} in all"
+        raise model_error(config, reason)
+
+
+@torch.no_grad()
+def check_model(model, ids: list[int], config) -> None:
+    """Raise ModelError unless shared prompts give the log-probabilities of the model's own plain
+    forward pass. Training would be silently wrong otherwise.
+
+    That happens where a cache cannot be repeated (state-space models), where positions are ignored
+    (BART), and where logits are more than `lm_head_logits` (scaled ones). ids: 30 of any text.
+    """
+    exact = replace(config, TEMPERATURE=1.0, DTYPE="float32")
+    answers = [ids[20:24], ids[3:4], ids[24:30]]
+    with_shared_prefix = [ids[:18], ids[:23]]  # more than MIN_SHARED_PREFIX tokens in common
+    without = [ids[2:7], ids[4:18]]
+    for prompts in (with_shared_prefix, without):
+        prompts_and_completions = [(prompt, answers) for prompt in prompts]
+        ours, mask = completion_logprobs_shared_prompt(
+            model, prompts_and_completions, exact, pad_id=ids[0]
+        )
+
+        # The plain way: every row on its own, without padding or a cache.
+        theirs = []
+        for prompt, answer in itertools.product(prompts, answers):
+            row = torch.tensor([prompt + answer], device=model.device)
+            logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
+            losses = F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")
+            theirs.append(-losses[-len(answer) :])
+
+        error = (ours[mask] - torch.cat(theirs)).abs().max().item()
+        if not error < 2e-3:
+            reason = f"log-probabilities differ by {error:.2g} from a plain forward pass"
+            raise model_error(config, reason)
+
+
+def build_tiny_model(tasks):
+    """Build the embedded model `tiny`, 0.14 M parameters, and its tokenizer of characters and
+    phrases.
+
+    A phrase is a fixed piece of the tasks' questions that recurs. It has at least five characters,
+    no digit, and becomes one token.
+    """
+    # Collect the phrases: the pieces between the numbers of a hundred questions of each task.
+    counts = Counter()
+    for task in dict.fromkeys(tasks):
+        for i in range(100):
+            text = first_valid_question(task, 1000 * i).text + "\n"
+            pieces = set(re.split(r"[0-9]+", text))
+            counts.update(piece for piece in pieces if len(piece) >= 5)
+    phrases = sorted(piece for piece, count in counts.items() if count >= 10)
+    for template in ANSWER_TEMPLATES[1:]:
+        if len(template) >= 5:
+            phrases.append(template.split("{}")[0])
+
+    # A tokenizer of single characters, with the phrases as added tokens.
     characters = sorted({*map(chr, range(32, 127)), *"\n∧∨¬→↔"})
     vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
+    phrases = ["<answer>", "</answer>", *phrases]
     backend.add_tokens([AddedToken(phrase, normalized=False) for phrase in phrases])
-    special = dict(eos_token="<eos>", pad_token="<eos>", unk_token="<unk>")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
+    )
+
+    # The same random weights in every process, without a change to the global random state.
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        initializer_range=0.1,  # about 1 / sqrt(n_embd); GPT-2 uses 0.02 for 768: it learns half as much
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        initializer_range=0.1,  # about 1 / sqrt(n_embd); with GPT-2's 0.02 it learns half as much
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return transformers.GPT2LMHeadModel(config), tokenizer
+        model = transformers.GPT2LMHeadModel(config)
+    return model, tokenizer
 
 
-def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
-    """Model (float32, eval mode, on its device) and Codec. ValueError if it cannot be had or used here."""
-    name = config.MODEL_NAME
-    try:
-        if name == "tiny":
-            model, tokenizer = build_tiny(tasks)
-        else:
-            access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **access)
-            access |= {"dtype": torch.float32, "output_loading_info": True}
-            model, found = transformers.AutoModelForCausalLM.from_pretrained(name, **access)
-            if found["missing_keys"]:  # they would be random, and others in each process
-                raise ValueError(f"its files lack {min(found['missing_keys'])}")
-        model = model.to(config.DEVICE).eval()
-        codec = make_codec(model, tokenizer, config)
-        check_codec(codec, [codec.prompt(lucky_question(task, seed)) for task in tasks for seed in range(5)])
-        check_model(model, codec.encode(SYSTEM_PROMPTS["default"]))
-    except Exception as error:  # whatever a model's author did
-        why = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-        wanted = "expected tiny, a Hugging Face id or a local folder of a decoder such as Qwen2.5 or GPT-2"
-        raise ValueError(f"MODEL_NAME={name!r} cannot be used ({why}): {wanted}") from error
-    return model, codec
+def make_optimizer(model, config) -> torch.optim.AdamW:
+    """AdamW with its moments allocated, so that no later step can run out of memory.
 
-
-def make_codec(model, tokenizer, config) -> Codec:
-    """The conventions of a loaded model. ValueError if it has too few positions for MAX_NEW_TOKENS."""
-    shape, new = model.config.get_text_config(), config.MAX_NEW_TOKENS
-    eos = model.generation_config.eos_token_id
-    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None, -1}
-    positions = getattr(shape, "max_position_embeddings", 0)
-    rope = getattr(shape, "rope_parameters", None) or {}
-    if re.search("dynamic|longrope", str(rope)):  # once a text is longer, all of it is rotated in another way
-        positions = rope.get("original_max_position_embeddings", 0)  # what is cached would be wrong beyond
-    if positions < 2 * new:
-        raise ValueError(f"MAX_NEW_TOKENS={new}: expected at most half of its {positions} positions")
-    longest = min(2 * new, positions // 2)  # of a peer's completion: its tokenizer may be another one
-    eos_id = end_of_turn(tokenizer, eos_ids)
-    shots, size = config.NUM_SHOTS, shape.vocab_size
-    return Codec(tokenizer, eos_ids, eos_id, shots, positions - longest, longest, size)
-
-
-def end_of_turn(tokenizer, eos_ids: set[int]) -> int:
-    """Which of eos_ids the chat template puts after an answer (Gemma: <end_of_turn>); else the usual EOS."""
-    chat = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
-    try:
-        tail = tokenizer.apply_chat_template(chat, tokenize=False).rpartition("four")[2]
-        return next(i for i in tokenizer(tail, add_special_tokens=False).input_ids if i in eos_ids)
-    except Exception:  # no template, or none of them follows
-        return tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else min(eos_ids)
-
-
-def check_codec(codec: Codec, prompts: list[list[int]]) -> None:
-    """ValueError unless answers and ids survive the tokenizer. prompts: of several questions."""
-    decoded = codec.decode(codec.encode("<answer>12</answer>"))
-    if (find_answer(decoded) or "").strip() != "12":  # special tokens are left out, words put apart
-        raise ValueError(f"its tokenizer gives back <answer>12</answer> as {decoded!r:.40}")
-    highest = max(codec.eos_id, codec.tokenizer.vocab_size - 1, *map(max, prompts))
-    if highest >= codec.vocabulary:
-        raise ValueError(f"its tokenizer has token {highest}, the model {codec.vocabulary} in all")
-
-
-@torch.no_grad()
-def check_model(model, ids: list[int]) -> None:
-    """ValueError unless shared prompts give the log-probabilities of the model's own plain forward pass.
-
-    They do not where a cache cannot be repeated (state-space models), positions are ignored (BART) or logits
-    are more than `head_logits` (scaled): training would be silently wrong. ids: 30 of any text.
+    config: MODEL_NAME, LEARNING_RATE. Fused except for tiny, because it is one pass over memory. It
+    rounds differently, and tiny's results shall repeat bit for bit.
     """
-    answers = [ids[20:24], ids[3:4], ids[24:30]]
-    for prompts in ([ids[:18], ids[:23]], [ids[2:7], ids[4:18]]):  # > MIN_COMMON_TOKENS in common; none
-        ours, mask = shared_prompt_logps(model, [(prompt, answers) for prompt in prompts], 1.0, ids[0])
-        theirs = []
-        for prompt, answer in itertools.product(prompts, answers):
-            row = torch.tensor([prompt + answer], device=model.device)
-            logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
-            theirs.append(-F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")[-len(answer) :])
-        error = (ours[mask] - torch.cat(theirs)).abs().max().item()
-        if not error < 2e-3:
-            raise ValueError(f"log-probabilities differ by {error:.2g} from a plain forward pass")
-
-
-def new_optimizer(model, config) -> torch.optim.AdamW:
-    """AdamW whose moments are allocated here, as its first step would: a step then never lacks memory.
-
-    Fused but for tiny: one pass over memory. It rounds differently, and tiny's figures repeat bit for bit.
-    """
-    fused, lr = config.MODEL_NAME != "tiny", config.LEARNING_RATE
-    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.0, fused=fused)
-    for p in model.parameters():
-        step = torch.zeros((), device=p.device if fused else "cpu")
-        optimizer.state[p] = dict(step=step, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+    fused = config.MODEL_NAME != "tiny"
+    optimizer = torch.optim.AdamW(
+        model.parameters(), config.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
+    )
+    for p in model.parameters():  # what AdamW's first step would allocate
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device if fused else "cpu"),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
-# -------- Warm start, and weights in files ----------------------------------------------------------------
+# ==================================================================================================
+# The warm start: supervised steps before GRPO
+# ==================================================================================================
 
 
-def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
-    """All that a warm start's weights depend on, as {what people would change: value}."""
-    names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
-    question, answer = lucky_question(tasks[0], 1), codec.completions(["<answer>1</answer>"], [True])
-    return {name: getattr(config, name) for name in names} | {
-        "version of this recipe": 3,
-        "TASKS": sorted(tasks),
-        "TASK_TABLE": task_hash(),
-        "ANSWER_STYLES": ANSWER_STYLES,
-        "reasoning-gym": REASONING_GYM_VERSION,
-        "the model's weights": checksum(p.detach().cpu() for p in model.parameters()),
-        "its prompts": [codec.prompt(question), answer],
-    }
+def warm_start(model, codec: Codec, config, tasks, progress) -> None:
+    """Train on the tasks' own questions, WARM_START_STEPS steps of supervised fine-tuning. They are
+    counted in steps, not seconds, so that the result repeats.
+
+    tiny sees answers in all forms, half of them the rewarded one, then a last phase in which that
+    form is rare (ANSWER_TAG_SHARE). It can do the arithmetic then but hardly ever writes the
+    rewarded form. That is on purpose: finding this form is what is left to learn. Other models see
+    the rewarded form only.
+
+    config: MODEL_NAME, SEED, LEARNING_RATE, WARM_START_STEPS, ANSWER_TAG_SHARE.
+    progress(step, steps, loss) is called after each step; the loss is a scalar tensor.
+    """
+    steps = config.WARM_START_STEPS
+    if config.MODEL_NAME == "tiny":
+        batch_size = 64
+        peak_lr = 4e-3
+        last_phase = min(150, steps // 4)
+    else:
+        batch_size = 8
+        peak_lr = 2e-5
+        last_phase = 0
+    main_phase = steps - last_phase
+
+    # Batches of the main phase, then those of the last phase.
+    rng = random.Random(f"warm start {config.SEED}")
+    main_batches = warm_start_batches(codec, config, tasks, rng, batch_size, tag_share=0.5)
+    last_batches = warm_start_batches(
+        codec, config, tasks, rng, batch_size, tag_share=config.ANSWER_TAG_SHARE
+    )
+    batches = itertools.chain(itertools.islice(main_batches, main_phase), last_batches)
+
+    optimizer = make_optimizer(model, config)
+    for step, batch in enumerate(itertools.islice(batches, steps)):
+        # Learning rate: warm-up and cosine in the main phase, then a linear decay.
+        if step < main_phase:
+            warm_up = min(1.0, (step + 1) / 50)
+            lr = peak_lr * warm_up * 0.5 * (1 + math.cos(math.pi * step / main_phase))
+        else:
+            lr = peak_lr / 2 * (steps - step) / last_phase
+        optimizer.param_groups[0]["lr"] = lr
+
+        # The negative log-likelihood of the answers, a mean over all their tokens.
+        prompts, answers = zip(*batch, strict=True)
+        logprobs, mask = completion_logprobs(model, prompts, answers, pad_id=codec.pad_id)
+        loss = -(logprobs * mask).sum() / mask.sum()
+
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        progress(step + 1, steps, loss)
+    make_question.cache_clear()
 
 
-def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, share: float):
-    """Batches of (prompt, answer) of similar lengths, without end. share: of the rewarded style."""
+def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_share: float):
+    """Yield batches of (prompt, answer), without end. The samples of a batch have similar lengths.
+
+    tag_share: share of tiny's answers that have the rewarded form.
+    """
     while True:
-        questions, answers = [], []
+        # Draw 16 batches of questions, each with its answer in one of the forms.
+        questions = []
+        answers = []
         for _ in range(16 * batch_size):
-            questions.append(lucky_question(rng.choice(tasks), rng.randrange(HELD_OUT_SEEDS.start)))
-            rewarded = config.MODEL_NAME != "tiny" or rng.random() < share
-            style = ANSWER_STYLES[0] if rewarded else rng.choice(ANSWER_STYLES[1:])
-            answers.append(style.format(questions[-1].answer))
-        encoded = codec.completions(answers, [True] * len(answers))
-        samples = list(zip(codec.prompts(questions), encoded, strict=True))
-        samples = [s for s in samples if sum(map(len, s)) <= codec.max_prompt + codec.max_completion]
+            seed_task = rng.choice(tasks)
+            question = first_valid_question(seed_task, rng.randrange(HELD_OUT_SEEDS.start))
+            if config.MODEL_NAME != "tiny" or rng.random() < tag_share:
+                template = ANSWER_TEMPLATES[0]
+            else:
+                template = rng.choice(ANSWER_TEMPLATES[1:])
+            questions.append(question)
+            answers.append(template.format(question.answer))
+
+        # Encode them, and leave out what does not fit.
+        prompt_ids = codec.encode_prompts(questions)
+        answer_ids = codec.encode_completions(answers, [True] * len(answers))
+        max_tokens = codec.max_prompt + codec.max_completion
+        samples = []
+        for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
+            if len(prompt) + len(answer) <= max_tokens:
+                samples.append((prompt, answer))
         if not samples:
-            raise ValueError(f"TASKS: no question and answer fit into the positions of {config.MODEL_NAME}")
-        samples.sort(key=lambda s: sum(map(len, s)))
+            model = config.MODEL_NAME
+            raise ModelError(f"TASKS: no question and answer fit into the positions of {model}")
+
+        # Sort by length, so that little is padded, then shuffle the batches.
+        samples.sort(key=lambda sample: len(sample[0]) + len(sample[1]))
         batches = [samples[i : i + batch_size] for i in range(0, len(samples), batch_size)]
         rng.shuffle(batches)
         yield from reversed(batches)
 
 
-def warm_start(model, codec: Codec, config, tasks, say) -> None:
-    """Supervised steps on the tasks' own questions, counted in steps, not seconds: the result repeats.
+def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
+    """Everything that a warm start's weights depend on, as {name: value}.
 
-    tiny: answers in all styles, half of them the rewarded one, then a last phase in which that style is rare
-    (ANSWER_TAG_SHARE): the model can do the arithmetic but hardly ever says it in the form that is rewarded.
-    On purpose: finding that form is what is left to learn. Other models: the rewarded style only.
+    The hash of the recipe is the name of the file, so the keys never change.
     """
-    tiny, steps = config.MODEL_NAME == "tiny", config.WARM_START_STEPS
-    batch_size, peak = (64, 4e-3) if tiny else (8, 2e-5)  # peak: the highest learning rate
-    last_phase = min(150, steps // 4) if tiny else 0
-    main = steps - last_phase
-    rng = random.Random(f"warm start {config.SEED}")
-    endless = functools.partial(warm_start_batches, codec, config, tasks, rng, batch_size)
-    batches = itertools.chain(itertools.islice(endless(0.5), main), endless(config.ANSWER_TAG_SHARE))
-    optimizer, began = new_optimizer(model, config), time.monotonic()
-    for step, batch in enumerate(itertools.islice(batches, steps)):
-        if step < main:  # warm-up and cosine
-            lr = peak * min(1.0, (step + 1) / 50) * 0.5 * (1 + math.cos(math.pi * step / main))
-        else:
-            lr = peak / 2 * (steps - step) / last_phase
-        logp, mask = sequence_logps(model, *zip(*batch, strict=True), pad_id=codec.pad_id)
-        loss = -(logp * mask).sum() / mask.sum()  # negative log-likelihood: ordinary supervised fine-tuning
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.step()
-        if (step + 1) % max(1, steps // 10) == 0:
-            left = (time.monotonic() - began) / (step + 1) * (steps - step - 1)
-            say(f"warm start {step + 1}/{steps}: loss {loss.item():.3f} | eta {left:.0f}s")
-    make_question.cache_clear()
+    names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
+    question = first_valid_question(tasks[0], 1)
+    answer = codec.encode_completions(["<answer>1</answer>"], [True])
+    return {name: getattr(config, name) for name in names} | {
+        "version of this recipe": 3,
+        "TASKS": sorted(tasks),
+        "TASK_TABLE": task_hash(),
+        "ANSWER_STYLES": ANSWER_TEMPLATES,
+        "reasoning-gym": REASONING_GYM_VERSION,
+        "the model's weights": checksum(p.detach().cpu() for p in model.parameters()),
+        "its prompts": [codec.encode_prompt(question), answer],
+    }
 
 
-MAX_HEADER_BYTES = 2**23  # of a safetensors file: unpacked it takes some 30 times as much
+# ==================================================================================================
+# Tensors in files
+# ==================================================================================================
+
+MAX_HEADER_BYTES = 2**23  # of a safetensors file; parsed, it takes some 30 times as much memory
 
 
 def training_state(model, optimizer) -> dict[str, torch.Tensor]:
-    """{name: tensor} of all that training goes on from: weights, Adam's steps and moments. No copies."""
-    named = [(name, {"weight": p.detach(), **optimizer.state[p]}) for name, p in model.named_parameters()]
-    return {f"{name}/{kind}": tensor for name, kinds in named for kind, tensor in kinds.items()}
+    """{name: tensor} of everything that training resumes from: weights, Adam's steps and moments.
+    Not copies."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        tensors[f"{name}/weight"] = p.detach()
+        for kind, tensor in optimizer.state[p].items():
+            tensors[f"{name}/{kind}"] = tensor
+    return tensors
 
 
-def weights_of(model) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the weights alone; tied ones stand in it once. No copies."""
+def named_weights(model) -> dict[str, torch.Tensor]:
+    """{name: tensor} of the weights alone, tied ones once. Not copies."""
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
 def checksum(tensors) -> int:
     """CRC-32 of float32 tensors in main memory, one after another."""
-    return functools.reduce(lambda crc, tensor: zlib.crc32(tensor.numpy(), crc), tensors, 0)
+    crc = 0
+    for tensor in tensors:
+        crc = zlib.crc32(tensor.numpy(), crc)
+    return crc
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], about: str, path) -> None:
-    """A safetensors file with a text; OSError where there is no room."""
+def save_tensors(tensors: dict[str, torch.Tensor], metadata: str, path) -> None:
+    """Write a safetensors file with a text. Raises OSError if the disk is full."""
     try:
-        safetensors.torch.save_file(tensors, path, {"about": about})
+        safetensors.torch.save_file(tensors, path, {"about": metadata})
     except safetensors.SafetensorError as error:
         raise OSError(str(error)) from error
 
 
-def read_about(path) -> str:
-    """The text of a safetensors file. ValueError if its header is so long that reading it would take long."""
+def save_model(model, tokenizer, folder) -> None:
+    """Write model and tokenizer as an ordinary Hugging Face folder. Raises OSError if the disk is
+    full."""
+    try:
+        model.save_pretrained(folder)
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
+    tokenizer.save_pretrained(folder, save_jinja_files=False)  # several would need a subfolder
+
+
+def read_metadata(path) -> str:
+    """The text of a safetensors file. Raises ValueError if its header is too long to be parsed in a
+    moment."""
     with open(path, "rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
             raise ValueError("its header is too long")
@@ -917,23 +1410,27 @@ def read_about(path) -> str:
 
 
 def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with the names, shapes and types of `ours` from a safetensors file, in that order.
+    """Read tensors with the names, shapes and types of `ours`, in this order.
 
-    A stranger may have made the file: an exception of any kind if it is damaged or something does not fit.
+    A stranger may have written the file, so this may raise any exception if the file is damaged or
+    does not fit.
     """
-    read_about(path)
+    read_metadata(path)
     saved = {}
     with safetensors.safe_open(path, framework="pt") as file:
         for name, tensor in ours.items():
+            # Compare the shape before the tensor is read: a wrong one may be enormous.
             if file.get_slice(name).get_shape() != list(tensor.shape):
-                raise ValueError(f"{name}: another shape than the model's")
+                raise ValueError(f"{name}: its shape does not match the model's")
             saved[name] = file.get_tensor(name)
-            if saved[name].dtype != tensor.dtype or not saved[name].isfinite().all():
-                raise ValueError(f"{name}: another type than the model's, or values that are not finite")
+            if saved[name].dtype != tensor.dtype:
+                raise ValueError(f"{name}: its type does not match the model's")
+            if not saved[name].isfinite().all():
+                raise ValueError(f"{name}: it holds values that are not finite")
     return saved
 
 
-def fill(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+def copy_tensors(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     """Copy saved tensors into those of the same names."""
     for name, tensor in ours.items():
         tensor.copy_(saved[name])

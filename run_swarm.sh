@@ -4,100 +4,91 @@
 #   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh       any variable of sapo.py is passed on
 #   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     an experiment for each I/J and seed, then the report
 #   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process;
-#                                                         u: EXTERNAL_FILTER off, xK: LOCAL_OVERSAMPLE=K
+#                                                         u: EXTERNAL_FILTER=False, xK: LOCAL_OVERSAMPLE=K
 #   LOG_DIR=/tmp/logs bash run_swarm.sh                   every process's output also in a file of its own
 # It ends with one line of what was learned and a picture; NODE_ROLE=report compares experiments.
 set -euo pipefail
+
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python3 || command -v python)}
-if [ $# -gt 0 ]; then  # --help, -h, help: nothing is set by arguments
+if [ $# -gt 0 ]; then  # --help, -h, help: settings are variables, never arguments
   sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exec "$python" "$here/sapo.py" --help
 fi
-[[ ${LOCAL_NODES:-1} == 1 ]] || NUM_WORKERS=1  # one process holds them all
-export NUM_WORKERS=${NUM_WORKERS:-4} MODEL_NAME=${MODEL_NAME:-tiny}  # large models: several seldom fit
-[[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]] || { echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"; exit 2; }
 
-missing=$("$python" -c 'import importlib.util as u
-print(*(n for n in ("torch", "transformers", "reasoning_gym") if not u.find_spec(n)))')
-[ -z "$missing" ] || { echo "missing: $missing; pip install torch transformers reasoning-gym" >&2; exit 1; }
+# ---- Settings
 
-if [ "$MODEL_NAME" != tiny ] && [ "$MODEL_NAME" != auto ]; then  # found out once, not by every worker
-  why=$("$python" -c 'import os, transformers as t
-try: t.AutoTokenizer.from_pretrained(os.environ["MODEL_NAME"]), t.AutoConfig.from_pretrained(os.environ["MODEL_NAME"])
-except Exception as error: raise SystemExit(str(error).splitlines()[0])' 2>&1) || {
-    echo "MODEL_NAME=$MODEL_NAME cannot be used: ${why##*$'\n'}; expected tiny, a Hugging Face id or a local folder" >&2
-    exit 2
-  }
+if [[ ${LOCAL_NODES:-1} != 1 ]]; then NUM_WORKERS=1; fi  # one process holds all nodes
+export NUM_WORKERS=${NUM_WORKERS:-4}
+export MODEL_NAME=${MODEL_NAME:-tiny}  # several large models seldom fit on one machine
+if ! [[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]]; then
+  echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"
+  exit 2
 fi
 
-# Threads are shared out fairly: without this every worker starts one per core and all of them crawl.
+missing=$("$python" -c 'import importlib.util as util
+print(*(name for name in ("torch", "transformers", "reasoning_gym") if not util.find_spec(name)))')
+if [ -n "$missing" ]; then
+  echo "missing packages: $missing; pip install torch transformers reasoning-gym" >&2
+  exit 1
+fi
+
+# Threads are shared out fairly. Otherwise every worker starts one per core, and all of them crawl.
 cores=$("$python" -c 'import os
 print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(( cores > NUM_WORKERS ? cores / NUM_WORKERS : 1 ))}
-columns=$(tput cols 2>/dev/null || echo 100)
-export COLUMNS=${COLUMNS:-$columns} TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
+threads=$(( cores > NUM_WORKERS ? cores / NUM_WORKERS : 1 ))
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$threads}
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
+
+# The processes fit their lines into what the prefix "[coordinator] " leaves of the terminal.
+columns=${COLUMNS:-$(tput cols 2>/dev/null || echo 100)}
+lines_width=$(( columns > 74 ? columns - 14 : 60 ))
+
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+gpu_of() {  # a worker's own GPU, if there are several and the user has not chosen
+  if [ "${gpus:-0}" -ge 2 ] && [ -z "${CUDA_VISIBLE_DEVICES:-}${DEVICE:-}" ]; then
+    echo "CUDA_VISIBLE_DEVICES=$(($1 % gpus))"
+  fi
+}
+
+# ---- Processes
 
 pids=() names=() stopping=0
-stop_all() {  # only what this script started; a second Ctrl-C makes them exit at once
+stop_all() {  # only what this script started; a second Ctrl-C makes the processes exit at once
+  if [ "$stopping" -eq 0 ]; then
+    echo "run_swarm: stopping (a round is finished first); once more to exit at once" || true
+  fi
   stopping=1
   for pid in ${pids[@]+"${pids[@]}"}; do kill -INT "$pid" 2>/dev/null || true; done
 }
-trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: a time limit of Slurm
-trap '' PIPE  # nobody may read what is printed
+trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: Slurm's time limit
+trap '' PIPE  # the reader of the output may be gone
 
-prefixed() {  # NAME LOG: each line with the name before it. Without VERBOSE what all say is shown once
+prefixed() {  # NAME LOG: print each line of a process with its name before it
   trap '' INT TERM HUP USR1
-  exec 2>/dev/null  # where the terminal is closed this would be the very pipe that is read here
-  local quiet= once='^(new experiment|experiment |to resume:|final model:|  try it:|note:|picture:|no picture:|'
-  once+='these settings cannot|  [A-Z_]+[=:]|  [A-Z_]+ is not a variable|NUM_TRANSPLANT|writing |what it said|[^ ]*: already finished|\? |reward per task|  [A-Z_]+ {2}|  [0-9.]+  |worker_. (start|end|sample):)'
-  [[ ${VERBOSE:-0} =~ ^(0|[Ff]alse|[Nn]o|[Oo]ff)$ && $1 == worker_* ]] && quiet=1
+  exec 2>/dev/null  # if the terminal is closed, this would be the very pipe that is read here
   while IFS= read -r line; do
     printf '%s\n' "[$1] $line" >> "$2" || true  # LOG_DIR may be full
-    [[ $quiet && $line == *" round "*" | reward "* ]] && continue
-    [[ $quiet && $1 != worker_0 && $line =~ $once ]] && continue
-    [[ $1 == coordinator && $line =~ ^(new\ exp|experiment\ |note:|these\ sett|\ \ [A-Z_]+|[^ ]+:\ already) ]] && continue
-    [[ $1 != worker_0 && $line == "another node makes"* ]] && continue
-    [[ $line == "stopping (a round"* || $line == *"stopped before round"* || $line == "stopped; to go on"* ]] && continue
-    [[ $line == "  "*"python sapo.py" ]] && continue  # the same command goes on
-    if [ -t 1 ] && [[ $line == "warm start "* ]]; then  # one line that is rewritten
-      printf '\r%s ' "[$1] $line"
-      [[ $line != *"eta 0s" ]] || echo
-      continue
-    fi
-    [ -z "$line" ] || printf '%s\n' "[$1] $line" || true
+    printf '%s\n' "[$1] $line" || true
   done
 }
 
 start() {  # NAME VAR=VALUE…: one process in the background, in a process group of its own
-  local name=$1 log=/dev/null; shift
-  [ -z "${LOG_DIR:-}" ] || log=$LOG_DIR/$name.log
-  # Job control only here: the terminal's Ctrl-C must reach this script, which passes it on exactly once.
-  # With job control on for good it would go to whatever command the script is just waiting for.
+  local name=$1 log=/dev/null
+  shift
+  if [ -n "${LOG_DIR:-}" ]; then log=$LOG_DIR/$name.log; fi
+  # Job control is on only here. The terminal's Ctrl-C must reach this script, which passes it on
+  # exactly once; with job control on for good it would go to the command that the script waits for.
   set -m
-  env "$@" "$python" "$here/sapo.py" < /dev/null > >(prefixed "$name" "$log") 2>&1 &
+  env COLUMNS="$lines_width" "$@" "$python" "$here/sapo.py" \
+    < /dev/null > >(prefixed "$name" "$log") 2>&1 &
   set +m
   pids+=($!) names+=("$name")
-  [ "$stopping" -eq 0 ] || kill -INT $! 2>/dev/null || true  # Ctrl-C came before it was in the list
+  if [ "$stopping" -ne 0 ]; then kill -INT $! 2>/dev/null || true; fi  # Ctrl-C came before pids+=
 }
 
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-gpu_of() {  # a worker's own GPU, where there are several and nobody has chosen
-  [ "${gpus:-0}" -lt 2 ] || [ -n "${CUDA_VISIBLE_DEVICES:-}${DEVICE:-}" ] || echo "CUDA_VISIBLE_DEVICES=$(($1 % gpus))"
-}
-
-run_experiment() {  # coordinator and workers, until all have ended; returns 1 and names whoever failed
-  pids=() names=()
-  echo "run_swarm: loading torch in every process, some seconds" || true
-  if [ "${LOCAL_NODES:-1}" -gt 1 ]; then
-    start swarm NODE_ROLE=worker "$@"  # its nodes keep step by themselves
-  else
-    start coordinator NODE_ROLE=coordinator "$@"
-    for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do
-      start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" $(gpu_of "$i") "$@"
-    done
-  fi
-  local failed=0 status waiting="${!pids[*]}" still
+wait_for_all() {  # until all processes have ended; returns 1 and names those that failed
+  local failed=0 status still waiting="${!pids[*]}"
   while [ -n "$waiting" ]; do
     still=
     for i in $waiting; do
@@ -110,53 +101,103 @@ run_experiment() {  # coordinator and workers, until all have ended; returns 1 a
       fi
     done
     waiting=$still
+    # A coordinator waits for workers to come. If all have ended and one has failed, none will.
     if [ "$waiting" = "0 " ] && [ "${names[0]}" = coordinator ] && [ "$failed" -eq 1 ]; then
-      kill -INT "${pids[0]}" 2>/dev/null || true  # a coordinator waits for workers to come; here none will
+      kill -INT "${pids[0]}" 2>/dev/null || true
       failed=2
     fi
-    sleep 0.5 || true  # Ctrl-C ends it too
+    sleep 0.5 || true  # Ctrl-C ends it, too
   done
   [ "$failed" -eq 0 ]
 }
 
-is_stopped() {
-  [ "$stopping" -eq 1 ] && { echo "run_swarm: stopped; to go on: the same command" || true; }
+run_experiment() {  # VAR=VALUE…: prepare, then coordinator and workers, until all have ended
+  # Load the model once and make its warm start. If that fails, nothing else is started.
+  echo "run_swarm: loading torch, some seconds" || true
+  pids=() names=()
+  start prepare NODE_ROLE=prepare "$@"
+  wait_for_all || return 1
+  if [ "$stopping" -ne 0 ]; then return 0; fi
+
+  # What several processes would say is said once: QUIET=True prints only errors and the end,
+  # QUIET=rounds no line per round. VERBOSE=True shows it all.
+  local quiet=True quiet_rounds=rounds
+  case ${VERBOSE:-0} in 0 | [Ff]alse | [Nn]o | [Oo]ff) ;; *) quiet=False quiet_rounds=False ;; esac
+  pids=() names=()
+  if [ "${LOCAL_NODES:-1}" -gt 1 ]; then
+    start swarm NODE_ROLE=worker "$@"  # its nodes keep step by themselves
+  else
+    start coordinator NODE_ROLE=coordinator QUIET=$quiet "$@"
+    for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do
+      if [ "$i" -gt 0 ]; then quiet_rounds=$quiet; fi  # worker_0 speaks for all
+      start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" QUIET=$quiet_rounds $(gpu_of "$i") "$@"
+    done
+  fi
+  wait_for_all
 }
 
-main() {
-  [ -z "${LOG_DIR:-}" ] || mkdir -p "$LOG_DIR" || exit 2
-  case ${TEST_MODE:-0} in
-    0 | [Ff]alse | [Nn]o | [Oo]ff)
-      export MAX_ROUNDS=${MAX_ROUNDS:-120}
-      [ -n "${CONFIGS:-}" ] || export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4} ;;
-  esac  # TEST_MODE has its own
-  if [ -z "${CONFIGS:-}" ]; then
-    [ -z "${SEEDS:-}" ] || { echo "SEEDS=$SEEDS: goes with CONFIGS, such as CONFIGS=4/4; of one run set SEED"; exit 2; }
-    run_experiment || exit 1
-    ! is_stopped || exit 130
-    return
-  fi
-  local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$' name filter
+is_stopped() {
+  if [ "$stopping" -eq 0 ]; then return 1; fi
+  echo "run_swarm: stopped; to go on: the same command" || true
+}
+
+# ---- One experiment, or a comparison
+
+run_comparison() {  # an experiment for each pair of CONFIGS and each of SEEDS, then the report
+  local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$'
+  local pairs=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}}) number=0 config seed name filter
   export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
-  local number=0 pairs=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}})
-  for config in "${pairs[@]:-}"; do  # before hours of training
-    [[ $config =~ $pattern ]] || { echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"; exit 2; }
+
+  # Check all of it before hours of training.
+  for config in "${pairs[@]:-}"; do
+    if ! [[ $config =~ $pattern ]]; then
+      echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"
+      exit 2
+    fi
   done
-  [[ ${seeds[*]} =~ ^[0-9\ ]+$ ]] || { echo "SEEDS=${seeds[*]}: expected numbers such as 1 2 3"; exit 2; }
+  if ! [[ ${seeds[*]} =~ ^[0-9\ ]+$ ]]; then
+    echo "SEEDS=${seeds[*]}: expected numbers such as 1 2 3"
+    exit 2
+  fi
+
   for seed in "${seeds[@]}"; do
     for config in "${pairs[@]}"; do
       [[ $config =~ $pattern ]]
-      name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed filter=True
-      [ -z "${BASH_REMATCH[3]}" ] || filter=False
+      name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed
+      filter=True
+      if [ -n "${BASH_REMATCH[3]}" ]; then filter=False; fi
       number=$((number + 1))
       echo "run_swarm: experiment $number of $((${#pairs[@]} * ${#seeds[@]})): $name" || true
-      run_experiment EXPERIMENT_NAME="$name" SEED="$seed" NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" \
-        NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" EXTERNAL_FILTER=$filter \
-        LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1
-      ! is_stopped || exit 130
+      run_experiment EXPERIMENT_NAME="$name" SEED="$seed" \
+        NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" \
+        EXTERNAL_FILTER=$filter LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1
+      if is_stopped; then exit 130; fi
     done
   done
   NODE_ROLE=report EXPERIMENT_NAME="${EXPERIMENT_NAME:-compare}_*" "$python" "$here/sapo.py"
+}
+
+main() {
+  if [ -n "${LOG_DIR:-}" ]; then mkdir -p "$LOG_DIR" || exit 2; fi
+  case ${TEST_MODE:-0} in  # TEST_MODE has its own defaults
+    0 | [Ff]alse | [Nn]o | [Oo]ff)
+      export MAX_ROUNDS=${MAX_ROUNDS:-120}
+      if [ -z "${CONFIGS:-}" ]; then
+        export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4}
+        export NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4}
+      fi ;;
+  esac
+
+  if [ -n "${CONFIGS:-}" ]; then
+    run_comparison
+    return
+  fi
+  if [ -n "${SEEDS:-}" ]; then
+    echo "SEEDS=$SEEDS: goes with CONFIGS, such as CONFIGS=4/4; for one run set SEED"
+    exit 2
+  fi
+  run_experiment || exit 1
+  if is_stopped; then exit 130; fi
 }
 
 main; exit  # on one line: bash reads a script as it goes, and someone may edit this one meanwhile

@@ -2,12 +2,30 @@
 # requires-python = ">=3.11"
 # dependencies = ["torch>=2.9,<3", "transformers>=4.57,<5.25", "reasoning-gym>=0.1.25,<0.2"]
 # ///
-"""SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): N nodes, each with its own model, learn by
-GRPO on reasoning-gym questions and share decoded rollouts, plain text, through one shared folder.
+"""SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721).
 
-`train` is the paper's Algorithm 1; its six steps stand below it, then clock, log, settings, checkpoints,
-roles. The shared folder is the state. Calls to it are made in order by one thread; one that fails is tried
-again until it works (`Patient` in coordinator.py). So what a kill leaves behind is always a prefix.
+N nodes, each with its own language model, learn by GRPO on reasoning-gym questions. They share
+decoded rollouts, plain text, through one shared folder. Settings are environment variables:
+
+    EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py     one node
+    bash run_swarm.sh                                                      a swarm on this machine
+    python sapo.py --help                                                  all variables
+
+    GDRIVE_PATH            the shared folder
+    EXPERIMENT_NAME        one experiment is one subfolder
+    NODE_ID                this node's name, unique in the experiment
+    NODE_ROLE              worker, coordinator, or a reader: monitor, report, validate
+    MODEL_NAME             tiny, a Hugging Face id or a folder
+    MAX_ROUNDS             rounds to train
+    NUM_TRAIN_SAMPLES      I, a node's own questions in a round
+    NUM_TRANSPLANT_TREES   J, its peers' groups in a round; 0 is plain GRPO
+
+`train` is the paper's Algorithm 1, and its six steps stand below it. Then come rounds, settings,
+checkpoints and export, starting, logging and signals, and functions for notebooks.
+
+One thread makes all calls to the folder, in order, and retries a failed call until it succeeds
+(`RetryingStore` in drive_store.py). A killed process therefore leaves a prefix of its writes, never
+a gap.
 """
 
 import contextlib
@@ -16,6 +34,7 @@ import difflib
 import fnmatch
 import functools
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -26,1385 +45,2014 @@ import shlex
 import shutil
 import signal
 import sys
-import tempfile
+import textwrap
 import threading
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+# Before torch is loaded, which takes some seconds: a missing package is named in one sentence, and
+# Ctrl-C ends the program without a traceback.
+packages = ("torch", "transformers", "reasoning_gym")
+missing_packages = [name for name in packages if importlib.util.find_spec(name) is None]
+if missing_packages:
+    advice = "pip install torch transformers reasoning-gym"
+    raise SystemExit(f"missing packages: {', '.join(missing_packages)}; {advice}")
 if sys.orig_argv[-1].endswith("sapo.py") and "IPython" not in sys.modules:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while torch is loaded, some seconds: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import huggingface_hub  # transformers brings it, and tqdm
+import huggingface_hub  # comes with transformers, and so does tqdm
 import torch
 import tqdm
 
-if "DriveStore" not in globals():  # pasted into one notebook cell, the modules are there already
-    from coordinator import (
-        COORDINATOR, Patient, average, begun_with, breathe, compare, counted, draw, draw_run,
-        experiment_status, group_lines, in_notebook, keep_the_clock, monitor, pace, plain, report_text,
-        reward_per_task, reward_rows, round_line, some, summarize, validate_experiment, verdict,
-        why_flat, workers_of, write_winners,
-    )  # fmt: skip
-    from drive_store import BadFile, DriveStore, StoreError, bucket, is_name, is_number, parse_json
-    from grpo import (
-        HELD_OUT_SEEDS, PAPER_TASKS, REASONING_GYM_VERSION, SMALL_TASKS, TASK_TABLE, VERSIONS, BadQuestion,
-        Codec, Group, Question, available_memory, checksum, devices, fill, find_answer, generate,
-        halving_on_oom, keep_freed_memory, load_model, load_tensors, lucky_question, make_question,
-        mean_logps, new_optimizer, read_about, rows_that_fit, save_tensors, score_all, task_hash,
-        training_state, update, warm_start, warm_start_recipe, weights_of, why_refused,
-    )  # fmt: skip
+if "DriveStore" in globals():  # the four modules pasted into one notebook cell
+    coordinator = drive_store = grpo = sys.modules[__name__]
+else:
+    import coordinator
+    import drive_store
+    import grpo
 
 
 def train(run: "Run") -> None:
-    """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process; returns after the last round.
+    """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process. Returns after the last
+    round.
 
-    With LOCAL_NODES > 1 all nodes share, then all learn: sharing is exactly synchronous, and a run repeats
-    bit for bit on a CPU. The steps leave their figures for the log in `node.figures`.
+    Every node publishes before any node trains, so that sharing among the nodes of one process is
+    fully synchronous and a run repeats bit for bit on a CPU. Each step adds its numbers to
+    `node.metrics`.
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):
             for node in run.nodes:
                 questions = sample_batch(run, node, t, stage)  # 1. draw I questions
-                generate_rollouts(run, node, questions, t, stage)  # 2. G completions of each
-                communicate(run, node, t, stage)  # 3. publish them, decoded
+                node.groups = generate_groups(run, node, questions, t, stage)  # 2. G completions
+                publish_groups(run, node, t, stage)  # 3. share them as text
+
             for node in run.nodes:
                 external = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
-                policy_gradient(run, node, external)  # 5. learn from own and external groups
+                policy_gradient(run, node, external)  # 5. one update on own and external groups
                 submit_reward(run, node, t, stage)  # 6. report
         finish_round(run, t)
 
 
 @dataclass
-class Rollout:
-    """A question with its G completions, as text and as this process's token ids."""
-
-    question: "Question"
-    group: "Group"
-    texts: list[str]
-    finished: list[bool]  # whether the model ended the completion itself
-    key: tuple | None = None  # of an external one: (round, stage, node, index)
-
-
-@dataclass
 class Node:
-    """One learner. Model, optimizer, total_reward and trained go into its checkpoint."""
+    """One learner. Checkpoints hold its model, optimizer, total_reward and used_external."""
 
     id: str
     model: "torch.nn.Module"
     optimizer: "torch.optim.Optimizer"
     total_reward: float = 0.0
-    trained: set = field(default_factory=set)  # keys of external groups already used: never twice
-    rollouts: list = field(default_factory=list)  # its own, of the current stage
-    unpublished: list = field(default_factory=list)  # of the round so far, as it will be published
-    figures: dict = field(default_factory=dict)  # of the current stage, for the log and the reward file
+    # Keys of the external groups already trained on; each is used at most once.
+    used_external: set = field(default_factory=set)
+    # Its own groups of the current stage.
+    groups: "list[grpo.Group]" = field(default_factory=list)
+    # Its own groups of this round that are not published yet, as they will be written.
+    pending: list = field(default_factory=list)
+    # Numbers about the current stage, for the log and for the reward file.
+    metrics: dict = field(default_factory=dict)
 
 
 @dataclass
 class Run:
-    """What the functions below share: one process's nodes and what they know of the swarm."""
+    """One process: its nodes, and what it knows of the swarm."""
 
     config: "Config"
-    store: Patient  # a DriveStore whose calls wait for the folder
-    codec: "Codec"
+    store: "drive_store.RetryingStore"
+    codec: "grpo.Codec"
     nodes: list[Node]
     log: "Log"
-    stop: "StopButton"
+    signals: "SignalHandler"
     tasks: list[str]
-    max_rows: int  # completions per forward pass in the update
-    max_decoded: int = 2**30  # completions generated at once; lowered when memory runs out
-    session: str = ""  # of this process, in peers/
-    sessions: dict = field(default_factory=dict)  # node -> its newest session, as of the last look
-    done: int = -1  # last round finished
-    saved: int = -1  # last round after which a checkpoint was made
-    next_beat: float = 0.0
-    led_until: float = field(default_factory=time.monotonic)  # when a coordinator was last seen alive
-    fetch_seconds: float = 0.0  # that this round may still wait for peers' rollouts
-    files: dict = field(default_factory=dict)  # (round, stage, node) -> groups, structure checked
-    verified: dict = field(default_factory=dict)  # key of a group -> Rollout, or the reason of its rejection
-    reported: set = field(default_factory=set)  # said once: (peer, reason) of a rejection; a round of waiting
-    history: list = field(default_factory=list)  # of each round of this start: the nodes' mean figures
-    began: float = field(default_factory=time.monotonic)
-    first_sample: list = field(default_factory=list)  # what the model said at the start
-    upload: object = None  # to the Hub, a Future
+
+    # Completions per forward pass in the update; lowered when memory runs out.
+    max_rows: int
+    # Completions generated at once; lowered when memory runs out.
+    max_generation_rows: int = 2**30
+
+    # This process's session id, in peers/.
+    session: str = ""
+    # Latest session id of each node, refreshed on every poll.
+    sessions: dict = field(default_factory=dict)
+    last_finished_round: int = -1
+    last_checkpoint_round: int = -1
+    next_heartbeat: float = 0.0
+    coordinator_last_seen: float = field(default_factory=time.monotonic)
+    # Seconds left in this round's budget for waiting on peers.
+    fetch_budget_seconds: float = 0.0
+
+    # (round, stage, node_id) -> the groups of this rollout file, structure checked.
+    fetched: dict = field(default_factory=dict)
+    # Key of an external group -> its Group, or the Rejected that says why it cannot be used.
+    verified_groups: dict = field(default_factory=dict)
+    # Warnings already logged: (peer, reason), or the round of a timeout.
+    logged_once: set = field(default_factory=set)
+
+    # Mean metrics of the nodes in each round since the start of this process.
+    history: list = field(default_factory=list)
+    start_time: float = field(default_factory=time.monotonic)
+    # What the model answered at the start.
+    initial_samples: list = field(default_factory=list)
 
 
-# -------- The six steps of a round ------------------------------------------------------------------------
+# -------- The six steps of a round ----------------------------------------------------------------
 
 
-def stream_seed(config: "Config", node_id: str, round_: int, stage: int, purpose: str, i: int = 0) -> int:
-    """Seed of one random stream, from a hash: no state to save, no overlap, a resumed node repeats itself."""
+def sample_batch(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Question]":
+    """Step 1: draw I questions (times LOCAL_OVERSAMPLE), each with a uniformly random task and a
+    seed from a hash."""
+    send_heartbeats(run)
+    seeds = []
+    for i in range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE):
+        seeds.append(derive_seed(run.config, node.id, t, stage, "question", i))
+    return questions_from_seeds(run, seeds)
+
+
+def derive_seed(
+    config: "Config", node_id: str, round_: int, stage: int, purpose: str, i: int = 0
+) -> int:
+    """Derive a seed by hashing the arguments.
+
+    There is nothing to checkpoint, streams do not overlap, and a resumed node draws the same
+    numbers. The result lies below the seeds of held-out questions.
+    """
     text = f"{config.SEED}|{node_id}|{round_}|{stage}|{purpose}|{i}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % HELD_OUT_SEEDS.start
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:8], "big") % grpo.HELD_OUT_SEEDS.start
 
 
-def sample_batch(run: "Run", node: Node, t: int, stage: int) -> "list[Question]":
-    """Step 1: I questions (times LOCAL_OVERSAMPLE), task uniform with replacement, seed from a hash."""
-    beat(run)
-    count = run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE
-    seeds = [stream_seed(run.config, node.id, t, stage, "question", i) for i in range(count)]
-    return questions_of(run, seeds)
+def questions_from_seeds(run: Run, seeds: list[int]) -> "list[grpo.Question]":
+    """For each seed a question of a random task."""
+    questions = []
+    for seed in seeds:
+        task = random.Random(seed).choice(run.tasks)
+        questions.append(grpo.first_valid_question(task, seed))
+    return questions
 
 
-def questions_of(run: "Run", seeds: list[int]) -> "list[Question]":
-    """A question of a random task for each seed."""
-    return [lucky_question(random.Random(seed).choice(run.tasks), seed) for seed in seeds]
+def generate_groups(
+    run: Run, node: Node, questions: list, t: int, stage: int
+) -> "list[grpo.Group]":
+    """Step 2: generate G completions of each question in one batch, decode and score them."""
+    started = time.monotonic()
+    seed = derive_seed(run.config, node.id, t, stage, "generate")
+    groups = answer_questions(run, node, questions, run.config.NUM_GENERATIONS, seed)
 
-
-def generate_rollouts(run: "Run", node: Node, questions: list, t: int, stage: int) -> None:
-    """Step 2: G completions for each question, in one batched call, decoded and scored, as node.rollouts."""
-    began = time.monotonic()
-    seed = stream_seed(run.config, node.id, t, stage, "generate")
-    node.rollouts = answer(run, node, questions, run.config.NUM_GENERATIONS, seed)
-    lengths = [len(ids) for r in node.rollouts for ids in r.group.completions]
-    texts = [text for r in node.rollouts for text in r.texts]
-    node.figures = {
-        "reward": mean_reward(node.rollouts),
-        "groups": len(node.rollouts),
-        "completions": len(lengths),
-        "informative_local": sum(r.group.is_informative for r in node.rollouts),
-        "answer_tag_rate": average(find_answer(text) is not None for text in texts),
-        "truncated_rate": average(not done for r in node.rollouts for done in r.finished),
-        "mean_length": average(lengths),
-        "generated_tokens": sum(lengths),
-        "generate_seconds": time.monotonic() - began,
-    }
-    for task in {q.task for q in questions}:
-        node.figures[f"reward_{task}"] = mean_reward([r for r in node.rollouts if r.question.task == task])
-
-
-def answer(run: "Run", node: Node, questions: list, g: int, seed: int) -> list[Rollout]:
-    """`g` completions of each question by this node's model, decoded and scored."""
-    config, codec, dtype = run.config, run.codec, getattr(torch, run.config.DTYPE)
-    prompts = [codec.prompt(q) for q in questions]
-
-    def attempt(rows_at_once):
-        return generate(
-            node.model, prompts, g, config.MAX_NEW_TOKENS, config.TEMPERATURE, codec.eos_ids,
-            torch.Generator().manual_seed(seed), codec.pad_id, rows_at_once, dtype,
-            answered=codec.answered if codec.few_shot else None,  # None: no look at every token
-        )  # fmt: skip
-
-    rows = g * len(questions)
-    drawn, run.max_decoded = halving_on_oom(attempt, run.max_decoded, rows, "generation", smallest=g)
-    rollouts = []
-    for question, prompt, group in zip(questions, prompts, drawn, strict=True):
-        texts = [codec.decode(ids) for ids in group]
-        rewards = score_all(question, texts, config.REWARD)
-        finished = [ids[-1] in codec.eos_ids or codec.answered(ids) for ids in group]
-        rollouts.append(Rollout(question, Group(prompt, group, rewards), texts, finished))
-    return rollouts
-
-
-def mean_reward(rollouts: list[Rollout]) -> float:
-    """The node's reward of a round and stage: the mean over all its own completions, never externals."""
-    return average(reward for rollout in rollouts for reward in rollout.group.rewards)
-
-
-def communicate(run: "Run", node: Node, t: int, stage: int) -> None:
-    """Step 3: publish this stage's groups as text, before training on them: the bare question, the decoded
-    completions and this node's own rewards."""
-    for r in node.rollouts:
-        each = zip(r.texts, r.group.rewards, r.finished, strict=True)
-        written = [{"response": text, "reward": reward, "finished": done} for text, reward, done in each]
-        q = r.question
-        group = {"task": q.task, "seed": q.seed, "prompt": q.text, "answer": q.answer}
-        node.unpublished.append(group | {"completions": written})
-    if stage in run.config.publishing_stages:
-        groups = {str(i): group for i, group in enumerate(node.unpublished)}
-        node.unpublished = []
-        about = {"model": run.config.MODEL_NAME, "reasoning_gym": REASONING_GYM_VERSION, "tasks": task_hash()}
-        run.store.publish(t, stage, node.id, about, groups)
-    beat(run)
-
-
-def sample_external(run: "Run", node: Node, t: int, stage: int) -> list[Rollout]:
-    """Step 4: verify and score the peers' groups, drop those that are not informative, draw J uniformly.
-
-    Groups of older rounds, up to ROLLOUT_MAX_AGE back, fill gaps.
-    """
-    config, figures, began = run.config, node.figures, time.monotonic()
-    wanted, drawn = config.NUM_TRANSPLANT_TREES, []
-    figures |= {"external_pool": 0, "external_peers": 0, "rejected": 0}
-    if wanted > 0:
-        wait_for_peers(run, t, stage)
-        rng = random.Random(stream_seed(config, node.id, t, stage, "external"))
-        for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
-            pool = informative_pool(run, node, t, stage, age, rng)
-            figures["external_pool"] += len(pool)
-            drawn += rng.sample(pool, min(wanted - len(drawn), len(pool)))
-            if len(drawn) == wanted:
-                break
-    oldest = t - config.ROLLOUT_MAX_AGE
-    node.trained = {key for key in node.trained if key[0] >= oldest} | {r.key for r in drawn}
-    newest = max((key[0] for key, groups in run.files.items() if groups), default=t)
-    figures |= {
-        "external_ages": [t - r.key[0] for r in drawn],
-        "external_short": wanted - len(drawn),
-        "newest_file_age": t - newest,
-        "wait_seconds": time.monotonic() - began,
-    }
-    return drawn
-
-
-def wait_for_peers(run: "Run", t: int, stage: int) -> None:
-    """Wait for live peers that published the last round and not yet this one, FETCH_TIMEOUT_SECONDS a round.
-
-    Who did not publish the last round is not waited for: nobody who is gone costs more than one round. In
-    round 0 all who live are waited for.
-    """
-    config, store = run.config, run.store
-    if stage not in config.publishing_stages:
-        return  # nobody publishes yet
-    there = store.nodes("rollouts", t - 1, config.publishing_stages[-1]) if t else workers_of(run.sessions)
-    late = set(there) - {node.id for node in run.nodes}
-    while late and not run.stop.pressed and store.clock() <= t:  # else the swarm has gone on
-        began = time.monotonic()
-        late -= set(store.nodes("rollouts", t, stage))
-        late = {peer for peer in late if is_live(run, peer)}
-        if late and run.fetch_seconds <= 0:
-            if t not in run.reported:  # say it once a round, whatever its stages
-                run.reported.add(t)
-                why = f"{some(sorted(late), 8)} not here after FETCH_TIMEOUT_SECONDS"
-                run.log.event("wait", f"round {t}: {why}", round=t)
-            return
-        if late:
-            beat(run)
-            run.fetch_seconds -= breathe(began)
-
-
-PEER_SECONDS = 20.0  # for verifying what one peer published in a round: verifiers can be made slow
-
-
-def informative_pool(run: "Run", node: Node, t: int, stage: int, age: int, rng) -> list[Rollout]:
-    """Groups of this stage, or of all stages `age` rounds ago, to draw from: verified, informative, not used.
-
-    At most FETCH_MAX_PEERS peers, I groups of each: flooding under one name buys nothing.
-    """
-    config, pool = run.config, []
-    stages = config.publishing_stages if age else [stage]
-    there = [(t - age, s, peer) for s in stages for peer in run.store.nodes("rollouts", t - age, s)]
-    peers = sorted({key[2] for key in there} - {node.id})
-    if age or len(peers) >= config.FETCH_MAX_PEERS:  # else few enough: all are read
-        peers = sorted(rng.sample(peers, min(config.FETCH_MAX_PEERS, len(peers))))
-    if age == 0:
-        node.figures["external_peers"] = len(peers)
-    for peer in peers:
-        groups = [raw for key in there if key[2] == peer for raw in peer_groups(run, node, key)]
-        groups = [raw for raw in groups if raw["key"] not in node.trained]
-        if len(groups) > config.NUM_TRAIN_SAMPLES:
-            groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
-        began = time.thread_time()  # stands still while this process is suspended
-        for raw in groups:
-            if raw["key"] not in run.verified:  # the nodes of this process verify a group once for all
-                in_time = time.thread_time() - began < PEER_SECONDS
-                run.verified[raw["key"]] = verify(run, raw) if in_time else "too slow to verify"
-            found = run.verified[raw["key"]]
-            if isinstance(found, str):  # why it is rejected
-                reject(run, node, peer, found)
-            elif found.group.is_informative or not config.EXTERNAL_FILTER:
-                pool.append(found)
-    return pool
-
-
-def peer_groups(run: "Run", node: Node, key: tuple) -> list[dict]:
-    """The groups of a peer's rollout file; none if it cannot be used: it is read again in the next round."""
-    if key not in run.files:
-        try:
-            run.files[key] = run.store.fetch(*key, run.config.max_rollout_bytes)
-        except BadFile as error:
-            run.files[key] = []  # for the rest of this round: `finish_round` forgets it
-            reject(run, node, key[2], str(error))
-    return run.files[key]
-
-
-def reject(run: "Run", node: Node, peer: str, reason: str) -> None:
-    """Count what a peer wrote and nobody can use; say it once."""
-    node.figures["rejected"] += 1
-    if (peer, reason) not in run.reported:
-        run.reported.add((peer, reason))
-        run.log.event("reject", f"{peer}: {reason}", peer=peer)
-
-
-def verify(run: "Run", raw: dict) -> Rollout | str:
-    """A peer's group -> Rollout in this process's ids with rewards of its own, or the reason of rejection.
-
-    Only task, seed, response and finished are used: the question is made again, the prompt must agree.
-    """
-    codec, g, drawn = run.codec, run.config.NUM_GENERATIONS, raw["completions"]
-    if raw["task"] not in run.tasks:
-        return "task is not one of this experiment's"
-    if raw["seed"] in HELD_OUT_SEEDS:
-        return "held-out question"
-    try:
-        question = make_question(raw["task"], raw["seed"])
-    except BadQuestion:
-        return "a question that cannot be made"
-    if raw["prompt"] != question.text:
-        return "prompt differs from the question"
-    if len(drawn) > g:  # a larger group would weigh more than one of this node's own
-        drawn = random.Random(str(raw["key"])).sample(drawn, g)
-    texts, finished = ([c[name] for c in drawn] for name in ("response", "finished"))
-    completions = codec.completions(texts, finished)
-    if not all(1 <= len(ids) <= codec.max_completion for ids in completions):
-        return f"completion empty or over {codec.max_completion} tokens here"
-    if max(map(max, completions)) >= codec.vocabulary:
-        return "a token that this model does not have"
-    if not all(codec.eos_ids.isdisjoint(ids[:-1]) for ids in completions):
-        return "a text that is the end of a turn here"
-    texts = [codec.decode(ids) for ids in completions]  # the reward is that of the tokens trained on
-    group = Group(codec.prompt(question), completions, score_all(question, texts, run.config.REWARD))
-    return Rollout(question, group, texts, finished, raw["key"])
-
-
-def policy_gradient(run: "Run", node: Node, external: list[Rollout]) -> None:
-    """Step 5: one GRPO update on I own groups, informative ones first, and the external ones alike."""
-    config, began = run.config, time.monotonic()
-    local = sorted(node.rollouts, key=lambda r: not r.group.is_informative)[: config.NUM_TRAIN_SAMPLES]
-    # EXERCISE: train on own informative groups of earlier rounds again, in the place of flat ones
-    own = [rollout.group for rollout in local]
-    groups = own + without_unlikely(run, node, [rollout.group for rollout in external])
-    stats = update(
-        node.model, node.optimizer, groups, max_new_tokens=config.MAX_NEW_TOKENS,
-        temperature=config.TEMPERATURE, loss_type=config.LOSS_TYPE, clip_low=config.CLIP_LOW,
-        clip_high=config.CLIP_HIGH, num_iterations=config.NUM_ITERATIONS, max_rows=run.max_rows,
-        pad_id=run.codec.pad_id, dtype=getattr(torch, config.DTYPE),
-    )  # fmt: skip
-    run.max_rows, logps = stats.pop("max_rows"), stats.pop("logps")  # logps: of informative groups, own first
-    own_rows = sum(len(group.completions) for group in own if group.is_informative)
-    node.figures |= stats | {
-        "logp_own": average(logps[:own_rows]),
-        "logp_external": average(logps[own_rows:]),
-        "local_groups": len(own),
-        "external_groups": len(groups) - len(own),
-        "informative_groups": sum(group.is_informative for group in groups),
-        "train_seconds": time.monotonic() - began,
-    }
-    beat(run)
-
-
-def submit_reward(run: "Run", node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the stage's reward and figures, now and then with held-out accuracy."""
-    config, figures = run.config, node.figures
-    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and stage == config.MAX_STAGES - 1:
-        figures["held_out"] = held_out_accuracy(run, node, t)
-    node.total_reward += figures["reward"]
-    run.store.submit_reward(t, stage, node.id, {"session": run.session, **figures})
-    row = {"timestamp": time.time(), "round": t, "stage": stage, "node_id": node.id, **figures}
-    row |= {"experiment": config.EXPERIMENT_NAME, "my_reward": figures["reward"]}
-    row["total_reward"] = node.total_reward
-    run.log.add(f"{node.id}/metrics.jsonl", json.dumps(row))
-
-
-def held_out_accuracy(run: "Run", node: Node, t: int) -> float:
-    """pass@1 on EVAL_SAMPLES questions of the reserved seed range, the same for all nodes."""
-    seeds = [stream_seed(run.config, "", 0, 0, "held-out", i) for i in range(run.config.EVAL_SAMPLES)]
-    questions = questions_of(run, [HELD_OUT_SEEDS.start + seed for seed in seeds])
-    return mean_reward(answer(run, node, questions, 1, stream_seed(run.config, node.id, t, 0, "evaluate")))
-
-
-def without_unlikely(run: "Run", node: Node, groups: "list[Group]") -> "list[Group]":
-    """Externals without completions that are less likely, per token, than EXTERNAL_FLOOR of this node's own.
-
-    A stranger's answers behind words that nobody here says can be 90% of an update (cf. arXiv:2605.22537).
-    They go before advantages are made: the rest of such a group would only teach what not to say.
-    """
-    if not groups or run.config.EXTERNAL_FLOOR == 0:
-        return groups
-    own = [rollout.group for rollout in node.rollouts]
-    means, run.max_rows = mean_logps(
-        node.model, own + groups, temperature=run.config.TEMPERATURE, max_rows=run.max_rows,
-        pad_id=run.codec.pad_id, dtype=getattr(torch, run.config.DTYPE),
-    )  # fmt: skip
-    count = sum(len(group.completions) for group in own)
-    rank = int(run.config.EXTERNAL_FLOOR * count)
-    floor = sorted(means[:count])[rank] if rank < count else math.inf  # a share of 1 leaves all out
-    likely = iter(mean >= floor for mean in means[count:])
-    kept = []
+    # Measure what explains a flat curve later: answer tags, truncation, informative groups.
+    lengths = [len(ids) for group in groups for ids in group.completions]
+    has_tag = []
+    is_truncated = []
     for group in groups:
-        pairs = [pair for pair in zip(group.completions, group.rewards, strict=True) if next(likely)]
-        if pairs:
-            kept.append(Group(group.prompt, [ids for ids, _ in pairs], [reward for _, reward in pairs]))
-    node.figures["external_kept"] = average(mean >= floor for mean in means[count:])
-    return kept
-
-
-# -------- From round to round -----------------------------------------------------------------------------
-
-
-class Ended(Exception):
-    """The run ends early: "stopped" (by one of STOP_SIGNALS) or "superseded" (by a newer session)."""
-
-
-def beat(run: Run, state: str = "") -> None:
-    """A sign of life of each node, every few seconds; state: goodbye, at once."""
-    if state or time.monotonic() >= run.next_beat:
-        for node in run.nodes:
-            run.store.heartbeat(node.id, run.session, run.done + 1, state or "running")
-        run.next_beat = time.monotonic() + min(10.0, run.config.STALE_AFTER_SECONDS / 8)
-
-
-def is_live(run: Run, node: str) -> bool:
-    session = run.sessions.get(node, "")
-    return run.store.life(node, session, run.config.STALE_AFTER_SECONDS) == "live"
-
-
-def is_alone(run: Run) -> bool:
-    return len(run.nodes) == 1 and run.config.NUM_WORKERS <= 1 and len(workers_of(run.sessions)) == 1
-
-
-def check_superseded(run: Run) -> None:
-    """Ended if a newer session of one of this process's nodes has registered: that one goes on."""
-    run.sessions = run.store.sessions()
-    newer = [node.id for node in run.nodes if run.sessions.get(node.id, "") > run.session]
-    if newer:
-        run.log.event("end", f"a newer session of {some(newer)} runs; this one stops")
-        raise Ended("superseded")
-
-
-def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one. Rounds that were missed meanwhile are skipped."""
-    own = run.done + 1
-    if own >= run.config.MAX_ROUNDS:
-        return None
-    t = wait_for_clock(run, own)
-    if t > own:
-        missed = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
-        run.log.event("skip", missed, first=own, last=t - 1)
-    run.fetch_seconds = run.config.FETCH_TIMEOUT_SECONDS
-    return t if t < run.config.MAX_ROUNDS else None
-
-
-def wait_for_clock(run: Run, own: int) -> int:
-    """The clock's round as soon as it is `own` or later; where nobody leads, this process opens its own.
-
-    A coordinator leads while it is live: when killed, for STALE_AFTER_SECONDS more (`DriveStore.life`). Where
-    none was seen alive for so long, the process opens the round itself:
-        COORDINATOR_ROUND_INTERVAL   at its first round, while fewer than NUM_WORKERS have registered
-        two seconds                  if others have registered, and it has one node
-        no time                      else
-    Where nobody else ever registered, a process that resumes replays its rounds after the checkpoint.
-    """
-    config, store, ours = run.config, run.store, {node.id for node in run.nodes}
-    while True:
-        look = time.monotonic()
-        run.stop.check()  # between rounds, and in no step of one: a round that has begun is finished
-        beat(run)
-        check_superseded(run)
-        others, clock = run.sessions.keys() - ours, store.clock()
-        if others and clock >= own:
-            return clock
-        delay = 2.0 if others and config.LOCAL_NODES == 1 else 0.0
-        if len(workers_of(run.sessions)) < config.NUM_WORKERS and not run.history:
-            delay = config.COORDINATOR_ROUND_INTERVAL  # others are expected
-        if is_live(run, COORDINATOR):
-            run.led_until = look
-        elif look - run.led_until >= delay:
-            store.open_round(own, run.nodes[0].id)
-            write_winners(store, own - 1, run.sessions)
-            return own
-        breathe(look)
-
-
-def finish_round(run: Run, t: int) -> None:
-    """Say how the round went, write the log; checkpoint when due, clean up."""
-    config, last, every = run.config, run.config.MAX_ROUNDS - 1, run.config.CHECKPOINT_INTERVAL
-    due = (run.done + 1) // every < (t + 1) // every  # also where the round in which it was due was skipped
-    run.done = t
-    report_round(run, t)
-    run.log.flush(run.store)  # before the checkpoint: rounds that are not replayed have their rows
-    if (t + 1) % SAMPLE_INTERVAL == 0 and t < last:
-        run.log.say(sample_text(sample(run)))
-    if due or t == last:
-        save_checkpoint(run)
-    uploading = run.upload is not None and not run.upload.done()
-    if due and t < last and config.HUGGINGFACE_ACCESS_TOKEN and not uploading:  # the last ones: run_worker
-        end_upload(run)
-        export_models(run, last=False)
-    if config.ROLLOUT_CLEANUP_ENABLED:
-        needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE  # by a node that resumes
-        keep = max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
-        run.store.retire_rollouts(t + 1 - keep, config.ROLLOUT_ARCHIVE_OLD)
-    oldest = t - config.ROLLOUT_MAX_AGE  # a file that could not be used is read again in the next round
-    run.files = {key: groups for key, groups in run.files.items() if groups and key[0] >= oldest}
-    run.verified = {key: found for key, found in run.verified.items() if key[0] >= oldest}
-
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's time limit
-
-
-class StopButton:
-    """Counts signals; `check` looks at it where no update is under way. A second one exits at once."""
-
-    def __init__(self):
-        self.pressed, self._since, self._old = 0, 0.0, {}
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            nohup = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
-            self._old = {n: signal.signal(n, self._on_signal) for n in {*STOP_SIGNALS} - nohup}
-
-    def restore(self) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-    def check(self) -> None:
-        if self.pressed:
-            raise Ended("stopped")
-
-    def _on_signal(self, number, frame) -> None:
-        if self.pressed and time.monotonic() - self._since < 0.5:
-            return  # one key press may arrive twice
-        self.pressed, self._since = self.pressed + 1, time.monotonic()
-        if self.pressed > 1:
-            raise KeyboardInterrupt
-        with contextlib.suppress(OSError, RuntimeError):  # a closed terminal; a print that was interrupted
-            print("\nstopping (a round is finished first); once more to exit at once", flush=True)
-
-
-# -------- The log -----------------------------------------------------------------------------------------
-
-
-class Log:
-    """Lines for people, JSON lines for programs. They gather in memory; `flush` appends them to the files."""
-
-    def __init__(self, node_id: str, secret: str, resume_line: str):
-        self.node_id, self.secret, self.resume_line = node_id, secret, resume_line
-        self.lines, self.bar = [], None
-
-    def show_bar(self, total: int, done: int) -> None:
-        """A progress bar below the lines, on a terminal: a log file or a notebook wants plain lines."""
-        if sys.stdout.isatty():
-            self.bar = tqdm.tqdm(total=total, initial=done, unit="round", dynamic_ncols=True, leave=False)
-
-    def add(self, path: str, text: str) -> str:
-        """Queue a line for a file, without the token; it is returned."""
-        text = text.replace(self.secret, "***") if self.secret else text
-        self.lines.append((f"logs/{path}", text))
-        return text
-
-    def say(self, text: str, quiet: bool = False) -> None:
-        """A line for people; quiet: only into stdout.log."""
-        text = self.add(f"{self.node_id}/stdout.log", text)
-        if not quiet:
-            with contextlib.suppress(OSError, ValueError):  # a full disk, or a reader that is gone
-                self.bar.write(text) if self.bar else print(text, flush=True)
-
-    def progress(self, text: str) -> None:
-        """A line that ends in "eta 5s"; on a terminal it is rewritten."""
-        on_terminal = sys.stdout.isatty()
-        self.say(text, quiet=on_terminal)
-        if on_terminal:
-            print(f"\r{text}  ", end="\n" if text.endswith("eta 0s") else "", flush=True)
-
-    def event(self, kind: str, text: str, quiet: bool = False, **data) -> None:
-        """A row of training_events.jsonl, and a line for people unless `quiet`."""
-        self.say(f"{self.node_id} {kind}: {text}", quiet)
-        row = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text, **data}
-        self.add(f"{self.node_id}/training_events.jsonl", json.dumps(row))
-
-    def flush(self, store) -> None:
-        lines, self.lines = self.lines, []
-        for path in dict.fromkeys(path for path, _ in lines):
-            store.append(path, "".join(f"{text}\n" for p, text in lines if p == path))
-
-
-SAMPLE_INTERVAL = 20  # rounds between two samples of what the model says
-
-
-def report_round(run: Run, t: int) -> None:
-    """A line for the round, the mean of this process's nodes; VERBOSE: one for each of several; a hint."""
-    config, each = run.config, [node.figures for node in run.nodes]
-    names = {name for figures in each for name in figures} - {"external_ages"}
-    mean = {name: average(figures.get(name) for figures in each) for name in names}
-    run.history.append(mean | {"ended": time.monotonic()})
-    recent, where = run.history[-20:], counted(t, config.MAX_ROUNDS)
-    went = pace(run.began, run.history, config.MAX_ROUNDS - 1 - t)
-    if mean["wait_seconds"] > 0.5:
-        went = f"{mean['wait_seconds']:.1f}s wait of {went}"
-    if mean["external_short"] and mean["newest_file_age"]:
-        went += f" | the newest peer file is {mean['newest_file_age']:.0f} rounds old (ROLLOUT_MAX_AGE)"
-    name = run.nodes[0].id if len(each) == 1 else f"{len(each)} nodes"
-    run.log.say(f"{name} {where} | {round_line(recent)} | {went}")
-    for node in run.nodes if len(each) > 1 else []:
-        run.log.say(f"{node.id} {where} | {round_line([node.figures])}", quiet=not config.VERBOSE)
-    if run.log.bar:
-        run.log.bar.update(t + 1 - run.log.bar.n)
-    if len(run.history) % 10 == 0 and not any(past["informative_groups"] for past in recent[-10:]):
-        run.log.event("no signal", f"for 10 rounds: {why_flat(recent[-10:])}", round=t)
-
-
-def sample(run: Run) -> list[dict]:
-    """Two questions, the same all along, with what the first node answers now; an event, and lines."""
-    questions = questions_of(run, [stream_seed(run.config, "", 0, 0, "sample", i) for i in range(2)])
-    groups = []
-    for r in answer(run, run.nodes[0], questions, 3, stream_seed(run.config, "", 0, 0, "sampled")):
-        said = [{"response": x, "reward": y} for x, y in zip(r.texts, r.group.rewards, strict=True)]
-        groups.append({"prompt": r.question.text, "answer": r.question.answer, "completions": said})
-    what = f"what {run.nodes[0].id} says before round {run.done + 1}"
-    run.log.event("sample", what, quiet=run.done + 1 == run.config.MAX_ROUNDS, groups=groups)
+        has_tag += [grpo.extract_tagged_answer(text) is not None for text in group.texts]
+        is_truncated += [not finished for finished in group.finished]
+    node.metrics = {
+        "reward": mean_reward(groups),
+        "groups": len(groups),
+        "completions": len(lengths),
+        "informative_local": sum(group.is_informative for group in groups),
+        "answer_tag_rate": coordinator.nanmean(has_tag),
+        "truncated_rate": coordinator.nanmean(is_truncated),
+        "mean_length": coordinator.nanmean(lengths),
+        "generated_tokens": sum(lengths),
+        "generate_seconds": time.monotonic() - started,
+    }
+    for task in {question.task for question in questions}:
+        of_task = [group for group in groups if group.question.task == task]
+        node.metrics[f"reward_{task}"] = mean_reward(of_task)
     return groups
 
 
-def sample_text(groups: list[dict], before: list[dict] | None = None) -> str:
-    """`sample` as eight lines that fit the terminal, with what was said before beside it."""
-    width = shutil.get_terminal_size((100, 24)).columns - 14  # run_swarm.sh puts a name before each line
-    lines, half = [], width // 2
-    for group, old in zip(groups, before or groups, strict=True):
-        question, *answers = group_lines(group["prompt"], group["answer"], group["completions"], width)
-        if before:
-            said = group_lines("", "", old["completions"], half - 1)[1:]
-            answers = [f"{a:{half}}{b[:half]}" for a, b in zip(said, answers, strict=True)]
-        lines += [question, *answers]
-    return "\n".join(lines)
+def answer_questions(
+    run: Run, node: Node, questions: list, num_generations: int, seed: int
+) -> "list[grpo.Group]":
+    """Completions of each question by this node's model, decoded and scored."""
+    codec = run.codec
+    prompts = [codec.encode_prompt(question) for question in questions]
+
+    # Generate, with smaller batches if memory runs out.
+    attempt = functools.partial(
+        grpo.generate,
+        node.model,
+        prompts,
+        num_generations,
+        run.config,
+        seed,
+        codec.eos_ids,
+        codec.pad_id,
+        stop_fn=codec.ends_with_answer
+        if codec.few_shot
+        else None,  # None saves a look at each token
+    )
+    generated, run.max_generation_rows = grpo.retry_with_smaller_batch(
+        attempt,
+        run.max_generation_rows,
+        num_rows=num_generations * len(questions),
+        where="generation",
+        smallest=num_generations,
+    )
+
+    groups = []
+    for question, prompt, completions in zip(questions, prompts, generated, strict=True):
+        texts = [codec.decode(ids) for ids in completions]
+        rewards = grpo.group_rewards(question, texts, run.config.REWARD)
+        finished = [ids[-1] in codec.eos_ids or codec.ends_with_answer(ids) for ids in completions]
+        groups.append(grpo.Group(prompt, completions, rewards, question, texts, finished))
+    return groups
 
 
-def conclude(run: Run) -> None:
-    """What was learned since this start, or why nothing, in a few lines."""
-    say, history, rounds = run.log.say, run.history, len(run.history)
-    say(f"what it said before round {run.done + 1 - rounds}, and says now, after round {run.done}:")
-    say(sample_text(sample(run), before=run.first_sample))
-    who = run.nodes[0].id if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
-    total, peers = average(n.total_reward for n in run.nodes), sum(f["external_groups"] for f in history)
-    more = f"{total:.2f} in all a node since round 0; {peers / rounds:.1f} groups a round came from peers"
-    run.log.event("end", f"{verdict(history, who)}; {more}")
-    tasks = [f"{task} {mean:.2f}" for task, mean in reward_per_task(history[-20:]).items()]
-    say("reward per task: " + ", ".join(tasks))
-    if is_alone(run):
-        say(ALONE)
+def mean_reward(groups: "list[grpo.Group]") -> float:
+    """Mean reward of all completions of these groups.
+
+    A node's reward of a round is that of its own groups: never of external ones, and never after
+    filtering, because both would bias it.
+    """
+    rewards = []
+    for group in groups:
+        rewards += group.rewards
+    return coordinator.nanmean(rewards)
 
 
-def write_picture(store, say) -> None:
-    """reports/EXPERIMENT.png, where there is matplotlib."""
-    picture = draw_run(reward_rows(store), store.base.name)
-    if picture:
-        shared = DriveStore(store.root, None)
-        shared.write(f"reports/{store.base.name}.png", picture)
-        say(f"picture: {shared.base / 'reports' / store.base.name}.png")
+def publish_groups(run: Run, node: Node, t: int, stage: int) -> None:
+    """Step 3: publish this stage's groups as text, before training on them.
+
+    Peers get the bare question, the decoded completions and this node's own rewards. With
+    ROLLOUT_PUBLISH_FREQUENCY=round the groups of all stages are published with the last one.
+    """
+    for group in node.groups:
+        completions = []
+        for text, reward, finished in zip(group.texts, group.rewards, group.finished, strict=True):
+            completions.append({"response": text, "reward": reward, "finished": finished})
+        node.pending.append(
+            {
+                "task": group.question.task,
+                "seed": group.question.seed,
+                "prompt": group.question.text,
+                "answer": group.question.answer,
+                "completions": completions,
+            }
+        )
+
+    if stage in run.config.publishing_stages:
+        groups = {str(i): group for i, group in enumerate(node.pending)}
+        metadata = {
+            "model": run.config.MODEL_NAME,
+            "reasoning_gym": grpo.REASONING_GYM_VERSION,
+            "tasks": grpo.task_hash(),
+        }
+        run.store.publish_rollouts(t, stage, node.id, metadata, groups)
+        node.pending = []
+    send_heartbeats(run)
 
 
-# -------- Settings ----------------------------------------------------------------------------------------
+def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Group]":
+    """Step 4: verify and score the peers' groups here, drop those without information, and draw J
+    of the rest uniformly.
+
+    What is missing is drawn from older rounds, up to ROLLOUT_MAX_AGE back.
+    """
+    config = run.config
+    started = time.monotonic()
+    node.metrics |= {"external_pool": 0, "external_peers": 0, "rejected": 0}
+    external = []
+    if config.NUM_TRANSPLANT_TREES > 0:
+        wait_for_peers(run, t, stage)
+        rng = random.Random(derive_seed(config, node.id, t, stage, "external"))
+        for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
+            candidates = external_candidates(run, node, t, stage, age, rng)
+            node.metrics["external_pool"] += len(candidates)
+            num_missing = config.NUM_TRANSPLANT_TREES - len(external)
+            external += rng.sample(candidates, min(num_missing, len(candidates)))
+            if len(external) == config.NUM_TRANSPLANT_TREES:
+                break
+
+    # Remember what was drawn, and forget what is too old to be drawn again.
+    oldest = t - config.ROLLOUT_MAX_AGE
+    node.used_external = {key for key in node.used_external if key[0] >= oldest}
+    node.used_external |= {group.key for group in external}
+
+    newest_file = max((file[0] for file, groups in run.fetched.items() if groups), default=t)
+    node.metrics |= {
+        "external_ages": [t - group.key[0] for group in external],
+        "external_short": config.NUM_TRANSPLANT_TREES - len(external),
+        "newest_file_age": t - newest_file,
+        "wait_seconds": time.monotonic() - started,
+    }
+    return external
 
 
-def var(default, help, allowed="", of="node"):
-    """A line of Config. allowed: words, or the lowest and the highest number. of: whose setting it is."""
-    return field(default=default, metadata=dict(help=help, allowed=allowed, of=of))
+def wait_for_peers(run: Run, t: int, stage: int) -> None:
+    """Step 4, first: wait for the live peers that have not published this stage yet, at most
+    FETCH_TIMEOUT_SECONDS in a round.
+
+    A peer that missed the previous round is not waited for, so a dead peer delays the swarm by at
+    most one round. In round 0 all live peers are waited for.
+    """
+    config = run.config
+    store = run.store
+    if stage not in config.publishing_stages:
+        return
+
+    # Which peers are expected?
+    if t == 0:
+        expected = drive_store.worker_ids(run.sessions)
+    else:
+        expected = store.list_nodes("rollouts", t - 1, config.publishing_stages[-1])
+    late = set(expected) - {node.id for node in run.nodes}
+
+    # Poll until none is late. If the swarm has opened a later round, there is no point in waiting.
+    while late and not run.signals.requested and store.current_round() <= t:
+        poll_started = time.monotonic()
+        late -= set(store.list_nodes("rollouts", t, stage))
+        late = {peer for peer in late if is_alive(run, peer)}
+        if not late:
+            return
+
+        # The budget is for the whole round, whatever its number of stages.
+        if run.fetch_budget_seconds <= 0:
+            if t not in run.logged_once:
+                run.logged_once.add(t)
+                peers = coordinator.join_names(sorted(late), 8)
+                text = f"round {t}: no rollouts of {peers} after FETCH_TIMEOUT_SECONDS"
+                run.log.event("wait", text, round=t)
+            return
+        send_heartbeats(run)
+        run.fetch_budget_seconds -= drive_store.poll_sleep(poll_started)
 
 
-# All but a process's own stand in config.json. A joining node takes the swarm's from there where it sets none
-# itself; the model's, too, if its model is the same.
-of_swarm, of_model, of_process = (functools.partial(var, of=of) for of in ("swarm", "model", "process"))
+MAX_VERIFY_SECONDS_PER_PEER = 20.0  # in a round; a verifier can be made slow
+
+
+def external_candidates(
+    run: Run, node: Node, t: int, stage: int, age: int, rng: random.Random
+) -> "list[grpo.Group]":
+    """Step 4, then: the peers' groups that `node` may draw from, verified, informative and not yet
+    trained on.
+
+    age: 0 means this round and this stage; 1, 2, … means all stages of the round that many rounds
+    ago.
+    """
+    config = run.config
+    round_ = t - age
+    stages = [stage] if age == 0 else config.publishing_stages
+
+    # Which peers have published? A random subset is read if there are more than FETCH_MAX_PEERS, so
+    # that the cost of a round does not grow with the swarm.
+    files = []
+    for s in stages:
+        files += [(round_, s, peer) for peer in run.store.list_nodes("rollouts", round_, s)]
+    peers = sorted({peer for _, _, peer in files} - {node.id})
+    if age > 0 or len(peers) >= config.FETCH_MAX_PEERS:
+        peers = sorted(rng.sample(peers, min(config.FETCH_MAX_PEERS, len(peers))))
+    if age == 0:
+        node.metrics["external_peers"] = len(peers)
+
+    candidates = []
+    for peer in peers:
+        # Read the peer's files. Each of its groups is trained on at most once.
+        groups = []
+        for file in files:
+            if file[2] == peer:
+                groups += fetch_peer_groups(run, node, file)
+        groups = [group for group in groups if group["key"] not in node.used_external]
+
+        # A fair share: one peer contributes at most I groups, so publishing thousands gains it
+        # nothing.
+        if len(groups) > config.NUM_TRAIN_SAMPLES:
+            groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
+
+        # Verification makes the question again and scores every completion here. A hostile peer
+        # can make that slow, so each peer has a time budget. All nodes of this process share the
+        # result.
+        started = time.thread_time()  # does not run while this process is suspended
+        for group in groups:
+            key = group["key"]
+            if key not in run.verified_groups:
+                try:
+                    if time.thread_time() - started > MAX_VERIFY_SECONDS_PER_PEER:
+                        raise Rejected("too slow to verify")
+                    run.verified_groups[key] = verify(run, group)
+                except Rejected as rejection:
+                    run.verified_groups[key] = rejection
+
+            result = run.verified_groups[key]
+            if isinstance(result, Rejected):
+                log_rejection(run, node, peer, result.reason)
+            elif result.is_informative or not config.EXTERNAL_FILTER:
+                candidates.append(result)
+    return candidates
+
+
+def fetch_peer_groups(run: Run, node: Node, file: tuple) -> list[dict]:
+    """The groups of a peer's rollout file (round, stage, node_id), [] if it cannot be used."""
+    if file not in run.fetched:
+        try:
+            run.fetched[file] = run.store.fetch_rollouts(*file, run.config.max_rollout_bytes)
+        except drive_store.InvalidFileError as error:
+            run.fetched[file] = []  # `finish_round` forgets it, so the next round reads it again
+            log_rejection(run, node, file[2], str(error))
+    return run.fetched[file]
+
+
+def log_rejection(run: Run, node: Node, peer: str, reason: str) -> None:
+    """Count an unusable file or group, and log each (peer, reason) once."""
+    node.metrics["rejected"] += 1
+    if (peer, reason) not in run.logged_once:
+        run.logged_once.add((peer, reason))
+        run.log.event("reject", f"{peer}: {reason}", peer=peer)
+
+
+class Rejected(Exception):
+    """An external group that cannot be used, with the reason."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason)
+        self.reason = reason
+
+
+def verify(run: Run, external: dict) -> "grpo.Group":
+    """Re-tokenize and re-score a peer's group. Raises Rejected if it cannot be used.
+
+    Of the peer's file only task, seed, response and finished are used. The question is made again
+    here, and the peer's prompt must agree with it.
+    """
+    codec = run.codec
+
+    # The question must be one that this node could have drawn itself.
+    if external["task"] not in run.tasks:
+        raise Rejected("task is not one of this experiment's")
+    if external["seed"] in grpo.HELD_OUT_SEEDS:
+        raise Rejected("held-out question")
+    try:
+        question = grpo.make_question(external["task"], external["seed"])
+    except grpo.QuestionError as error:
+        raise Rejected("a question that cannot be made") from error
+    if external["prompt"] != question.text:
+        raise Rejected("prompt differs from the question")
+
+    # A larger group than G would weigh more than one of this node's own.
+    completions = external["completions"]
+    if len(completions) > run.config.NUM_GENERATIONS:
+        rng = random.Random(str(external["key"]))
+        completions = rng.sample(completions, run.config.NUM_GENERATIONS)
+    texts = [completion["response"] for completion in completions]
+    finished = [completion["finished"] for completion in completions]
+
+    # Encode the texts with this model's tokenizer. The model must be able to say all of it.
+    token_ids = codec.encode_completions(texts, finished)
+    if not all(1 <= len(ids) <= codec.max_completion for ids in token_ids):
+        raise Rejected(f"completion is empty or longer than {codec.max_completion} tokens here")
+    if max(map(max, token_ids)) >= codec.vocabulary:
+        raise Rejected("contains a token that this model does not have")
+    if not all(codec.eos_ids.isdisjoint(ids[:-1]) for ids in token_ids):
+        raise Rejected("contains this model's end-of-turn token")
+
+    # Score what these tokens say, because they are what the update trains on.
+    texts = [codec.decode(ids) for ids in token_ids]
+    rewards = grpo.group_rewards(question, texts, run.config.REWARD)
+    prompt = codec.encode_prompt(question)
+    return grpo.Group(prompt, token_ids, rewards, question, texts, finished, external["key"])
+
+
+def policy_gradient(run: Run, node: Node, external: "list[grpo.Group]") -> None:
+    """Step 5: one GRPO update on I own groups and on the external ones alike."""
+    config = run.config
+    started = time.monotonic()
+
+    # With LOCAL_OVERSAMPLE there are more than I own groups, and informative ones come first.
+    own = sorted(node.groups, key=lambda group: not group.is_informative)
+    own = own[: config.NUM_TRAIN_SAMPLES]
+    # EXERCISE: replace groups without information by informative ones of earlier rounds (replay).
+    external = drop_unlikely(run, node, external)
+    groups = own + external
+
+    metrics = grpo.update_policy(
+        node.model, node.optimizer, groups, config, run.codec.pad_id, run.max_rows
+    )
+
+    # How likely are own completions under this policy, and how likely external ones?
+    run.max_rows = metrics.pop("max_rows")
+    logprobs = metrics.pop("logprobs")  # of the informative groups' completions, own ones first
+    num_own = sum(len(group.completions) for group in own if group.is_informative)
+    node.metrics |= metrics | {
+        "logp_own": coordinator.nanmean(logprobs[:num_own]),
+        "logp_external": coordinator.nanmean(logprobs[num_own:]),
+        "local_groups": len(own),
+        "external_groups": len(external),
+        "informative_groups": sum(group.is_informative for group in groups),
+        "train_seconds": time.monotonic() - started,
+    }
+    send_heartbeats(run)
+
+
+def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
+    """Step 6: publish the stage's reward and metrics, every EVAL_INTERVAL rounds with the held-out
+    accuracy."""
+    config = run.config
+    is_last_stage = stage == config.MAX_STAGES - 1
+    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and is_last_stage:
+        node.metrics["held_out"] = held_out_accuracy(run, node, t)
+    node.total_reward += node.metrics["reward"]
+
+    run.store.submit_reward(t, stage, node.id, {"session": run.session, **node.metrics})
+    row = {
+        "timestamp": time.time(),
+        "round": t,
+        "stage": stage,
+        "node_id": node.id,
+        **node.metrics,
+        "experiment": config.EXPERIMENT_NAME,
+        "my_reward": node.metrics["reward"],
+        "total_reward": node.total_reward,
+    }
+    run.log.queue(f"{node.id}/metrics.jsonl", json.dumps(row))
+
+
+def held_out_accuracy(run: Run, node: Node, t: int) -> float:
+    """pass@1 on EVAL_SAMPLES questions with reserved seeds, the same for all nodes."""
+    seeds = []
+    for i in range(run.config.EVAL_SAMPLES):
+        seed = derive_seed(run.config, "", 0, 0, "held-out", i)
+        seeds.append(grpo.HELD_OUT_SEEDS.start + seed)
+    questions = questions_from_seeds(run, seeds)
+    seed = derive_seed(run.config, node.id, t, 0, "evaluate")
+    return mean_reward(answer_questions(run, node, questions, 1, seed))
+
+
+def drop_unlikely(run: Run, node: Node, groups: "list[grpo.Group]") -> "list[grpo.Group]":
+    """Drop external completions whose mean token log-probability is below the EXTERNAL_FLOOR
+    quantile of this node's own. Off by default.
+
+    Very unlikely text can dominate the gradient, up to 90% of it in our study (cf.
+    arXiv:2605.22537). It is dropped before advantages are computed, because otherwise the rest of
+    its group would only be pushed down.
+    """
+    if not groups or run.config.EXTERNAL_FLOOR == 0:
+        return groups
+
+    # Score own and external completions under the current policy.
+    num_own = sum(len(group.completions) for group in node.groups)
+    num_external = sum(len(group.completions) for group in groups)
+    attempt = functools.partial(
+        grpo.mean_logprobs, node.model, node.groups + groups, run.config, run.codec.pad_id
+    )
+    means, run.max_rows = grpo.retry_with_smaller_batch(
+        attempt, run.max_rows, num_own + num_external, "EXTERNAL_FLOOR"
+    )
+
+    # The quantile of the own ones is the floor. A share of 1 drops all external completions.
+    rank = int(run.config.EXTERNAL_FLOOR * num_own)
+    floor = sorted(means[:num_own])[rank] if rank < num_own else math.inf
+    is_likely = [mean >= floor for mean in means[num_own:]]
+    node.metrics["external_kept"] = coordinator.nanmean(is_likely)
+
+    # Keep the likely completions of each group.
+    remaining = iter(is_likely)
+    kept = []
+    for group in groups:
+        completions = []
+        rewards = []
+        for ids, reward in zip(group.completions, group.rewards, strict=True):
+            if next(remaining):
+                completions.append(ids)
+                rewards.append(reward)
+        if completions:
+            kept.append(grpo.Group(group.prompt, completions, rewards, key=group.key))
+    return kept
+
+
+# -------- Rounds ----------------------------------------------------------------------------------
+
+SAMPLE_INTERVAL = 20  # rounds between two samples of what the model answers
+
+
+class StopTraining(Exception):
+    """The run ends early: "stopped" by a signal, or "superseded" by a newer session."""
+
+
+def next_round(run: Run) -> int | None:
+    """The round to work on now, None after the last one. Rounds that were missed are skipped."""
+    own = run.last_finished_round + 1
+    if own >= run.config.MAX_ROUNDS:
+        return None
+
+    t = wait_for_round(run, own)
+    if t > own:
+        text = (
+            f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with round {t}"
+        )
+        run.log.event("skip", text, first=own, last=t - 1)
+    run.fetch_budget_seconds = run.config.FETCH_TIMEOUT_SECONDS
+    return t if t < run.config.MAX_ROUNDS else None
+
+
+def wait_for_round(run: Run, own: int) -> int:
+    """Block until round `own` or a later one is open, and return it. Without a live coordinator
+    this process opens `own` itself after a delay:
+
+        COORDINATOR_ROUND_INTERVAL   at its first round, if fewer than NUM_WORKERS have registered
+        2 s                          if other nodes exist and this process runs a single node
+        0 s                          otherwise
+
+    A killed coordinator counts as alive for STALE_AFTER_SECONDS (see `DriveStore.node_status`). If
+    no other node ever registered, a resumed process repeats the rounds since its checkpoint.
+    """
+    config = run.config
+    store = run.store
+    own_ids = {node.id for node in run.nodes}
+    while True:
+        poll_started = time.monotonic()
+        run.signals.raise_if_requested()  # only between rounds: a round that has begun is finished
+        send_heartbeats(run)
+        check_superseded(run)
+
+        # The swarm's round counts, unless this process is the whole swarm.
+        others = run.sessions.keys() - own_ids
+        current = store.current_round()
+        if others and current >= own:
+            return current
+
+        delay = 2.0 if others and config.LOCAL_NODES == 1 else 0.0
+        num_registered = len(drive_store.worker_ids(run.sessions))
+        if num_registered < config.NUM_WORKERS and not run.history:
+            delay = config.COORDINATOR_ROUND_INTERVAL
+        if is_alive(run, drive_store.COORDINATOR_ID):
+            run.coordinator_last_seen = poll_started
+        elif poll_started - run.coordinator_last_seen >= delay:
+            store.open_round(own, run.nodes[0].id)
+            coordinator.write_winners(store, own - 1, run.sessions)
+            return own
+        drive_store.poll_sleep(poll_started)
+
+
+def send_heartbeats(run: Run, state: str = "") -> None:
+    """Write each node's heartbeat if one is due. With `state`, write a final one immediately."""
+    if state or time.monotonic() >= run.next_heartbeat:
+        for node in run.nodes:
+            round_ = run.last_finished_round + 1
+            run.store.write_heartbeat(node.id, run.session, round_, state or "running")
+        pause = drive_store.heartbeat_interval(run.config.STALE_AFTER_SECONDS)
+        run.next_heartbeat = time.monotonic() + pause
+
+
+def is_alive(run: Run, node_id: str) -> bool:
+    """Whether a node of the swarm is alive."""
+    session = run.sessions.get(node_id, "")
+    return run.store.node_status(node_id, session, run.config.STALE_AFTER_SECONDS) == "alive"
+
+
+def check_superseded(run: Run) -> None:
+    """Raise StopTraining if a newer process has registered one of this process's nodes."""
+    run.sessions = run.store.latest_sessions()
+    newer = [node.id for node in run.nodes if run.sessions.get(node.id, "") > run.session]
+    if newer:
+        names = coordinator.join_names(newer)
+        run.log.event("end", f"a newer session of {names} runs; this one stops")
+        raise StopTraining("superseded")
+
+
+def finish_round(run: Run, t: int) -> None:
+    """Log the round, write a checkpoint if one is due, and clean up."""
+    config = run.config
+    last = config.MAX_ROUNDS - 1
+    interval = config.CHECKPOINT_INTERVAL
+    # A checkpoint is due, too, if the round in which it was due has been skipped.
+    checkpoint_is_due = (run.last_finished_round + 1) // interval < (t + 1) // interval
+    run.last_finished_round = t
+
+    # Flush first: rounds before a checkpoint are never repeated, so their log rows must already be
+    # on disk.
+    log_round_metrics(run, t)
+    run.log.flush(run.store)
+    if (t + 1) % SAMPLE_INTERVAL == 0 and t < last:
+        run.log.info(format_samples(sample_answers(run)), topic="sample")
+    if checkpoint_is_due or t == last:
+        save_checkpoint(run)
+
+    # A resumed node may still draw from the rounds since its checkpoint and ROLLOUT_MAX_AGE back.
+    if config.ROLLOUT_CLEANUP_ENABLED:
+        needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE
+        num_kept = max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
+        run.store.prune_rollouts(t + 1 - num_kept, config.ROLLOUT_ARCHIVE_OLD)
+
+    # Forget what no later round draws from. A file that could not be used is read again.
+    oldest = t - config.ROLLOUT_MAX_AGE
+    run.fetched = {
+        file: groups for file, groups in run.fetched.items() if groups and file[0] >= oldest
+    }
+    run.verified_groups = {
+        key: result for key, result in run.verified_groups.items() if key[0] >= oldest
+    }
+
+
+# -------- Settings --------------------------------------------------------------------------------
+
+
+class ConfigError(ValueError):
+    """Settings that cannot be used. The text names each variable, what was found and what is
+    allowed."""
+
+
+def setting(default, help: str, allowed="", scope: str = "node"):
+    """One line of Config.
+
+    allowed: a string of words, or the lowest and the highest number.
+    scope: whose setting it is. config.json stores every setting but those of a "process". A joining
+    node inherits those of the "swarm", and those of the "model" if its MODEL_NAME is the same. It
+    never inherits those of a "node".
+    """
+    return field(default=default, metadata={"help": help, "allowed": allowed, "scope": scope})
 
 
 # fmt: off
-@dataclass(frozen=True, repr=False)  # a repr would show the access token in every traceback
+@dataclass(frozen=True, repr=False)  # a repr would show the access token in tracebacks
 class Config:
-    """Every environment variable; `settle` works out "auto". Adding one here is all it takes."""
+    """All environment variables. `resolve_config` replaces "auto". A new one is one line here."""
 
-    GDRIVE_PATH: str = of_process("auto",
-                                  "the shared folder; auto: rl-swarm in MyDrive if mounted, else ./rl-swarm")
-    EXPERIMENT_NAME: str = var("default", "one experiment = one subfolder, isolated from all others")
-    NODE_ROLE: str = of_process("worker", "who trains, opens rounds, or only reads; auto: by rank",
-                                "worker coordinator auto monitor report validate")
-    NODE_ID: str = of_process("auto", "unique name; auto: node_<rank or 8 hex>, node if LOCAL_NODES > 1")
-    LOCAL_NODES: int = var(1, "workers in this process: NODE_ID_0, NODE_ID_1 …", (1, 256))
-    SEED: int = of_swarm(42, "the swarm's seed; nodes differ by NODE_ID", (0, 2**31))
-    TEST_MODE: bool = var(False, "quick validation: 3 rounds, I = 4, J = 2, G = 4, tiny, short warm start")
-    MAX_ROUNDS: int = of_swarm(2000, "rounds to train", (1, 10**6))
-    MAX_STAGES: int = of_swarm(1, "generate-share-update stages in a round", (1, 100))
-    MODEL_NAME: str = var("auto", "tiny, a Hugging Face id or a folder; auto: by what the machine has")
-    TASKS: str = of_swarm("auto", "comma list; auto: the paper's nine, for tiny the eight small ones")
-    NUM_SHOTS: int = of_model("auto", "solved examples without a chat template; auto: 2, tiny 0", (0, 16))
-    WARM_START_STEPS: int = of_model("auto", "supervised steps first; auto: tiny 1750, else 0", (0, 10**6))
-    ANSWER_TAG_SHARE: float = of_model(0.02, "rewarded style at the end of tiny's warm start", (0, 1))
-    REWARD: str = of_swarm("exact", "1 where the verifier gives 0.99, else 0; its score", "exact verifier")
-    NUM_TRAIN_SAMPLES: int = of_swarm(8, "I: own questions per round and stage", (1, 4096))
-    NUM_TRANSPLANT_TREES: int = of_swarm(0, "J: external groups per stage; 0: plain GRPO", (0, 4096))
-    NUM_GENERATIONS: int = of_swarm(8, "G: completions per question", (2, 64))
-    TEMPERATURE: float = of_model(1.0, "of sampling and of the log-probabilities in the loss", (0.01, 100))
-    MAX_NEW_TOKENS: int = of_model("auto", "longest completion; auto: 10 for tiny, else 256", (1, 32768))
-    EXTERNAL_FILTER: bool = of_swarm(True, "drop groups that are not informative before drawing externals")
-    EXTERNAL_FLOOR: float = of_swarm(0.0, "leave out externals less likely than this share of own", (0, 1))
-    LOCAL_OVERSAMPLE: int = of_swarm(1, "k: generate k x I questions, train on I of them", (1, 64))
-    LEARNING_RATE: float = of_model("auto", "AdamW; auto: 6e-4 for tiny, else 1e-6", (0, 1))
-    CLIP_LOW: float = of_model(0.2, "ratio clipped below at 1 - this", (0, 1))
-    CLIP_HIGH: float = of_model(0.28, "ratio clipped above at 1 + this", (0, 10))
-    NUM_ITERATIONS: int = of_model(1, "optimizer steps on the completions of one stage", (1, 100))
-    LOSS_TYPE: str = of_model("dapo", "per token, per completion, by MAX_NEW_TOKENS", "dapo grpo dr_grpo")
-    MICRO_BATCH_SIZE: int = var("auto", "completions per forward pass; auto: by memory", (1, 65536))
-    DTYPE: str = var("auto", "to compute in; auto: bfloat16 if the hardware can", "float32 bfloat16")
-    DEVICE: str = of_process("auto", "cuda, cuda:1, mps or cpu; auto: the first there is")
-    COORDINATOR_ROUND_INTERVAL: float = of_swarm(60.0, "seconds of a round, at the latest", (0.01, 86400))
-    ROUND_ADVANCE: str = of_swarm("hybrid", "interval over, all are in, or either", "time completion hybrid")
-    ROLLOUT_PUBLISH_FREQUENCY: str = of_swarm("stage", "generation means stage", "stage round generation")
-    ROLLOUT_MAX_AGE: int = of_swarm(4, "how many rounds back externals may come from", (0, 1000))
-    FETCH_MAX_PEERS: int = var(10, "peers to read per round, drawn at random", (1, 1000))
-    FETCH_TIMEOUT_SECONDS: float = var(30.0, "how long to wait for peers' rollouts", (0, 3600))
-    STALE_AFTER_SECONDS: float = var(300.0, "silence after which a node is not live", (1, 86400))
-    ROLLOUT_CLEANUP_ENABLED: bool = of_swarm(False, "remove old rollouts")
-    ROLLOUT_KEEP_LAST_N_ROUNDS: int = of_swarm(10, "rounds of rollouts to keep", (1, 10**6))
-    ROLLOUT_ARCHIVE_OLD: bool = of_swarm(False, "move old rollouts to archives/ instead of deleting them")
-    CHECKPOINT_INTERVAL: int = of_swarm(10, "rounds between checkpoints", (1, 10**6))
-    CHECKPOINT_KEEP: int = var(2, "checkpoints to keep", (1, 1000))
-    EVAL_INTERVAL: int = var(0, "rounds between held-out evaluations (pass@1); 0: none", (0, 10**6))
-    EVAL_SAMPLES: int = var(64, "held-out questions, from seeds that no node trains on", (1, 65536))
-    VERBOSE: bool = of_process(False, "every node's line of every round on the screen, too")
-    HUGGINGFACE_ACCESS_TOKEN: str = of_process("", "push to the Hub with each checkpoint; never shown")
-    HF_REPO: str = of_process("auto", "where to, with -<node> if several; auto: <user>/<experiment>-<node>")
-    NUM_WORKERS: int = var(0, "workers that run_swarm.sh starts (4), or to expect", (0, 10**4))
-    CONFIGS: str = of_process("", "I/J pairs to compare, such as 8/0 4/4")
-    SEEDS: str = of_process("", "seeds to compare them over")
+    GDRIVE_PATH: str = setting("auto",
+        "the shared folder; auto: rl-swarm in MyDrive if it is mounted, else ./rl-swarm",
+        scope="process")
+    EXPERIMENT_NAME: str = setting("default",
+        "one experiment is one subfolder, isolated from all others")
+    NODE_ROLE: str = setting("worker",
+        "worker trains; coordinator opens rounds; auto: coordinator if the rank is 0; prepare "
+        "loads and checks the model and makes the warm start; monitor, report, validate read",
+        "worker coordinator auto prepare monitor report validate", scope="process")
+    NODE_ID: str = setting("auto",
+        "unique name; auto: node_<rank or 8 hex digits>, or node if LOCAL_NODES > 1",
+        scope="process")
+    LOCAL_NODES: int = setting(1, "workers in this process, named NODE_ID_0, NODE_ID_1 …", (1, 256))
+    SEED: int = setting(42, "the swarm's seed; nodes differ by NODE_ID", (0, 2**31), scope="swarm")
+    TEST_MODE: bool = setting(False,
+        "quick check: 3 rounds, I = 4, J = 2, G = 4, tiny, a short warm start")
+    MAX_ROUNDS: int = setting(2000, "rounds to train", (1, 10**6), scope="swarm")
+    MAX_STAGES: int = setting(1, "generate-share-update stages in a round", (1, 100), scope="swarm")
+    MODEL_NAME: str = setting("auto",
+        "tiny, a Hugging Face id or a folder; auto: what fits the machine")
+    TASKS: str = setting("auto",
+        "comma list; auto: the paper's nine, for tiny its eight small ones", scope="swarm")
+    NUM_SHOTS: int = setting("auto",
+        "solved examples if there is no chat template; auto: 2, for tiny 0", (0, 16), scope="model")
+    WARM_START_STEPS: int = setting("auto",
+        "supervised steps before GRPO; auto: 1750 for tiny, else 0", (0, 10**6), scope="model")
+    ANSWER_TAG_SHARE: float = setting(0.02,
+        "share of the rewarded form at the end of tiny's warm start", (0, 1), scope="model")
+    REWARD: str = setting("exact",
+        "exact: 1 for a right answer, else 0; verifier: reasoning-gym's own score, which pays"
+        " a little for near misses",
+        "exact verifier", scope="swarm")
+    NUM_TRAIN_SAMPLES: int = setting(8,
+        "I: own questions per round and stage", (1, 4096), scope="swarm")
+    NUM_TRANSPLANT_TREES: int = setting(0,
+        "J: groups of peers per round and stage; 0: plain GRPO", (0, 4096), scope="swarm")
+    NUM_GENERATIONS: int = setting(8, "G: completions per question", (2, 64), scope="swarm")
+    TEMPERATURE: float = setting(1.0,
+        "of sampling, and of the log-probabilities in the loss", (0.01, 100), scope="model")
+    MAX_NEW_TOKENS: int = setting("auto",
+        "longest completion; auto: 10 for tiny, else 256", (1, 32768), scope="model")
+    EXTERNAL_FILTER: bool = setting(True, "draw only informative groups of peers", scope="swarm")
+    EXTERNAL_FLOOR: float = setting(0.0,
+        "guard against text that this model would hardly ever write: drop peers' completions "
+        "that are less likely than this share of its own; 0: off",
+        (0, 1), scope="swarm")
+    LOCAL_OVERSAMPLE: int = setting(1,
+        "k: generate k x I groups, train on I, informative ones first", (1, 64), scope="swarm")
+    LEARNING_RATE: float = setting("auto",
+        "of AdamW; auto: 6e-4 for tiny, else 1e-6", (0, 1), scope="model")
+    CLIP_LOW: float = setting(0.2, "the ratio is clipped below at 1 - this", (0, 1), scope="model")
+    CLIP_HIGH: float = setting(0.28,
+        "the ratio is clipped above at 1 + this", (0, 10), scope="model")
+    NUM_ITERATIONS: int = setting(1,
+        "optimizer steps on the completions of one stage", (1, 100), scope="model")
+    LOSS_TYPE: str = setting("dapo",
+        "dapo: mean over tokens; grpo: over completions; dr_grpo: divide by MAX_NEW_TOKENS",
+        "dapo grpo dr_grpo", scope="model")
+    MICRO_BATCH_SIZE: int = setting("auto",
+        "completions per forward pass; auto: by memory", (1, 65536))
+    DTYPE: str = setting("auto",
+        "type to compute in; auto: bfloat16 if the hardware has it", "float32 bfloat16")
+    DEVICE: str = setting("auto",
+        "cuda, cuda:1, mps or cpu; auto: the first that is present", scope="process")
+    COORDINATOR_ROUND_INTERVAL: float = setting(60.0,
+        "longest time of a round in seconds", (0.01, 86400), scope="swarm")
+    ROUND_ADVANCE: str = setting("hybrid",
+        "a round ends: time: after the interval; completion: when all live workers have "
+        "submitted; hybrid: at the first of both",
+        "time completion hybrid", scope="swarm")
+    ROLLOUT_PUBLISH_FREQUENCY: str = setting("stage",
+        "stage: publish after every stage; round: once, after the last stage of a round; "
+        "generation: means stage",
+        "stage round generation", scope="swarm")
+    ROLLOUT_MAX_AGE: int = setting(4,
+        "how many rounds back groups of peers may come from", (0, 1000), scope="swarm")
+    FETCH_MAX_PEERS: int = setting(10, "peers to read in a round, drawn at random", (1, 1000))
+    FETCH_TIMEOUT_SECONDS: float = setting(30.0,
+        "longest wait for peers' rollouts in a round", (0, 3600))
+    STALE_AFTER_SECONDS: float = setting(300.0,
+        "silence after which a node counts as dead", (1, 86400))
+    ROLLOUT_CLEANUP_ENABLED: bool = setting(False, "remove old rollouts", scope="swarm")
+    ROLLOUT_KEEP_LAST_N_ROUNDS: int = setting(10,
+        "rounds of rollouts to keep", (1, 10**6), scope="swarm")
+    ROLLOUT_ARCHIVE_OLD: bool = setting(False,
+        "move old rollouts to archives/ instead of deleting them", scope="swarm")
+    CHECKPOINT_INTERVAL: int = setting(10, "rounds between checkpoints", (1, 10**6), scope="swarm")
+    CHECKPOINT_KEEP: int = setting(2, "checkpoints to keep", (1, 1000))
+    EVAL_INTERVAL: int = setting(0,
+        "rounds between held-out evaluations (pass@1); 0: none", (0, 10**6))
+    EVAL_SAMPLES: int = setting(64,
+        "held-out questions, with seeds that no node trains on", (1, 65536))
+    VERBOSE: bool = setting(False,
+        "print every node's line of every round, and all settings", scope="process")
+    QUIET: str = setting("False",
+        "False: print everything; rounds: no line per round; True: only what went wrong, and "
+        "the end. run_swarm.sh sets it where another process prints the same",
+        "False rounds True", scope="process")
+    HUGGINGFACE_ACCESS_TOKEN: str = setting("",
+        "push the final models to the Hub; never shown", scope="process")
+    HF_REPO: str = setting("auto",
+        "the repository, with -<node> if there are several nodes; auto: "
+        "<user>/<experiment>-<node>",
+        scope="process")
+    NUM_WORKERS: int = setting(0,
+        "workers that run_swarm.sh starts (4 if unset); other processes wait for this many "
+        "before the first round, one interval at most",
+        (0, 10**4))
+    CONFIGS: str = setting("",
+        "for run_swarm.sh: I/J pairs to compare, such as 8/0 4/4", scope="process")
+    SEEDS: str = setting("", "for run_swarm.sh: seeds to compare them over", scope="process")
 
     @property
     def publishing_stages(self) -> range:
         """Stages of a round in which rollouts are published."""
-        return range(self.MAX_STAGES - 1 if self.ROLLOUT_PUBLISH_FREQUENCY == "round" else 0, self.MAX_STAGES)
+        first = self.MAX_STAGES - 1 if self.ROLLOUT_PUBLISH_FREQUENCY == "round" else 0
+        return range(first, self.MAX_STAGES)
 
     @property
     def node_ids(self) -> list[str]:
         """Names of this process's nodes."""
-        several = [f"{self.NODE_ID}_{i}" for i in range(self.LOCAL_NODES)]
-        return several if self.LOCAL_NODES > 1 else [self.NODE_ID]
+        if self.LOCAL_NODES == 1:
+            return [self.NODE_ID]
+        return [f"{self.NODE_ID}_{i}" for i in range(self.LOCAL_NODES)]
 
     @property
     def max_rollout_bytes(self) -> int:
-        """Of a peer's file: what I groups of G completions take, many times over."""
+        """Size limit of a peer's rollout file, far above what I groups of G completions need."""
         completions = self.NUM_TRAIN_SAMPLES * self.NUM_GENERATIONS * self.MAX_STAGES
-        return min(8 << 20, (1 << 18) + 64 * completions * (self.MAX_NEW_TOKENS + 16))
+        bytes_per_completion = 64 * (self.MAX_NEW_TOKENS + 16)
+        return min(drive_store.MAX_JSON_BYTES, (1 << 18) + completions * bytes_per_completion)
 # fmt: on
 
 
-TEST_MODE_DEFAULTS = dict(  # with something to learn from
-    MAX_ROUNDS=3, NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=2, NUM_GENERATIONS=4, MODEL_NAME="tiny",
-    WARM_START_STEPS=150, ANSWER_TAG_SHARE=0.9,
-)  # fmt: skip
-FOR_TINY = dict(
-    TASKS=",".join(SMALL_TASKS), NUM_SHOTS=0, WARM_START_STEPS=1750, LEARNING_RATE=6e-4, MAX_NEW_TOKENS=10
-)
-FOR_OTHERS = dict(
-    TASKS=",".join(PAPER_TASKS), NUM_SHOTS=2, WARM_START_STEPS=0, LEARNING_RATE=1e-6, MAX_NEW_TOKENS=256
-)
-REAL_MODEL, ITS_GB = "Gensyn/Qwen2.5-0.5B-Instruct", 10  # weights, gradients, Adam, activations of one node
+def settings_of_scope(scope: str) -> list[str]:
+    """Names of the settings with this scope."""
+    return [spec.name for spec in fields(Config) if spec.metadata["scope"] == scope]
+
+
+SWARM_SETTINGS = settings_of_scope("swarm")
+MODEL_SETTINGS = settings_of_scope("model")
+PROCESS_SETTINGS = settings_of_scope("process")
+MUST_AGREE = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # between all nodes of an experiment
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
-MUST_AGREE = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # in all nodes of an experiment, for ever
-OF_SWARM, OF_MODEL, OF_PROCESS = (
-    [spec.name for spec in fields(Config) if spec.metadata["of"] == of]
-    for of in ("swarm", "model", "process")
+DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
+DEFAULT_MODEL_GB = 10  # weights, gradients, Adam and activations of one node
+TEST_MODE_DEFAULTS = {  # so little, and yet something to learn from
+    "MAX_ROUNDS": 3,
+    "NUM_TRAIN_SAMPLES": 4,
+    "NUM_TRANSPLANT_TREES": 2,
+    "NUM_GENERATIONS": 4,
+    "MODEL_NAME": "tiny",
+    "WARM_START_STEPS": 150,
+    "ANSWER_TAG_SHARE": 0.9,
+}
+TINY_DEFAULTS = {
+    "TASKS": ",".join(grpo.TINY_TASKS),
+    "NUM_SHOTS": 0,
+    "WARM_START_STEPS": 1750,
+    "LEARNING_RATE": 6e-4,
+    "MAX_NEW_TOKENS": 10,
+}
+OTHER_DEFAULTS = {
+    "TASKS": ",".join(grpo.PAPER_TASKS),
+    "NUM_SHOTS": 2,
+    "WARM_START_STEPS": 0,
+    "LEARNING_RATE": 1e-6,
+    "MAX_NEW_TOKENS": 256,
+}
+RANK_VARIABLES = (
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_PROCID",
+    "JOB_COMPLETION_INDEX",
+    "SKYPILOT_NODE_RANK",
+    "RANK",
 )
-RANKS = ("SLURM_ARRAY_TASK_ID", "SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
-SHORT_NAMES = {"LR": "LEARNING_RATE", "I": "NUM_TRAIN_SAMPLES", "J": "NUM_TRANSPLANT_TREES",
-               "G": "NUM_GENERATIONS", "NUM_ROUNDS": "MAX_ROUNDS", "MODEL": "MODEL_NAME"}  # fmt: skip
-
-
-class ConfigError(ValueError):
-    """Settings that cannot be used. The text names each variable, what was found and what is allowed."""
-
-
-def parse_value(text: str, spec):
-    """One variable's text -> its value; ValueError says what is allowed."""
-    kind, allowed = spec.type, spec.metadata["allowed"]
-    truths = dict.fromkeys("1 true yes on".split(), True) | dict.fromkeys("0 false no off".split(), False)
-    if text == "auto" and spec.default == "auto":
-        return text
-    try:
-        if kind is bool:
-            expected = "True or False"
-            return truths[text.lower()]  # never bool(text): bool("False") is True
-        if kind is str:
-            expected = ", ".join(allowed.split())
-            fits, value = not allowed or text in allowed.split(), text
-        else:
-            expected = f"{'an integer' if kind is int else 'a number'} from {allowed[0]} to {allowed[1]}"
-            value = kind(text)
-            fits = allowed[0] <= value <= allowed[1]  # nan is in no range
-    except (KeyError, ValueError):
-        fits = False
-    if not fits:
-        raise ValueError(f"expected {expected}" + (", or auto" if spec.default == "auto" else ""))
-    return value
-
-
-def rank_of(environ) -> str | None:
-    """This process's index where an engine gives it one; a requeued task gets the same one again."""
-    ranks = [environ[name] for name in RANKS if environ.get(name, "").isdecimal()]
-    several = environ.get("SLURM_ARRAY_TASK_ID") and environ.get("SLURM_NTASKS", "1") != "1"
-    return "_".join(ranks[: 2 if several else 1]) or None
-
-
-def parse_all(environ, mistakes: list[str], where: str = "") -> dict:
-    """{name: value} of the variables that are set, in an environment or in config.json (where)."""
-    given = {}
-    for spec in fields(Config):
-        text = str(environ.get(spec.name, "")).strip()
-        try:
-            if text and not (spec.name == SECRET and text == "None"):
-                given[spec.name] = parse_value(text, spec)
-        except ValueError as error:
-            mistakes.append(f"{spec.name}={plain(repr(text))}{where}: {error}")
-    if given.get("TASKS", "auto") != "auto":
-        tasks = re.findall(r"[^\s,]+", given["TASKS"])
-        mistakes += [f"TASKS{where}: {why_refused(task)}" for task in tasks if task not in TASK_TABLE]
-        given["TASKS"] = ",".join(tasks)
-    return given
+SHORT_NAMES = {
+    "LR": "LEARNING_RATE",
+    "I": "NUM_TRAIN_SAMPLES",
+    "J": "NUM_TRANSPLANT_TREES",
+    "G": "NUM_GENERATIONS",
+    "NUM_ROUNDS": "MAX_ROUNDS",
+    "MODEL": "MODEL_NAME",
+}
 
 
 def read_environment(environ) -> tuple[dict, list[str]]:
-    """Environment -> ({name: value} of what is set and where this process is at home, warnings).
+    """Environment -> ({name: value} of the variables that are set, warnings).
 
-    All mistakes come in one ConfigError.
+    Role, node_id and shared folder are worked out here, because they depend on the machine. All
+    mistakes are reported in one ConfigError.
     """
-    mistakes, warnings, rank = [], [], rank_of(environ)
-    given = parse_all(environ, mistakes)
-    names = [spec.name for spec in fields(Config)]
-    for name in sorted(set(environ) - set(names)):
-        close = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.88)
-        near = SHORT_NAMES.get(name.upper(), close[0] if close else None)
-        if near:
-            fatal = near in ("EXPERIMENT_NAME", "GDRIVE_PATH") and near not in given
-            said = f"{name} is not a variable of this program: did you mean {near}?"
-            (mistakes if fatal else warnings).append(said)
-    if given.get("NODE_ROLE") == "auto":
-        given["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
-    role, several = given.get("NODE_ROLE", "worker"), given.get("LOCAL_NODES", 1)
-    if role == "coordinator":
-        given["NODE_ID"] = COORDINATOR
-    elif given.get("NODE_ID", "auto") == "auto":
-        made_up = "node" if several > 1 else f"node_{secrets.token_hex(4)}"
-        given["NODE_ID"] = f"node_{rank}" if rank else made_up
-    elif role == "worker" and given["NODE_ID"].lower() == COORDINATOR:
-        mistakes.append(f"NODE_ID={given['NODE_ID']!r}: this is the coordinator's seat; choose another")
-    longest = f"{given['NODE_ID']}_{several - 1}" if several > 1 else given["NODE_ID"]
-    experiment = "-" if role == "report" else given.get("EXPERIMENT_NAME", "-")  # there it is a pattern
-    for name, value in (("EXPERIMENT_NAME", experiment), ("NODE_ID", longest)):
-        if not is_name(value):
+    mistakes = []
+    env = parse_settings(environ, mistakes)
+    warnings = check_names(environ, env, mistakes)
+
+    # Role and name. An engine's rank makes both, and a restarted task gets the same ones again.
+    rank = rank_of(environ)
+    if env.get("NODE_ROLE") == "auto":
+        env["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
+    role = env.get("NODE_ROLE", "worker")
+    num_nodes = env.get("LOCAL_NODES", 1)
+    if role in ("coordinator", "prepare"):
+        env["NODE_ID"] = drive_store.COORDINATOR_ID if role == "coordinator" else "prepare"
+    elif env.get("NODE_ID", "auto") == "auto":
+        if rank:
+            env["NODE_ID"] = f"node_{rank}"
+        else:
+            env["NODE_ID"] = "node" if num_nodes > 1 else f"node_{secrets.token_hex(4)}"
+    elif role == "worker" and env["NODE_ID"].lower() == drive_store.COORDINATOR_ID:
+        name = env["NODE_ID"]
+        mistakes.append(f"NODE_ID={name!r}: this is the coordinator's name; choose another")
+
+    # Names become parts of paths. The report takes a pattern of experiments instead of a name.
+    longest_id = f"{env['NODE_ID']}_{num_nodes - 1}" if num_nodes > 1 else env["NODE_ID"]
+    experiment = "-" if role == "report" else env.get("EXPERIMENT_NAME", "-")
+    for name, value in (("EXPERIMENT_NAME", experiment), ("NODE_ID", longest_id)):
+        if not drive_store.is_safe_name(value):
             allowed = "1 to 64 letters, digits, '.', '_', '-', no '.' at either end"
             mistakes.append(f"{name}={value!r}: use {allowed}")
-    colab = Path("/content/drive/MyDrive")
-    if given.get("GDRIVE_PATH", "auto") == "auto":
-        given["GDRIVE_PATH"] = str(colab / "rl-swarm") if colab.is_dir() else "rl-swarm"
-    given["GDRIVE_PATH"] = os.path.expanduser(given["GDRIVE_PATH"])
-    if not Path(given["GDRIVE_PATH"]).absolute().parent.is_dir():
-        mistakes.append(f"GDRIVE_PATH={given['GDRIVE_PATH']!r}: there is no folder that it could be in")
+
+    # The shared folder. Its parent must exist: a missing one means a drive that is not mounted.
+    if env.get("GDRIVE_PATH", "auto") == "auto":
+        my_drive = Path("/content/drive/MyDrive")  # where Colab mounts it
+        env["GDRIVE_PATH"] = str(my_drive / "rl-swarm") if my_drive.is_dir() else "rl-swarm"
+    env["GDRIVE_PATH"] = os.path.expanduser(env["GDRIVE_PATH"])
+    if not Path(env["GDRIVE_PATH"]).absolute().parent.is_dir():
+        path = env["GDRIVE_PATH"]
+        mistakes.append(f"GDRIVE_PATH={path!r}: its parent directory does not exist")
+
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes + warnings))
-    return given, warnings
+    return env, warnings
 
 
-def settle(given: dict, there: dict, notes: list[str]) -> "Config":
-    """Settings -> Config without "auto". Each comes from the first that has it: `given`, what is set;
-    `taken`, what the experiment began with (`there`); `usual`, TEST_MODE's; `auto`, what fits the machine.
+def parse_settings(values, mistakes: list[str], where: str = "") -> dict:
+    """{name: value} of the settings in an environment or in config.json.
 
-    ConfigError if the experiment disagrees, or holds what cannot be used. notes: what people should know.
+    A setting that cannot be parsed is left out and described in `mistakes`, with `where`.
     """
-    mistakes, given = [], {name: value for name, value in given.items() if value != "auto"}
-    there = {name: value for name, value in there.items() if str(value).strip() != "auto"}
-    began_with = parse_all({n: there[n] for n in (*OF_SWARM, *OF_MODEL) if n in there}, mistakes, " (there)")
-    if there.get("MODEL_NAME") == "tiny":
-        began_with["MODEL_NAME"] = "tiny"
-    taken = {n: v for n, v in began_with.items() if n in (*OF_SWARM, "MODEL_NAME") and n not in given}
-    usual = TEST_MODE_DEFAULTS if given.get("TEST_MODE") else {}
-    auto = choose_model(Config(**usual | taken | given), notes)
-    if there.get("MODEL_NAME") == auto["MODEL_NAME"]:
-        taken |= {n: began_with[n] for n in OF_MODEL if n in began_with and n not in given}
-    config = Config(**auto | usual | taken | given)
+    parsed = {}
+    for spec in fields(Config):
+        text = str(values.get(spec.name, "")).strip()
+        if not text or (spec.name == SECRET and text == "None"):
+            continue
+        try:
+            parsed[spec.name] = parse_value(text, spec)
+        except ValueError as error:
+            mistakes.append(f"{spec.name}={drive_store.printable(repr(text))}{where}: {error}")
+
+    if parsed.get("TASKS", "auto") != "auto":
+        tasks = re.findall(r"[^\s,]+", parsed["TASKS"])
+        for task in tasks:
+            if task not in grpo.TASK_TABLE:
+                mistakes.append(f"TASKS{where}: {grpo.why_refused(task)}")
+        parsed["TASKS"] = ",".join(tasks)
+    return parsed
+
+
+def parse_value(text: str, spec):
+    """The text of one variable -> its value. Raises ValueError that says what is allowed."""
+    if text == "auto" and spec.default == "auto":
+        return text
+
+    allowed = spec.metadata["allowed"]
+    value = None
+    if spec.type is bool:  # never bool(text): bool("False") is True
+        expected = "True or False"
+        if text.lower() in ("1", "true", "yes", "on", "0", "false", "no", "off"):
+            value = text.lower() in ("1", "true", "yes", "on")
+    elif spec.type is str:
+        expected = ", ".join(allowed.split())
+        if not allowed or text in allowed.split():
+            value = text
+    else:
+        kind = "an integer" if spec.type is int else "a number"
+        expected = f"{kind} from {allowed[0]} to {allowed[1]}"
+        with contextlib.suppress(ValueError):
+            number = spec.type(text)
+            if allowed[0] <= number <= allowed[1]:  # False for nan
+                value = number
+
+    if value is None:
+        suffix = ", or auto" if spec.default == "auto" else ""
+        raise ValueError(f"expected {expected}{suffix}")
+    return value
+
+
+def check_names(environ, env: dict, mistakes: list[str]) -> list[str]:
+    """Warnings about variables whose names are nearly those of a setting.
+
+    A near miss of EXPERIMENT_NAME or GDRIVE_PATH is a mistake, because the run would go to another
+    place.
+    """
+    names = [spec.name for spec in fields(Config)]
+    warnings = []
+    for name in sorted(set(environ) - set(names)):
+        closest = difflib.get_close_matches(name.upper(), names, n=1, cutoff=0.88)
+        intended = SHORT_NAMES.get(name.upper(), closest[0] if closest else None)
+        if intended is None:
+            continue
+        text = f"{name} is not a variable of this program: did you mean {intended}?"
+        is_fatal = intended in ("EXPERIMENT_NAME", "GDRIVE_PATH") and intended not in env
+        (mistakes if is_fatal else warnings).append(text)
+    return warnings
+
+
+def rank_of(environ) -> str | None:
+    """This process's rank if an engine gives it one, such as "3", or "4_1" in a job array whose
+    elements have several tasks."""
+    ranks = [environ[name] for name in RANK_VARIABLES if environ.get(name, "").isdecimal()]
+    has_several_tasks = environ.get("SLURM_NTASKS", "1") != "1"
+    num_parts = 2 if environ.get("SLURM_ARRAY_TASK_ID") and has_several_tasks else 1
+    return "_".join(ranks[:num_parts]) or None
+
+
+def resolve_config(env: dict, saved: dict, notes: list[str]) -> "Config":
+    """Environment and config.json -> a Config without "auto".
+
+    Precedence: environment, then `saved` (the experiment's config.json), then TEST_MODE's defaults,
+    then what fits the machine. Of config.json, settings of the swarm count, those of the model if
+    MODEL_NAME is the same, and MODEL_NAME itself only if it is tiny.
+
+    notes: sentences for the user are appended. Raises ConfigError if the experiment disagrees or
+    holds a setting that cannot be used.
+    """
+    mistakes = []
+    env = {name: value for name, value in env.items() if value != "auto"}
+    saved_model = saved.get("MODEL_NAME")
+    saved = {
+        name: value
+        for name, value in saved.items()
+        if name in (*SWARM_SETTINGS, *MODEL_SETTINGS) and str(value).strip() != "auto"
+    }
+    saved = parse_settings(saved, mistakes, where=" (in config.json)")
+
+    # Inherit the swarm's settings, and the model's if it is the same model.
+    inherited = {name: saved[name] for name in SWARM_SETTINGS if name in saved and name not in env}
+    if saved_model == "tiny" and "MODEL_NAME" not in env:
+        inherited["MODEL_NAME"] = "tiny"
+    test_mode = TEST_MODE_DEFAULTS if env.get("TEST_MODE") else {}
+    defaults = resolve_auto(Config(**test_mode | inherited | env), notes)
+    if saved_model == defaults["MODEL_NAME"]:
+        for name in MODEL_SETTINGS:
+            if name in saved and name not in env:
+                inherited[name] = saved[name]
+    config = Config(**defaults | test_mode | inherited | env)
+
+    # Some settings must be the same in all nodes of an experiment.
     for name in MUST_AGREE:
-        if name in began_with and began_with[name] != getattr(config, name):
-            mistakes.append(f"{name}={getattr(config, name)!r}: the experiment has {began_with[name]!r}")
+        value = getattr(config, name)
+        if name in saved and saved[name] != value:
+            mistakes.append(f"{name}={value!r}: the experiment has {saved[name]!r}")
     if mistakes:
-        todo = "change them, or take another EXPERIMENT_NAME"
+        advice = "change them, or take another EXPERIMENT_NAME"
         raise ConfigError(
-            f"{config.EXPERIMENT_NAME} began with other settings: {todo}:\n  " + "\n  ".join(mistakes)
+            f"{config.EXPERIMENT_NAME} began with other settings: {advice}:\n  "
+            + "\n  ".join(mistakes)
         )
-    unusual = {n: v for n, v in taken.items() if v != getattr(Config(**auto | usual | given), n)}
+
+    # Tell the user about inherited settings that are not the defaults, and about differing ones.
+    without_saved = Config(**defaults | test_mode | env)
+    unusual = []
+    for name, value in inherited.items():
+        if value != getattr(without_saved, name):
+            unusual.append(f"{name}={value}")
     if unusual:
-        notes.append("from the experiment: " + " ".join(f"{n}={v}" for n, v in unusual.items()))
-    differ = [n for n, v in began_with.items() if v != getattr(config, n) and n != "MODEL_NAME"]
-    if differ:
-        notes.append("not as in the experiment: " + ", ".join(f"{n} (there {began_with[n]})" for n in differ))
+        notes.append("from the experiment: " + " ".join(unusual))
+    differing = []
+    for name, value in saved.items():
+        if value != getattr(config, name):
+            differing.append(f"{name} (there {value})")
+    if differing:
+        notes.append("not as in the experiment: " + ", ".join(differing))
     return config
 
 
-def choose_model(config: "Config", notes: list[str]) -> dict:
-    """The device and the model that "auto" stands for here, and the defaults that follow from them."""
-    there = devices()
-    device = next(iter(there)) if config.DEVICE == "auto" else config.DEVICE
-    if device not in there:
-        raise ConfigError(f"DEVICE={device!r}: this machine has {', '.join(there)}")
-    model, needed = config.MODEL_NAME, ITS_GB * config.LOCAL_NODES
-    if model == "auto" and config.NODE_ROLE == "worker":
-        here = available_memory(device) / max(1, config.NUM_WORKERS) / 1e9
-        model = REAL_MODEL if device != "cpu" and here > needed else "tiny"
-        notes.append(f"MODEL_NAME=auto takes {model}: {REAL_MODEL} needs an accelerator with {needed} GB")
-    usual = FOR_TINY if model == "tiny" else FOR_OTHERS
-    return {**usual, "MODEL_NAME": model, "DEVICE": device, "DTYPE": there[device]}
+def resolve_auto(config: "Config", notes: list[str]) -> dict:
+    """Device and model that "auto" stands for on this machine, and the defaults that follow."""
+    devices = grpo.available_devices()
+    device = next(iter(devices)) if config.DEVICE == "auto" else config.DEVICE
+    if device not in devices:
+        raise ConfigError(f"DEVICE={device!r}: this machine has {', '.join(devices)}")
+
+    model = config.MODEL_NAME
+    if model == "auto" and config.NODE_ROLE in ("worker", "prepare"):
+        needed = DEFAULT_MODEL_GB * config.LOCAL_NODES
+        available = grpo.available_memory(device) / max(1, config.NUM_WORKERS) / 1e9
+        model = DEFAULT_MODEL if device != "cpu" and available > needed else "tiny"
+        reason = f"{DEFAULT_MODEL} needs an accelerator with {needed} GB"
+        notes.append(f"MODEL_NAME=auto takes {model}: {reason}")
+    defaults = TINY_DEFAULTS if model == "tiny" else OTHER_DEFAULTS
+    return {**defaults, "MODEL_NAME": model, "DEVICE": device, "DTYPE": devices[device]}
 
 
-def config_table(config: "Config", given) -> str:
-    """The settings that were set (VERBOSE: all), one a line; a secret only as set."""
-    values = {name: value for name, value in asdict(config).items() if config.VERBOSE or name in given}
-    if values.get(SECRET):
-        values[SECRET] = "set"
-    return "\n".join(f"  {name:28} {value}" for name, value in values.items())
-
-
-def help_text() -> str:
-    """Every variable with its default and what it does, as `python sapo.py --help` prints it."""
-    lines = ["usage: NAME=value … python sapo.py      (environment variables only)", ""]
-    for f in fields(Config):
-        choice = ", ".join(f.metadata["allowed"].split()) + ": " if f.type is str else ""
-        meaning = choice.removeprefix(": ") + f.metadata["help"]
-        lines.append(f"  {f.name:27} {f.default!s:8.8} {meaning}")
+def format_config(config: "Config", env: dict) -> str:
+    """The settings that were set, one per line; with VERBOSE all settings."""
+    lines = []
+    for name, value in asdict(config).items():
+        if name in env or config.VERBOSE:
+            if name == SECRET and value:
+                value = "set"
+            lines.append(f"  {name:28} {value}")
     return "\n".join(lines)
 
 
-def resume_line(config: "Config", given: dict) -> str:
-    """How to resume this node: the command with its name, its folder and all that was set; no secret."""
-    if in_notebook():
+def help_text() -> str:
+    """All variables with their defaults, as `python sapo.py --help` prints them."""
+    width = max(60, shutil.get_terminal_size((100, 24)).columns)
+    lines = ["usage: NAME=value … python sapo.py      (settings are environment variables)", ""]
+    for spec in fields(Config):
+        text = spec.metadata["help"]
+        words = spec.metadata["allowed"].split() if spec.type is str else []
+        if not all(word in text for word in words):  # the help does not explain each word
+            text = f"{', '.join(words)}: {text}"
+        head = f"  {spec.name:27} {spec.default!s:8.8} "
+        lines += textwrap.wrap(text, width, initial_indent=head, subsequent_indent=" " * len(head))
+    lines += [
+        "",
+        "examples:",
+        "  EXPERIMENT_NAME=first NODE_ID=anna MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py",
+        "  EXPERIMENT_NAME=first NODE_ROLE=monitor python sapo.py",
+        "The manual is .github/MANUAL.md.",
+    ]
+    return "\n".join(lines)
+
+
+def resume_command(config: "Config", env: dict) -> str:
+    """The command that resumes this node, with everything that was set but the access token."""
+    if coordinator.in_notebook():
         return f"run this cell again (NODE_ID={config.NODE_ID})"
-    named = {name: value for name, value in given.items() if name != SECRET}
-    named |= {"GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH), "EXPERIMENT_NAME": config.EXPERIMENT_NAME}
-    return " ".join(
-        [*(f"{name}={shlex.quote(str(value))}" for name, value in named.items()), "python sapo.py"]
-    )
+    named = {name: value for name, value in env.items() if name != SECRET}
+    named["GDRIVE_PATH"] = os.path.abspath(config.GDRIVE_PATH)
+    named["EXPERIMENT_NAME"] = config.EXPERIMENT_NAME
+    words = [f"{name}={shlex.quote(str(value))}" for name, value in named.items()]
+    return " ".join([*words, "python sapo.py"])
 
 
-# -------- Checkpoints, the final model, the Hub -----------------------------------------------------------
-
-
-def state_of(nodes: list[Node]) -> dict:
-    """{name: tensor} of all that these nodes' training goes on from. No copies."""
-    states = {node.id: training_state(node.model, node.optimizer) for node in nodes}
-    return {f"{node_id}/{name}": tensor for node_id, mine in states.items() for name, tensor in mine.items()}
+# -------- Checkpoints and export ------------------------------------------------------------------
 
 
 def save_checkpoint(run: Run) -> None:
-    """All nodes' state after round `run.done` in one file; those beyond the newest CHECKPOINT_KEEP go."""
-    if run.done <= run.saved:
+    """Save the state of all nodes after round `run.last_finished_round` to one file, and delete all
+    but the newest CHECKPOINT_KEEP checkpoints."""
+    config = run.config
+    round_ = run.last_finished_round
+    if round_ <= run.last_checkpoint_round:
         return
-    check_superseded(run)  # what a newer process of this name wrote is not replaced
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in state_of(run.nodes).items()}
+    check_superseded(run)  # never replace what a newer process of this name has written
+
+    # Collect tensors and metadata. Weights that are not finite must not replace good ones.
+    tensors = {}
+    for name, tensor in checkpoint_tensors(run.nodes).items():
+        tensors[name] = tensor.cpu().contiguous()
     if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        todo = "lower LEARNING_RATE; the checkpoints before are kept"
-        return run.log.event("error", f"no checkpoint after round {run.done}: weights are not finite: {todo}")
-    nodes = {n.id: {"total_reward": n.total_reward, "trained": sorted(n.trained)} for n in run.nodes}
-    about = {"model_name": run.config.MODEL_NAME, "next_round": run.done + 1, "nodes": nodes}
-    about["crc"] = checksum(tensors.values())
-    save = functools.partial(save_tensors, tensors, json.dumps(about))
-    name = f"{run.config.NODE_ID}.safetensors"
-    run.store.write(f"{bucket('checkpoints', run.done)}/{name}", save, sync=True)
-    run.saved = run.done
-    run.log.event("checkpoint", f"after round {run.done}", quiet=True, round=run.done)
-    for older in [*run.store.checkpoints(run.config.NODE_ID).values()][run.config.CHECKPOINT_KEEP :]:
-        run.store.delete(older)
+        advice = "lower LEARNING_RATE; the checkpoints before are kept"
+        text = f"no checkpoint after round {round_}: weights are not finite: {advice}"
+        run.log.event("error", text)
+        return
+    nodes = {}
+    for node in run.nodes:
+        used = sorted(node.used_external)
+        nodes[node.id] = {"total_reward": node.total_reward, "trained": used}
+    metadata = {
+        "model_name": config.MODEL_NAME,
+        "next_round": round_ + 1,
+        "nodes": nodes,
+        "crc": grpo.checksum(tensors.values()),
+    }
+
+    # Write the new one before the old ones are deleted.
+    path = f"{drive_store.round_dir('checkpoints', round_)}/{config.NODE_ID}.safetensors"
+    write = functools.partial(grpo.save_tensors, tensors, json.dumps(metadata))
+    run.store.write_atomic(path, write, fsync=True)
+    run.last_checkpoint_round = round_
+    run.log.event("checkpoint", f"after round {round_}", file_only=True, round=round_)
+    paths = list(run.store.list_checkpoints(config.NODE_ID).values())  # the newest first
+    for path in paths[config.CHECKPOINT_KEEP :]:
+        run.store.delete(path)
 
 
-def resume(run: Run) -> None:
-    """Load the newest checkpoint of this process that is readable; none at all means round 0.
+def checkpoint_tensors(nodes: list[Node]) -> dict:
+    """{name: tensor} of everything that these nodes resume from. Not copies."""
+    tensors = {}
+    for node in nodes:
+        for name, tensor in grpo.training_state(node.model, node.optimizer).items():
+            tensors[f"{node.id}/{name}"] = tensor
+    return tensors
 
-    StoreError if there are some and none can be used: a swarm never starts over by accident.
+
+def load_latest_checkpoint(run: Run) -> None:
+    """Load this process's newest readable checkpoint. Without any checkpoint, training begins at
+    round 0.
+
+    Raises StoreError if there are checkpoints but none can be used: a node never starts over by
+    accident.
     """
     reason = None
-    for round_, path in run.store.checkpoints(run.config.NODE_ID).items():
+    for round_, path in run.store.list_checkpoints(run.config.NODE_ID).items():
+        file = run.store.existing_file(path)
         try:
-            run.store.insist(restore, run, run.store.find(path), round_)
-        except Exception as error:  # many kinds; an unusable file is what they have in common
-            reason = f"{path} cannot be used ({plain(error, 200)})"
+            run.store.retry(load_checkpoint, run, file, round_)
+        except Exception as error:  # a damaged or a stranger's file may raise anything
+            reason = f"{path} cannot be used ({drive_store.printable(error, 200)})"
             run.log.event("resume", f"{reason}; trying the one before")
             continue
-        run.done = run.saved = round_
-        return run.log.event("resume", f"from the checkpoint after round {round_}", round=round_)
-    if reason:
-        todo = "restore one, or take another NODE_ID or EXPERIMENT_NAME. Nothing was changed"
-        raise StoreError(f"{run.store.base}: {reason}; {todo}")
+        run.last_finished_round = run.last_checkpoint_round = round_
+        text = f"from the checkpoint after round {round_}"
+        run.log.event("resume", text, topic="start", round=round_)
+        return
+    if reason is not None:
+        advice = "restore one, or take another NODE_ID or EXPERIMENT_NAME. Nothing was changed"
+        raise drive_store.StoreError(f"{run.store.experiment_dir}: {reason}; {advice}")
 
 
-def restore(run: Run, path: Path | None, round_: int) -> None:
-    """A checkpoint into the nodes; the settings of the update are those of this start. Or an exception.
+def load_checkpoint(run: Run, file: Path | None, round_: int) -> None:
+    """Load a checkpoint into the nodes. Hyperparameters come from the current settings, not from
+    the file. Raises an exception if anything does not fit.
 
-    A stranger may have written it: it is a safetensors file, so that reading it runs nothing.
+    A stranger may have written the file. It is a safetensors file, so reading it runs no code.
     """
-    if path is None:
-        raise BadFile("not a regular file")
-    about, ours = parse_json(read_about(path).encode()), state_of(run.nodes)
-    nodes = sorted(about["nodes"])
-    if about["model_name"] != run.config.MODEL_NAME or nodes != sorted(node.id for node in run.nodes):
-        made_with = f"MODEL_NAME={about['model_name']} and nodes {some(nodes)}"
+    if file is None:
+        raise drive_store.InvalidFileError("not a regular file")
+    metadata = drive_store.parse_json(grpo.read_metadata(file).encode())
+    tensors = checkpoint_tensors(run.nodes)
+
+    # It must be of this model and these nodes.
+    node_ids = sorted(metadata["nodes"])
+    is_same_model = metadata["model_name"] == run.config.MODEL_NAME
+    if not is_same_model or node_ids != sorted(node.id for node in run.nodes):
+        names = coordinator.join_names(node_ids)
+        made_with = f"MODEL_NAME={metadata['model_name']} and nodes {names}"
         raise ValueError(f"made with {made_with}: set these, or take another NODE_ID")
-    saved = load_tensors(path, ours)
-    if (about["next_round"], about["crc"]) != (round_ + 1, checksum(saved.values())):
+
+    # It must be whole, and of this round.
+    saved = grpo.load_tensors(file, tensors)
+    checksum = grpo.checksum(saved.values())
+    if metadata["next_round"] != round_ + 1 or metadata["crc"] != checksum:
         raise ValueError("damaged, or of another round")
+
     for node in run.nodes:
-        mine = about["nodes"][node.id]
-        node.trained = {(int(t), int(stage), str(peer), int(i)) for t, stage, peer, i in mine["trained"]}
-        node.total_reward = float(mine["total_reward"])
-    fill(ours, saved)
+        saved_node = metadata["nodes"][node.id]
+        node.used_external = set()
+        for t, stage, peer, index in saved_node["trained"]:
+            node.used_external.add((int(t), int(stage), str(peer), int(index)))
+        node.total_reward = float(saved_node["total_reward"])
+    grpo.copy_tensors(tensors, saved)
 
 
-def export_models(run: Run, last: bool) -> None:
-    """The models as ordinary Hugging Face folders: last: to models/NODE; to the Hub, if a token is set."""
-    config, folder = run.config, tempfile.TemporaryDirectory()
+def export_models(run: Run) -> None:
+    """Write each node's model to models/NODE, an ordinary Hugging Face folder, and say how to try
+    it."""
     for node in run.nodes:
-        exported = Path(folder.name, node.id)
-        node.model.save_pretrained(exported)
-        run.codec.tokenizer.save_pretrained(exported, save_jinja_files=False)  # several would be a folder
-        for file in sorted(exported.iterdir()) if last else []:
-            copy_it = functools.partial(shutil.copyfile, file)
-            run.store.write(f"models/{node.id}/{file.name}", copy_it, sync=True)
-    if config.HUGGINGFACE_ACCESS_TOKEN:
-        api = huggingface_hub.HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN)
-        run.upload = api.run_as_future(push_to_hub, api, config, folder, f"after round {run.done}")
+        write = functools.partial(grpo.save_model, node.model, run.codec.tokenizer)
+        run.store.write_directory(f"models/{node.id}", write)
+
+    # A chat model is asked by turns, another one by the prompt that it was trained with.
+    question = grpo.first_valid_question(run.tasks[0], 1)
+    if run.codec.tokenizer.chat_template:
+        prompt = [{"role": "user", "content": question.text}]
     else:
-        folder.cleanup()
-    if last:
-        model = run.store.base / "models" / run.nodes[0].id
-        question = lucky_question(run.tasks[0], 1)
-        chat = [{"role": "user", "content": question.text}]
-        prompt = chat if run.codec.tokenizer.chat_template else run.codec.decode(run.codec.prompt(question))
-        made = f'pipeline("text-generation", {json.dumps(str(model))})'
-        ask = f"from transformers import pipeline; print({made}({json.dumps(prompt)}, max_new_tokens=99))"
-        run.log.say(f"final model: {model}\n  try it: python -c {shlex.quote(ask)}")
+        prompt = run.codec.decode(run.codec.encode_prompt(question))
+    folder = str(run.store.experiment_dir / "models" / run.nodes[0].id)
+    pipeline = f'pipeline("text-generation", {json.dumps(folder)})'
+    ask = f"print({pipeline}({json.dumps(prompt)}, max_new_tokens=99))"
+    code = f"from transformers import pipeline; {ask}"
+    text = f"final model: {folder}\n  try it: python -c {shlex.quote(code)}"
+    run.log.info(text, topic="sample")
 
 
-def push_to_hub(api, config: "Config", folder: tempfile.TemporaryDirectory, message: str) -> list[str]:
-    """Upload the models of all nodes and delete `folder`; the names of their repositories.
-
-    Runs in a thread of HfApi while training goes on: the one thing here that does.
-    """
+def push_to_hub(run: Run) -> None:
+    """Push the final models to the Hugging Face Hub if there is an access token. A failure is
+    logged and changes nothing else."""
+    config = run.config
+    if not config.HUGGINGFACE_ACCESS_TOKEN:
+        return
+    has_several_nodes = max(config.LOCAL_NODES, config.NUM_WORKERS) > 1
     repos = []
-    with folder:
-        for node in config.node_ids:
+    try:
+        api = huggingface_hub.HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN)
+        for node in run.nodes:
             repo = config.HF_REPO
             if repo == "auto":
-                repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node}"
-            elif max(config.LOCAL_NODES, config.NUM_WORKERS) > 1:
-                repo += f"-{node}"
+                repo = f"{api.whoami()['name']}/{config.EXPERIMENT_NAME}-{node.id}"
+            elif has_several_nodes:
+                repo += f"-{node.id}"
             api.create_repo(repo, exist_ok=True)
-            api.upload_folder(repo_id=repo, folder_path=Path(folder.name, node), commit_message=message)
-            repos.append(repo)
-    return repos
-
-
-def end_upload(run: Run) -> None:
-    """Wait for the upload in the background, if there is one, and say how it went; it stops nothing."""
-    if run.upload is None:
-        return
-    if not run.upload.done():
-        run.log.say("waiting for the upload to the Hub")
-    try:
-        run.log.event("hub", f"pushed to {some(run.upload.result())}")
-    except Exception as error:  # its text may hold the token: only type and status are told
-        status = getattr(getattr(error, "response", None), "status_code", "no answer")
-        run.log.event("hub", f"push failed, training goes on: {type(error).__name__} ({status})")
-    run.upload = None
-
-
-# -------- Roles -------------------------------------------------------------------------------------------
-
-
-def announce(config: "Config", store: DriveStore, say) -> None:
-    """Say whether the experiment is new, or who is in it; a made-up name joins none that has finished."""
-    nodes = workers_of(store.sessions()) if store.base.is_dir() else []
-    others = [name for name in list_experiments(config.GDRIVE_PATH) if name != config.EXPERIMENT_NAME]
-    if not nodes:
-        more = f"; there are also: {some(others, 8)}" if others else ""
-        return say(f"new experiment {config.EXPERIMENT_NAME}{more}")
-    clock = store.clock()
-    if re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) and clock >= config.MAX_ROUNDS - 1:
-        todo = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
-        raise ConfigError(f"{config.EXPERIMENT_NAME} has finished its {config.MAX_ROUNDS} rounds: {todo}")
-    say(f"experiment {config.EXPERIMENT_NAME} is there already: round {clock}, nodes: {some(nodes, 8)}")
-
-
-def load_warm_start(config: "Config", model, codec, tasks, log: Log, stop: StopButton) -> None:
-    """Bring `model` to its warm start: from the shared cache, or by making it there once for all nodes.
-
-    A claim keeps the others from making it too; one that was not renewed for two minutes counts no more.
-    """
-    Path(config.GDRIVE_PATH).mkdir(exist_ok=True)
-    store = Patient(DriveStore(config.GDRIVE_PATH, None, config.NODE_ID), log.event, stop)
-    store.delete(store.tmp)  # what a kill left
-    recipe = json.dumps(warm_start_recipe(model, codec, config, tasks))
-    name = hashlib.sha256(recipe.encode()).hexdigest()[:16]
-    path, claim, told = f"warmstart/{name}.safetensors", f"warmstart/{name}.claim", False
-
-    def made() -> bool:
-        try:
-            where = store.find(path)
-            if where:
-                fill(weights_of(model), load_tensors(where, weights_of(model)))
-            return where is not None
-        except Exception:  # many kinds: it is damaged, or a stranger's
-            return False
-
-    def is_fresh(old: bytes) -> bool:
-        claimed = parse_json(old)
-        others = claimed.get("by") != config.NODE_ID  # a kill may have left a claim of this node's
-        return others and is_number(claimed.get("time")) and abs(time.time() - claimed["time"]) < 120
-
-    def progress(line: str) -> None:
-        stop.check()
-        log.progress(line)
-        store.write(claim, {"time": time.time(), "by": config.NODE_ID, "progress": line})
-
-    while config.WARM_START_STEPS > 0 and not made():
-        stop.check()
-        if store.write_once(claim, {"time": time.time(), "by": config.NODE_ID}, is_fresh):
-            log.say(
-                f"{config.NODE_ID} makes the warm start, once for all{why_new(store, json.loads(recipe))}"
+            api.upload_folder(
+                repo_id=repo,
+                folder_path=run.store.experiment_dir / "models" / node.id,
+                commit_message=f"after round {run.last_finished_round}",
             )
-            warm_start(model, codec, config, tasks, progress)
-            weights = {name: x.cpu().contiguous() for name, x in weights_of(model).items()}
-            store.write(path, functools.partial(save_tensors, weights, recipe), sync=True)
-            return store.delete(claim)
-        if not told:
-            told = True
-            log.say("another node makes the warm start; waiting for it")
-        time.sleep(0.5)
+            repos.append(repo)
+    except Exception as error:  # the network, the Hub, a wrong token
+        # The error's text may contain the token, so only its type and the status are logged.
+        response = getattr(error, "response", None)
+        status = getattr(response, "status_code", "no answer")
+        reason = f"{type(error).__name__}, {status}"
+        run.log.event("hub", f"push failed ({reason}); the run is complete without it")
+        return
+    run.log.event("hub", f"pushed to {coordinator.join_names(repos)}")
 
 
-def why_new(store: Patient, recipe: dict) -> str:
-    """Why none of the warm starts that are there fits: in what the nearest one differs; "" without any."""
-    found = []
-    for name in store.names("warmstart")[:20]:  # a stranger may have put thousands there
-        with contextlib.suppress(Exception):  # a claim, or a file that is damaged or a stranger's
-            other = parse_json(read_about(store.find(f"warmstart/{name}")).encode())
-            found.append([key for key in recipe if other.get(key) != recipe[key]])
-    return f" (the one that is there differs in {', '.join(min(found, key=len))})" if found else ""
+# -------- Starting --------------------------------------------------------------------------------
 
 
-def load_learner(config: "Config", store: Patient, log: Log, stop: StopButton) -> Run:
-    """The model at its warm start, with a copy and an optimizer for each node."""
-    tasks = config.TASKS.split(",")
-    keep_freed_memory()
-    if config.MODEL_NAME == "tiny":
-        torch.set_num_threads(1)  # 0.14 M parameters: a second thread costs more than it brings
+def run_role(env: dict, notes: list[str], signals: "SignalHandler") -> str:
+    """Run a worker, the coordinator or prepare. Returns how it ended: "finished", "stopped" or
+    "superseded"."""
+    experiment = env.get("EXPERIMENT_NAME", "default")
+    store = drive_store.DriveStore(env["GDRIVE_PATH"], experiment, env["NODE_ID"])
+    saved = store.load_or_create_config() or {}
+    config = resolve_config(env, saved, notes)
+    signals.is_quiet = config.QUIET != "False"
+    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, config.QUIET)
+
+    for note in notes:
+        log.info(f"note: {note}", topic="start")
+    is_prepare = config.NODE_ROLE == "prepare"
+    if not is_prepare and log_experiment_state(config, store, log) == "finished":
+        return "finished"
+    if not is_prepare:
+        log.info(format_config(config, env), topic="start")
+
     try:
-        model, codec = load_model(config, tasks)
-        load_warm_start(config, model, codec, tasks, log, stop)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+        if is_prepare:
+            return run_prepare(config, log, signals)
+        if config.NODE_ROLE == "coordinator":
+            return start_coordinator(config, store, log, signals)
+        return run_worker(config, env, store, log, signals)
+    except (StopTraining, KeyboardInterrupt):
+        log.close_bar()
+        if not signals.is_quiet:
+            log.info(f"stopped\nto go on:\n  {resume_command(config, env)}")
+        return "stopped"
+
+
+def log_experiment_state(config: "Config", store: "drive_store.DriveStore", log: "Log") -> str:
+    """Say whether the experiment is new, joined, resumed or finished, and return that word.
+
+    "finished" means that nothing is left to do: the nodes of this process, or for a coordinator all
+    nodes, have written their last checkpoint and model. Raises ConfigError if a node with an
+    auto-generated NODE_ID would join a finished experiment.
+    """
+    name = config.EXPERIMENT_NAME
+    exists = store.experiment_dir.is_dir()
+    sessions = store.latest_sessions() if exists else {}
+    if not sessions:
+        others = [other for other in list_experiments(config.GDRIVE_PATH) if other != name]
+        text = f"new experiment {name}"
+        if others:
+            text += f"; other experiments here: {coordinator.join_names(others, 8)}"
+        log.info(text, topic="start")
+        return "new"
+
+    # Is the last round's checkpoint there, and the model of each node concerned?
+    workers = drive_store.worker_ids(sessions)
+    saved = store.list_names(drive_store.round_dir("checkpoints", config.MAX_ROUNDS - 1))
+    node_ids = []
+    if config.NODE_ROLE == "coordinator" and saved:
+        node_ids = workers
+    elif f"{config.NODE_ID}.safetensors" in saved:
+        node_ids = config.node_ids
+    if node_ids and all(store.list_names(f"models/{node_id}") for node_id in node_ids):
+        text = f"{name}: already finished, all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
+        log.info(f"{text}; raise it, or choose another EXPERIMENT_NAME", topic="start")
+        return "finished"
+
+    current = store.current_round()
+    has_made_up_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
+    if has_made_up_name and current >= config.MAX_ROUNDS - 1:
+        advice = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
+        raise ConfigError(f"{name} has finished its {config.MAX_ROUNDS} rounds: {advice}")
+
+    is_known = bool(sessions.keys() & {config.NODE_ID, *config.node_ids})
+    open_round = f"round {current} is open" if current >= 0 else "no round is open yet"
+    nodes = f"nodes: {coordinator.join_names(workers, 8)}" if workers else "no workers yet"
+    verb = "resuming" if is_known else "joining"
+    log.info(f"{verb} experiment {name}: {open_round}, {nodes}", topic="start")
+    return "resumed" if is_known else "joined"
+
+
+def run_prepare(config: "Config", log: "Log", signals: "SignalHandler") -> str:
+    """Load and check the model and make its warm start, so that every node finds it. Begins no
+    experiment."""
+    load_initial_model(config, log, signals)
+    log.info(f"{config.MODEL_NAME} is ready", topic="start")
+    return "finished"
+
+
+def start_coordinator(
+    config: "Config", store: "drive_store.DriveStore", log: "Log", signals: "SignalHandler"
+) -> str:
+    """Open rounds for the swarm (`run_coordinator` in coordinator.py), then draw the plot."""
+    store.create()
+    retrying = drive_store.RetryingStore(store, log.event, signals)
+    outcome = coordinator.run_coordinator(config, retrying, log, signals)
+    suffix = " by a newer coordinator" if outcome == "superseded" else ""
+    log.info(f"coordinator: {outcome}{suffix}")
+    if outcome == "finished":
+        retrying.retry(write_plot, store, log)
+    log.flush(retrying)
+    return outcome
+
+
+def run_worker(
+    config: "Config",
+    env: dict,
+    store: "drive_store.DriveStore",
+    log: "Log",
+    signals: "SignalHandler",
+) -> str:
+    """Load, resume, train and save. Returns "finished", "stopped" or "superseded"."""
+    # Load the model before anything is written: a start that fails leaves nothing behind.
+    retrying = drive_store.RetryingStore(store, log.event, signals)
+    build = functools.partial(build_run, config, retrying, log, signals)
+    run, _ = grpo.retry_with_smaller_batch(build, max_rows=1, num_rows=1, where="the start")
+
+    # Begin the experiment, or agree with the node that was faster.
+    store.create()
+    settings = {}
+    for name, value in asdict(config).items():
+        if name not in PROCESS_SETTINGS:
+            settings[name] = value
+    settings["reasoning_gym"] = grpo.REASONING_GYM_VERSION
+    settings["task_table"] = grpo.task_hash()
+    settings["created_at"] = time.time()
+    saved = retrying.load_or_create_config(settings)
+    resolve_config({name: settings[name] for name in MUST_AGREE}, saved, [])
+
+    # Resume before registering: a start that is refused must not supersede a running node.
+    load_latest_checkpoint(run)
+    register_nodes(run)
+    if not signals.is_quiet:
+        log.info(f"to resume: {resume_command(config, env)}")
+    run.initial_samples = sample_answers(run)
+    log.info(format_samples(run.initial_samples), topic="sample")
+
+    log.show_bar(config.MAX_ROUNDS, run.last_finished_round + 1, "round")
+    try:
+        train(run)
+        outcome = "finished"
+        finish_run(run)
+    except StopTraining as stop:
+        outcome = str(stop)
+        if outcome == "stopped":
+            save_checkpoint(run)
+            log.event("end", f"stopped before round {run.last_finished_round + 1}")
+            if not signals.is_quiet:
+                log.info(f"to go on:\n  {resume_command(config, env)}")
+    log.close_bar()
+    if outcome != "superseded":
+        send_heartbeats(run, "done" if outcome == "finished" else "stopped")
+    log.flush(retrying)
+    return outcome
+
+
+def finish_run(run: Run) -> None:
+    """After the last round: write checkpoint, models and winners, and say what was learned."""
+    save_checkpoint(run)  # in case this start found the last one missing
+    export_models(run)
+    coordinator.write_winners(run.store, run.config.MAX_ROUNDS - 1, run.sessions)
+    if run.history:
+        log_summary(run)
+    if drive_store.COORDINATOR_ID not in run.sessions:  # a coordinator draws the plot for all
+        run.store.retry(write_plot, run.store.store, run.log)
+    push_to_hub(run)
+
+
+def build_run(
+    config: "Config",
+    store: "drive_store.RetryingStore",
+    log: "Log",
+    signals: "SignalHandler",
+    max_rows: int,
+) -> Run:
+    """Load the model at its warm start and make a copy and an optimizer for each node.
+
+    max_rows has no meaning here; `retry_with_smaller_batch` passes it.
+    """
+    model, codec, tasks = load_initial_model(config, log, signals)
     nodes = []
     for node_id in config.node_ids:
         own = copy.deepcopy(model).eval()
-        nodes.append(Node(node_id, own, new_optimizer(own, config)))
-    share = available_memory(config.DEVICE) // max(1, config.NUM_WORKERS)
-    return Run(config, store, codec, nodes, log, stop, tasks, rows_that_fit(model, config, share))
+        nodes.append(Node(node_id, own, grpo.make_optimizer(own, config)))
+    available = grpo.available_memory(config.DEVICE) // max(1, config.NUM_WORKERS)
+    rows = grpo.estimate_micro_batch_size(model, config, available)
+    return Run(config, store, codec, nodes, log, signals, tasks, rows)
 
 
-def gigabytes(run: Run, checkpoints: int = 1) -> str:
-    """What so many checkpoints and the models at the end take on disk."""
-    states = checkpoints * sum(x.nbytes for x in state_of(run.nodes).values())
-    return f"{(states + sum(x.nbytes for node in run.nodes for x in node.model.parameters())) / 1e9:.2g}"
+def load_initial_model(config: "Config", log: "Log", signals: "SignalHandler"):
+    """Load the model and bring it to its warm start. Returns model, Codec and tasks."""
+    tasks = config.TASKS.split(",")
+    grpo.keep_freed_memory()
+    if config.MODEL_NAME == "tiny":
+        torch.set_num_threads(1)  # with 0.14 M parameters a second thread costs more than it gains
+    model, codec = grpo.load_model(config, tasks)
+    if config.WARM_START_STEPS > 0:
+        load_or_make_warm_start(config, model, codec, tasks, log, signals)
+    return model, codec, tasks
 
 
-ALONE = (
-    "one node learns from nobody; four in one process: "
-    "EXPERIMENT_NAME=four LOCAL_NODES=4 NUM_TRANSPLANT_TREES=4 python sapo.py"
-)
+def load_or_make_warm_start(
+    config: "Config", model, codec, tasks, log: "Log", signals: "SignalHandler"
+) -> None:
+    """Load the warm start of this model from warmstart/, or make it and write it there."""
+    Path(config.GDRIVE_PATH).mkdir(exist_ok=True)
+    store = drive_store.DriveStore(config.GDRIVE_PATH, None, config.NODE_ID)
+    store = drive_store.RetryingStore(store, log.event, signals)
+    store.delete(store.tmp)  # what a killed process left there
+
+    # The hash of everything that the weights depend on is the name of the file.
+    recipe = json.dumps(grpo.warm_start_recipe(model, codec, config, tasks))
+    path = f"warmstart/{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.safetensors"
+    if load_weights(store, path, model):
+        return
+
+    log.info(f"{config.NODE_ID} makes the warm start of {config.MODEL_NAME}", topic="start")
+    log.show_bar(config.WARM_START_STEPS, 0, "step")
+    progress = functools.partial(log_warm_start, log, signals, time.monotonic())
+    grpo.warm_start(model, codec, config, tasks, progress)
+    log.close_bar()
+
+    # All nodes must begin with equal weights. A file that another node has made meanwhile counts.
+    if not load_weights(store, path, model):
+        weights = {}
+        for name, tensor in grpo.named_weights(model).items():
+            weights[name] = tensor.cpu().contiguous()
+        write = functools.partial(grpo.save_tensors, weights, recipe)
+        store.write_atomic(path, write, fsync=True)
 
 
-def register(run: Run) -> None:
-    """Announce this process's nodes, count the rewards of rounds that are not replayed, say what begins."""
-    config, store, ours = run.config, run.store, {node.id: node for node in run.nodes}
-    about = {"model": config.MODEL_NAME, "device": config.DEVICE, "host": os.uname().nodename}
-    about |= VERSIONS
-    run.session = store.register([*ours], "worker", about)
-    run.sessions = store.sessions()
-    beat(run)
-    for node in ours:
-        store.write(f"logs/{node}/system_info.json", {"node_id": node, **about})
-    replayed = run.sessions.keys() == ours.keys()
-    for t in range(run.done + 1, 0 if replayed else min(store.clock(), config.MAX_ROUNDS)):
-        for row in store.rewards(t, ours):
-            ours[row["node_id"]].total_reward += row["reward"]
-    if is_alone(run):
-        run.log.say(ALONE)
-    elif config.NUM_TRANSPLANT_TREES == 0:
-        run.log.say("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
-    what = f"{len(ours)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
-    needed = gigabytes(run, config.CHECKPOINT_KEEP + 1)
-    room = f"{needed} GB on disk, {shutil.disk_usage(config.GDRIVE_PATH).free / 1e9:.1f} free"
-    run.log.event("start", f"{what}, round {run.done + 1}; for checkpoints and models {room}")
-    run.log.say(f"to resume: {run.log.resume_line}")
-    run.first_sample = sample(run)
-    run.log.say(sample_text(run.first_sample))
-
-
-def run_worker(config: "Config", store: DriveStore, log: Log, stop: StopButton) -> str:
-    """Load, resume, train, save. Returns how it ended: finished, stopped or superseded."""
-    patient = Patient(store, log.event, stop)
-    run, _ = halving_on_oom(lambda _: load_learner(config, patient, log, stop), 1, 1, "the start")
-    store.create()  # not before the model is there: a start that fails leaves nothing
-    settings = {name: value for name, value in asdict(config).items() if name not in OF_PROCESS}
-    settings |= {"reasoning_gym": REASONING_GYM_VERSION, "task_table": task_hash(), "created_at": time.time()}
-    there = patient.open_config(settings)
-    settle({name: settings[name] for name in MUST_AGREE}, there, [])  # somebody may have been faster
-    resume(run)  # before registering: a start that is refused must not take a running node's place
-    register(run)
-    log.show_bar(config.MAX_ROUNDS, run.done + 1)
+def load_weights(store: "drive_store.RetryingStore", path: str, model) -> bool:
+    """Load the model's weights from a file below the shared folder. Returns False if it is missing
+    or cannot be used."""
+    file = store.existing_file(path)
+    if file is None:
+        return False
+    weights = grpo.named_weights(model)
     try:
-        train(run)
-        log.say(f"writing checkpoint and models, {gigabytes(run)} GB")
-        save_checkpoint(run)  # of a start that found it missing
-        end_upload(run)
-        export_models(run, last=True)
-        write_winners(patient, config.MAX_ROUNDS - 1, run.sessions)
-        if run.history:
-            conclude(run)
-        if COORDINATOR not in run.sessions:  # else it draws for all
-            patient.insist(write_picture, store, log.say)
-        outcome = "finished"
-    except Ended as how:
-        outcome = str(how)
-        if outcome == "stopped":
-            save_checkpoint(run)
-            log.event("end", f"stopped before round {run.done + 1}; to go on:\n  {log.resume_line}")
-    if log.bar:
-        log.bar.close()
-    end_upload(run)
-    if outcome != "superseded":
-        beat(run, "done" if outcome == "finished" else "stopped")
-    log.flush(patient)
-    return outcome
+        saved = grpo.load_tensors(file, weights)
+    except Exception:  # a damaged or a stranger's file may raise anything
+        return False
+    grpo.copy_tensors(weights, saved)
+    return True
 
 
-def run_coordinator(config: "Config", store: DriveStore, log: Log, stop: StopButton) -> str:
-    """Open rounds for the swarm; loads no model."""
-    store.create()
-    patient = Patient(store, log.event, stop)
-    outcome = keep_the_clock(patient, config, log, stop)
-    log.say(f"coordinator: {outcome}" + (" by a newer one on this seat" if outcome == "superseded" else ""))
-    if outcome == "finished":
-        patient.insist(write_picture, store, log.say)
-    log.flush(patient)
-    return outcome
+def log_warm_start(
+    log: "Log", signals: "SignalHandler", started: float, step: int, steps: int, loss
+) -> None:
+    """After each step of a warm start: obey Ctrl-C, move the bar, and log every tenth of it."""
+    signals.raise_if_requested()
+    log.update_bar(step)
+    if step % max(1, steps // 10) == 0:
+        seconds_left = (time.monotonic() - started) / step * (steps - step)
+        text = f"warm start {step}/{steps}: loss {loss.item():.3f} | eta {seconds_left:.0f}s"
+        log.info(text, topic="start", file_only=log.bar is not None)
 
 
-def run_reader(given: dict, stop: StopButton) -> str:
-    """monitor, validate or report: they change no experiment and load no model."""
-    config = Config(**given)
-    name, path = config.EXPERIMENT_NAME, config.GDRIVE_PATH
+def register_nodes(run: Run) -> None:
+    """Register this process's nodes, add up the rewards of rounds that are not repeated, and say
+    what begins."""
+    config = run.config
+    store = run.store
+    nodes = {node.id: node for node in run.nodes}
+    metadata = {
+        "model": config.MODEL_NAME,
+        "device": config.DEVICE,
+        "host": os.uname().nodename,
+        **grpo.VERSIONS,
+    }
+    run.session = store.register(list(nodes), "worker", metadata)
+    run.sessions = store.latest_sessions()
+    send_heartbeats(run)
+    for node_id in nodes:
+        data = {"node_id": node_id, **metadata}
+        store.write_atomic(f"logs/{node_id}/system_info.json", data)
+
+    # In a swarm the rounds since the checkpoint are not repeated, but their rewards count.
+    is_whole_swarm = run.sessions.keys() == nodes.keys()
+    end = 0 if is_whole_swarm else min(store.current_round(), config.MAX_ROUNDS)
+    for t in range(run.last_finished_round + 1, end):
+        for row in store.read_rewards(t, nodes):
+            nodes[row["node_id"]].total_reward += row["reward"]
+
+    if config.NUM_TRANSPLANT_TREES == 0:
+        text = "NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)"
+        run.log.info(text, topic="start")
+
+    # One forecast of the disk space that checkpoints and final models will take.
+    checkpoint_bytes = sum(tensor.nbytes for tensor in checkpoint_tensors(run.nodes).values())
+    model_bytes = 0
+    for node in run.nodes:
+        model_bytes += sum(p.nbytes for p in node.model.parameters())
+    needed = ((config.CHECKPOINT_KEEP + 1) * checkpoint_bytes + model_bytes) / 1e9
+    free = shutil.disk_usage(config.GDRIVE_PATH).free / 1e9
+    what = f"{len(nodes)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
+    disk = f"for checkpoints and models {needed:.2g} GB on disk, {free:.1f} free"
+    text = f"{what}, round {run.last_finished_round + 1}; {disk}"
+    run.log.event("start", text, topic="start")
+
+
+def run_reader(env: dict, signals: "SignalHandler") -> str:
+    """Run monitor, validate or report. They change no experiment and load no model."""
+    config = Config(**env)
+    path = config.GDRIVE_PATH
     names = list_experiments(path)
     if config.NODE_ROLE == "report":
-        rows = compare_experiments(path, fnmatch.filter(names, given.get("EXPERIMENT_NAME", "*")))
-        if not rows:
-            print(f"report: no rewards below {path} for EXPERIMENT_NAME={given.get('EXPERIMENT_NAME', '*')}")
-            return "invalid"
-        print(report_text(rows))
-        shared, picture = DriveStore(path, None), draw(rows)
-        shared.write("reports/report.md", report_text(rows).encode())
-        if picture:
-            shared.write("reports/report.png", picture)
-            print(shared.base / "reports" / "report.png")
-        return "finished"
+        return run_report(path, names, env.get("EXPERIMENT_NAME", "*"))
+
+    name = config.EXPERIMENT_NAME
     if name not in names:
-        print(f"no experiment {name!r} in {path}; there are: {some(names) or 'none'}")
+        others = coordinator.join_names(names) or "none"
+        print(f"no experiment {name!r} in {path}; there are: {others}")
         return "invalid"
-    store = DriveStore(path, name)
+    store = drive_store.DriveStore(path, name)
     if config.NODE_ROLE == "monitor":
-        once = not (sys.stdout.isatty() or in_notebook())
-        monitor(store, config.STALE_AFTER_SECONDS, given.get("MAX_ROUNDS"), once, stop)
+        once = not (sys.stdout.isatty() or coordinator.in_notebook())
+        max_rounds = env.get("MAX_ROUNDS")
+        coordinator.monitor(store, config.STALE_AFTER_SECONDS, max_rounds, once, signals)
         return "finished"
-    rounds = given.get("MAX_ROUNDS") or max(begun_with(store, "MAX_ROUNDS", 1), store.clock() + 1)
-    of_experiment = max(begun_with(store, "LOCAL_NODES", 1), begun_with(store, "NUM_WORKERS", 1))
-    nodes = given.get("NUM_WORKERS") or given.get("LOCAL_NODES") or of_experiment
-    problems = validate_experiment(store, rounds, nodes)
-    for line in (*problems, f"{store.base}: " + ("FAILED" if problems else "passed")):
-        print(f"validate: {line}")
+
+    # Validate against what is set here, or else against what the experiment says.
+    max_rounds = env.get("MAX_ROUNDS")
+    if max_rounds is None:
+        saved_rounds = coordinator.saved_setting(store, "MAX_ROUNDS", default=1)
+        max_rounds = max(saved_rounds, store.current_round() + 1)
+    num_nodes = env.get("NUM_WORKERS") or env.get("LOCAL_NODES")
+    if num_nodes is None:
+        num_nodes = max(
+            coordinator.saved_setting(store, "LOCAL_NODES", default=1),
+            coordinator.saved_setting(store, "NUM_WORKERS", default=1),
+        )
+    problems = coordinator.validate_experiment(store, max_rounds, num_nodes)
+    for problem in problems:
+        print(f"validate: {problem}")
+    print(f"validate: {store.experiment_dir}: {'FAILED' if problems else 'passed'}")
     return "invalid" if problems else "valid"
 
 
-# -------- For notebooks, and the command line -------------------------------------------------------------
+def run_report(path: str, names: list[str], pattern: str) -> str:
+    """Compare the experiments whose names match `pattern`; print the table, write it and a plot to
+    reports/."""
+    rows = compare_experiments(path, fnmatch.filter(names, pattern))
+    if not rows:
+        print(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
+        return "invalid"
+    text = coordinator.format_report(rows)
+    print(text)
+
+    shared = drive_store.DriveStore(path, None)
+    shared.write_atomic("reports/report.md", text.encode())
+    plot = coordinator.plot_comparison(rows)
+    if plot:
+        shared.write_atomic("reports/report.png", plot)
+        print(shared.experiment_dir / "reports" / "report.png")
+    return "finished"
+
+
+# -------- Logging and signals ---------------------------------------------------------------------
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's limit
+
+
+class Log:
+    """Console lines and JSONL records, buffered in memory until `flush` appends them to their
+    files. On a terminal a progress bar stands below the lines.
+
+    quiet: QUIET of Config. "rounds" hides lines with the topic "round", "True" also those with the
+    topics "start" and "sample". The files get all lines.
+    """
+
+    def __init__(self, node_id: str, secret: str, quiet: str):
+        self.node_id = node_id
+        self.secret = secret
+        self.hidden_topics = {
+            "False": (),
+            "rounds": ("round",),
+            "True": ("round", "start", "sample"),
+        }[quiet]
+        self.lines = []  # (path, text)
+        self.bar = None
+
+    def info(self, text: str, topic: str = "", file_only: bool = False) -> None:
+        """A line for people, on the screen and in stdout.log."""
+        if not text:
+            return
+        text = self.queue(f"{self.node_id}/stdout.log", text)
+        if file_only or topic in self.hidden_topics:
+            return
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a closed pipe
+            if self.bar is not None:
+                self.bar.write(text)
+            else:
+                print(text, flush=True)
+
+    def event(self, kind: str, text: str, topic: str = "", file_only: bool = False, **data) -> None:
+        """A record in training_events.jsonl, and a line for people."""
+        self.info(wrap_text(f"{self.node_id} {kind}: {text}"), topic, file_only)
+        record = {
+            "timestamp": time.time(),
+            "event": kind,
+            "node_id": self.node_id,
+            "text": text,
+            **data,
+        }
+        self.queue(f"{self.node_id}/training_events.jsonl", json.dumps(record))
+
+    def queue(self, path: str, text: str) -> str:
+        """Mask the access token, queue the line for a file and return the masked line."""
+        if self.secret:
+            text = text.replace(self.secret, "***")
+        self.lines.append((f"logs/{path}", text))
+        return text
+
+    def flush(self, store) -> None:
+        """Append the queued lines to their files."""
+        by_path = {}
+        for path, text in self.lines:
+            by_path.setdefault(path, []).append(f"{text}\n")
+        self.lines = []
+        for path, lines in by_path.items():
+            store.append(path, "".join(lines))
+
+    def show_bar(self, total: int, done: int, unit: str) -> None:
+        """Show a progress bar on a terminal. A file or a notebook gets plain lines only."""
+        if sys.stdout.isatty() and not self.hidden_topics:
+            self.bar = tqdm.tqdm(
+                total=total, initial=done, unit=unit, dynamic_ncols=True, leave=False
+            )
+
+    def update_bar(self, done: int) -> None:
+        if self.bar is not None:
+            self.bar.update(done - self.bar.n)
+
+    def close_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+
+def wrap_text(text: str) -> str:
+    """A sentence as lines that fit the terminal."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    return textwrap.fill(
+        text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+
+
+def log_round_metrics(run: Run, t: int) -> None:
+    """Log the mean metrics of this process's nodes, with VERBOSE each node's too, and a hint if ten
+    rounds gave no signal."""
+    config = run.config
+    names = set()
+    for node in run.nodes:
+        names |= node.metrics.keys()
+    names.discard("external_ages")  # a list
+    mean = {}
+    for name in names:
+        mean[name] = coordinator.nanmean(node.metrics.get(name) for node in run.nodes)
+    run.history.append(mean | {"ended": time.monotonic()})
+
+    # The line of the process. Peers' files that come late are named with the variable that helps.
+    round_text = coordinator.format_round(t, config.MAX_ROUNDS)
+    rounds_left = config.MAX_ROUNDS - 1 - t
+    notes = []
+    if mean["wait_seconds"] > 0.5:
+        notes.append(f"waited {mean['wait_seconds']:.1f}s")
+    if mean["external_short"] and mean["newest_file_age"]:
+        age = coordinator.format_number(mean["newest_file_age"])
+        notes.append(f"newest peer file {age} rounds old (ROLLOUT_MAX_AGE)")
+    is_single = len(run.nodes) == 1
+    name = run.nodes[0].id if is_single else f"{len(run.nodes)} nodes"
+    line = coordinator.format_metrics(
+        f"{name} {round_text}", run.history, run.start_time, rounds_left, notes
+    )
+    run.log.info(line, topic="round")
+
+    # A line for each of several nodes.
+    for node in run.nodes if not is_single else ():
+        history = [node.metrics | {"ended": time.monotonic()}]
+        label = f"{node.id} {round_text}"
+        line = coordinator.format_metrics(label, history, run.start_time, rounds_left, [])
+        run.log.info(line, topic="round", file_only=not config.VERBOSE)
+    run.log.update_bar(t + 1)
+
+    recent = run.history[-10:]
+    has_signal = any(metrics["informative_groups"] for metrics in recent)
+    if len(run.history) % 10 == 0 and not has_signal:
+        reason = coordinator.diagnose_no_signal(recent)
+        run.log.event("no signal", f"for 10 rounds: {reason}", round=t)
+
+
+def sample_answers(run: Run) -> list[dict]:
+    """Ask the first node two questions, always the same ones, three times each, and record it."""
+    seeds = [derive_seed(run.config, "", 0, 0, "sample", i) for i in range(2)]
+    questions = questions_from_seeds(run, seeds)
+    seed = derive_seed(run.config, "", 0, 0, "sampled")
+    samples = []
+    for group in answer_questions(run, run.nodes[0], questions, 3, seed):
+        completions = []
+        for text, reward in zip(group.texts, group.rewards, strict=True):
+            completions.append({"response": text, "reward": reward})
+        samples.append(
+            {
+                "prompt": group.question.text,
+                "answer": group.question.answer,
+                "completions": completions,
+            }
+        )
+
+    next_round_number = run.last_finished_round + 1
+    is_last = next_round_number == run.config.MAX_ROUNDS  # the summary prints that one
+    text = f"what it answers before round {next_round_number}"
+    run.log.event("sample", text, topic="sample", file_only=is_last, groups=samples)
+    return samples
+
+
+def format_samples(samples: list[dict], before: list[dict] | None = None) -> str:
+    """Samples as lines that fit the terminal, after those of an earlier time if `before` is
+    given."""
+    width = shutil.get_terminal_size((100, 24)).columns
+    lines = []
+    for i, sample in enumerate(samples):
+        lines += coordinator.format_question(sample["prompt"], sample["answer"], width)
+        if before:
+            earlier = before[i]["completions"]
+            lines += coordinator.format_completions(earlier, width, "before  ")
+            lines += coordinator.format_completions(sample["completions"], width, "now     ")
+        else:
+            lines += coordinator.format_completions(sample["completions"], width)
+    return "\n".join(lines)
+
+
+def log_summary(run: Run) -> None:
+    """Log what was learned since the start of this process, or why nothing was."""
+    first = run.last_finished_round + 1 - len(run.history)
+    text = f"what it answered before round {first}, and now, after round {run.last_finished_round}:"
+    run.log.info(text, topic="sample")
+    samples = sample_answers(run)
+    run.log.info(format_samples(samples, before=run.initial_samples), topic="sample")
+
+    name = run.nodes[0].id if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
+    summary = coordinator.learning_summary(run.history, name)
+    total = coordinator.nanmean(node.total_reward for node in run.nodes)
+    external = coordinator.nanmean(metrics["external_groups"] for metrics in run.history)
+    unit = " per node" if len(run.nodes) > 1 else ""
+    text = f"cumulative reward {total:.2f}{unit}; {external:.1f} groups a round came from peers"
+    run.log.event("end", f"{summary}; {text}")
+
+    tasks = []
+    for task, mean in coordinator.reward_per_task(run.history[-20:]).items():
+        tasks.append(f"{task} {mean:.2f}")
+    run.log.info(wrap_text("reward per task: " + ", ".join(tasks)), topic="sample")
+
+
+def write_plot(store: "drive_store.DriveStore", log: Log) -> None:
+    """Write reports/EXPERIMENT.png if matplotlib is installed."""
+    name = store.experiment_dir.name
+    plot = coordinator.plot_run(coordinator.all_rewards(store), name)
+    if plot:
+        shared = drive_store.DriveStore(store.root, None)
+        shared.write_atomic(f"reports/{name}.png", plot)
+        log.info(f"picture: {shared.experiment_dir / 'reports' / name}.png")
+
+
+class SignalHandler:
+    """Counts the stop signals. They are obeyed between rounds and in every wait; a second one exits
+    at once."""
+
+    def __init__(self):
+        self.requested = 0
+        self.is_quiet = False  # another process says it
+        self._last_signal_at = 0.0
+        self._old_handlers = {}
+        if threading.current_thread() is not threading.main_thread():
+            return  # Python allows signal handlers in the main thread only
+        for number in STOP_SIGNALS:
+            under_nohup = signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP
+            if not under_nohup:
+                self._old_handlers[number] = signal.signal(number, self._on_signal)
+
+    def raise_if_requested(self) -> None:
+        """Raise StopTraining if the user wants to stop."""
+        if self.requested:
+            raise StopTraining("stopped")
+
+    def uninstall(self) -> None:
+        """Put the handlers back that were installed before."""
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number, frame) -> None:
+        # Two signals within half a second count as one: `timeout` sends two.
+        now = time.monotonic()
+        if self.requested and now - self._last_signal_at < 0.5:
+            return
+        self.requested += 1
+        self._last_signal_at = now
+        if self.requested > 1:
+            raise KeyboardInterrupt
+        if not self.is_quiet:
+            text = "\nstopping (a round is finished first); once more to exit at once"
+            with contextlib.suppress(
+                OSError, RuntimeError
+            ):  # a closed terminal; an interrupted print
+                print(text, flush=True)
+
+
+# -------- Functions for notebooks -----------------------------------------------------------------
 
 
 def get_experiment_status(path, name: str) -> dict:
-    """Status of one experiment below the shared folder `path`: current_round, num_active_peers, …"""
-    return experiment_status(DriveStore(path, name))
+    """Status of an experiment below the shared folder `path`: current_round, num_active_peers, …"""
+    return coordinator.experiment_status(drive_store.DriveStore(path, name))
 
 
 def get_experiment_metrics(path, name: str):
-    """One row per node, round and stage: a pandas.DataFrame if there is pandas, else a list of dicts."""
-    rows = reward_rows(DriveStore(path, name))
+    """One row per node, round and stage: a pandas.DataFrame if pandas is installed, else a list."""
+    rewards = coordinator.all_rewards(drive_store.DriveStore(path, name))
     try:
         import pandas
     except ImportError:
-        return rows
-    return pandas.DataFrame(rows)
+        return rewards
+    return pandas.DataFrame(rewards)
 
 
 def list_experiments(path) -> list[str]:
     """Names of the experiments below `path`."""
-    names = DriveStore(path, None).names("experiments") if os.path.isdir(path) else []
-    return [name for name in names if is_name(name)]
+    if not os.path.isdir(path):
+        return []
+    names = drive_store.DriveStore(path, None).list_names("experiments")
+    return [name for name in names if drive_store.is_safe_name(name)]
 
 
 def compare_experiments(path, names=None) -> list[dict]:
-    """Figures of experiments (all below `path` by default) over seeds, against their J = 0 baseline."""
-    summaries = []
+    """Compare experiments over seeds against their J = 0 baseline: all below `path`, or `names`."""
+    runs = []
     for name in list_experiments(path) if names is None else names:
         try:
-            summaries.append(summarize(DriveStore(path, name)))
-        except (ValueError, OSError) as error:  # one that is damaged: the others are reported
-            print(f"experiment {name} is left out: {plain(error)}")
-    return compare([run for run in summaries if run])
+            run = coordinator.summarize_experiment(drive_store.DriveStore(path, name))
+        except (ValueError, OSError) as error:  # the others are still reported
+            print(f"experiment {name} is left out: {drive_store.printable(error)}")
+            continue
+        if run is not None:
+            runs.append(run)
+    return coordinator.compare_arms(runs)
 
 
-def has_finished(config: "Config", store: DriveStore) -> bool:
-    """Whether nothing is left to do: this worker's nodes, for a coordinator all, have their last models."""
-    saved = store.names(bucket("checkpoints", config.MAX_ROUNDS - 1)) if store.base.is_dir() else []
-    nodes = workers_of(store.sessions()) if saved else []
-    if config.NODE_ROLE == "worker":
-        nodes = config.node_ids if f"{config.NODE_ID}.safetensors" in saved else []
-    return bool(nodes) and all(store.names(f"models/{node}") for node in nodes)
-
-
-def run_role(given: dict, notes: list[str], stop: StopButton) -> str:
-    """Worker or coordinator: settle with the experiment that is there, say what is set, run. How it ended."""
-    store = DriveStore(given["GDRIVE_PATH"], given.get("EXPERIMENT_NAME", "default"), given["NODE_ID"])
-    there = store.open_config() or {}
-    config = settle(given, there, notes)
-    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, resume_line(config, given))
-    for note in notes:
-        log.say(f"note: {note}")
-    if has_finished(config, store):
-        done = f"{config.EXPERIMENT_NAME}: already finished, all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
-        log.say(f"{done}; raise it, or choose another EXPERIMENT_NAME")
-        return "finished"
-    announce(config, store, log.say)
-    log.say(config_table(config, given))
-    role = run_coordinator if config.NODE_ROLE == "coordinator" else run_worker
-    try:
-        return role(config, store, log, stop)
-    except (Ended, KeyboardInterrupt):
-        log.say(f"stopped; to go on:\n  {log.resume_line}")
-        return "stopped"
+# -------- Main ------------------------------------------------------------------------------------
 
 
 def main(environ=None) -> int:
-    """Run the role that the environment asks for (read only here), say what goes wrong; the exit status."""
-    environ = {name: str(value) for name, value in (os.environ if environ is None else environ).items()}
-    stop = StopButton()
+    """Run the role that the environment asks for and return the exit status. The environment is
+    read only here."""
+    environ = os.environ if environ is None else environ
+    environ = {name: str(value) for name, value in environ.items()}
     secret = environ.get(SECRET, "").strip()
+    signals = SignalHandler()
     try:
-        given, notes = read_environment(environ)
-        is_reader = given.get("NODE_ROLE") in ("monitor", "report", "validate")
-        outcome = run_reader(given, stop) if is_reader else run_role(given, notes, stop)
-        return {"finished": 0, "valid": 0, "stopped": 130, "superseded": 3}.get(outcome, 1)
+        env, notes = read_environment(environ)
+        if env.get("NODE_ROLE") in ("monitor", "report", "validate"):
+            outcome = run_reader(env, signals)
+        else:
+            outcome = run_role(env, notes, signals)
+        statuses = {"finished": 0, "valid": 0, "invalid": 1, "stopped": 130, "superseded": 3}
+        return statuses[outcome]
     except KeyboardInterrupt:
         return 130
-    except (ConfigError, StoreError, MemoryError) as error:
-        why = str(error)
+    except (ConfigError, grpo.ModelError, drive_store.StoreError, MemoryError) as error:
+        reason = str(error)
     except OSError as error:
-        why = f"GDRIVE_PATH={environ.get('GDRIVE_PATH', 'auto')} cannot be used: {plain(error, 300)}"
+        path = environ.get("GDRIVE_PATH", "auto")
+        reason = f"GDRIVE_PATH={path} cannot be used: {drive_store.printable(error, 300)}"
     finally:
-        stop.restore()
-    print(why.replace(secret, "***") if secret else why, flush=True)
+        signals.uninstall()
+    print(reason.replace(secret, "***") if secret else reason, flush=True)
     return 2
 
 
 if __name__ == "__main__":
-    wants_help = sys.argv[1:] and not in_notebook()  # --help, -h, help: nothing is set by arguments
-    if wants_help:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # of `| head`
-    status = print(help_text()) if wants_help else main()
-    if status and not in_notebook():  # in a notebook the cell just ends
-        sys.stdout.flush()
-        os._exit(status)  # sys.exit would wait for an upload to the Hub
+    if sys.argv[1:] and not coordinator.in_notebook():  # --help, -h, help
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
+        print(help_text())
+        sys.exit(0)
+    status = main()
+    if not coordinator.in_notebook():  # in a notebook the cell just ends
+        sys.exit(status)

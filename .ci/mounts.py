@@ -1,8 +1,10 @@
-"""A swarm on two mounts of one storage: what arrives, and whether anything is lost. Started by hand:
+"""A swarm on two mounts of one storage: does anything get lost? Started by hand:
 
-    PYTHONPATH=. python .ci/mounts.py MOUNT_A MOUNT_B [coordinator]     worker a on A, worker b on B
+    PYTHONPATH=. python .ci/mounts.py MOUNT_A MOUNT_B [coordinator]
 
-Prints a row of the manual's table of storages. Exit status 1 if a file that counts is missing, torn or left over.
+Worker a uses MOUNT_A and worker b MOUNT_B. Prints a row of the manual's table of storages: rounds
+with all J external groups, share of external groups of the same round, seconds a round. The exit
+status is 1 if a file that counts is missing, torn or left over.
 """
 
 import json
@@ -13,48 +15,72 @@ import sys
 import time
 from pathlib import Path
 
-from drive_store import DriveStore, bucket
+import drive_store
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = dict(
-    EXPERIMENT_NAME="mounts", NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, MODEL_NAME="tiny", MAX_ROUNDS=40,
-    EXTERNAL_FILTER=False, NUM_WORKERS=2, OMP_NUM_THREADS=1,
+    EXPERIMENT_NAME="mounts", MODEL_NAME="tiny", NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4,
+    EXTERNAL_FILTER=False, MAX_ROUNDS=40, NUM_WORKERS=2, OMP_NUM_THREADS=1,
 )  # fmt: skip
 
 
 def start(mount: str, **more) -> subprocess.Popen:
     settings = SETTINGS | {"GDRIVE_PATH": Path(mount, "mounts"), "PATH": os.environ["PATH"]} | more
-    return subprocess.Popen([sys.executable, ROOT / "sapo.py"], env={n: str(v) for n, v in settings.items()})
+    environ = {name: str(value) for name, value in settings.items()}
+    return subprocess.Popen([sys.executable, ROOT / "sapo.py"], env=environ)
 
 
-def row_of(store: DriveStore, node: str) -> tuple[list[dict], list[str]]:
-    """The node's rounds as its log has them, and what the storage lacks of them."""
-    text = store.read_bytes(f"logs/{node}/metrics.jsonl", 2**30).decode()
-    rows, lost = [json.loads(line) for line in text.splitlines()], []
-    for row in rows:
-        t, rewards = row["round"], [r["reward"] for r in store.rewards(row["round"], [node])]
-        if len(store.fetch(t, 0, node)) != 4 or rewards != [row["reward"]]:
-            lost.append(f"{node}: {bucket('rollouts', t)} or its reward")
-    return rows, lost
+def read_metrics(store: drive_store.DriveStore, node_id: str) -> list[dict]:
+    """The node's log, one row a round."""
+    text = store.read_bytes(f"logs/{node_id}/metrics.jsonl", 2**30).decode()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def missing_files(store: drive_store.DriveStore, node_id: str, metrics: list[dict]) -> list[str]:
+    """Rounds in the node's log whose rollouts or reward the storage lacks."""
+    missing = []
+    for row in metrics:
+        round_ = row["round"]
+        groups = store.fetch_rollouts(round_, 0, node_id)
+        rewards = [reward["reward"] for reward in store.read_rewards(round_, [node_id])]
+        if len(groups) != 4 or rewards != [row["reward"]]:
+            missing.append(f"{node_id}: {drive_store.round_dir('rollouts', round_)} or its reward")
+    return missing
 
 
 def main(mounts: list[str], with_coordinator: bool) -> int:
-    processes = [start(mounts[0], NODE_ROLE="coordinator")] if with_coordinator else []
-    processes += [start(mount, NODE_ID=node) for mount, node in zip(mounts, "ab", strict=True)]
-    status = [process.wait() for process in processes]
-    time.sleep(10)  # what is still on its way
-    store = DriveStore(Path(mounts[0], "mounts"), "mounts")
-    found = [row_of(store, node) for node in "ab"]
-    rows, lost = [row for rows, _ in found for row in rows], [each for _, lost in found for each in lost]
-    lost += [str(path) for path in store.base.glob("tmp/*/*")]
-    ages = [age for row in rows for age in row["external_ages"]]
-    times = [[row["timestamp"] for row in rows] for rows, _ in found]
-    seconds = [after - before for each in times for before, after in zip(each, each[1:], strict=False)]
+    # Run the swarm to its end.
+    processes = []
+    if with_coordinator:
+        processes.append(start(mounts[0], NODE_ROLE="coordinator"))
+    for mount, node_id in zip(mounts, "ab", strict=True):
+        processes.append(start(mount, NODE_ID=node_id))
+    statuses = [process.wait() for process in processes]
+    time.sleep(10)  # for files that are still on their way
+
+    # What is lost, as seen from mount A?
+    store = drive_store.DriveStore(Path(mounts[0], "mounts"), "mounts")
+    rows = []
+    lost = []
+    seconds = []
+    for node_id in "ab":
+        metrics = read_metrics(store, node_id)
+        rows += metrics
+        lost += missing_files(store, node_id, metrics)
+        for before, after in zip(metrics, metrics[1:], strict=False):
+            seconds.append(after["timestamp"] - before["timestamp"])
+    lost += [str(path) for path in store.experiment_dir.glob("tmp/*/*")]
+
+    # The row of the table.
     full = sum(row["external_short"] == 0 for row in rows)
-    now = ages.count(0) / max(1, len(ages))
-    print(f"{full} of {len(rows)} | {now:.0%} | {statistics.median(seconds):.1f} s a round")
-    print(f"exit status {status}; lost or left over: {lost or 'nothing'}")
-    return int(bool(lost) or any(status))
+    ages = []
+    for row in rows:
+        ages += row["external_ages"]
+    of_same_round = ages.count(0) / max(1, len(ages))
+    pace = statistics.median(seconds)
+    print(f"{full} of {len(rows)} | {of_same_round:.0%} | {pace:.1f} s a round")
+    print(f"exit statuses {statuses}; lost or left over: {lost or 'nothing'}")
+    return int(bool(lost) or any(statuses))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The promises to people: settings (U1), stopping (U2), the log (U3, U4), the readers (U5), the quick check (U6),
-comparisons (U7), models (U8), notebooks (U9), and tiny's warm start (L6), mostly by whole runs."""
+"""Proofs of the promises to people, mostly by whole runs: U1 settings, U2 stopping, U3 and U4 the
+log, U5 the readers, U6 the quick check, U7 comparisons, U8 models, U9 notebooks, and of L6, the
+warm start."""
 
 import contextlib
 import dataclasses
@@ -19,383 +20,788 @@ from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
-import sapo
 import torch
-from drive_store import DriveStore
 from jupyter_client.manager import start_new_kernel
-from coordinator import verdict
-from sapo import Config, compare_experiments, get_experiment_metrics, get_experiment_status, list_experiments
-from test_swarm import LEARNING, QUICK, ROOT, Process, base, by_hand, drive, figures, heartbeat  # noqa: F401
-from test_swarm import log_rows, main, newest_checkpoint, rounds, until, words
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+
+import coordinator
+import grpo
+import sapo
+from drive_store import DriveStore
+from test_swarm import LEARNING, QUICK, ROOT, Process, drive, experiment_dir  # noqa: F401
+from test_swarm import latest_checkpoint_round, read_heartbeat, read_log, repeatable_metrics
+from test_swarm import rounds_of, store_of, to_environ, wait_until
 
 # ruff: noqa: F811, `drive` is a fixture
 SECRET = "hf_NobodyMayEverSeeThisToken"
-NAMES = {spec.name for spec in dataclasses.fields(Config)}
-KEPT = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
-KEPT["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+VARIABLES = {spec.name for spec in dataclasses.fields(sapo.Config)}
+BASE_ENVIRON = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+BASE_ENVIRON["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 
 
 def run(drive, **settings) -> int:
-    return main(words({**QUICK, "LOCAL_NODES": 2, "NODE_ID": "n", "GDRIVE_PATH": drive, **settings}))
+    """Call sapo.main with QUICK, two nodes and these settings. Returns the exit status."""
+    settings = {**QUICK, "LOCAL_NODES": 2, "NODE_ID": "n", "GDRIVE_PATH": drive, **settings}
+    return sapo.main(to_environ(settings))
 
 
-def command(*arguments, **settings) -> subprocess.CompletedProcess:
-    environ = KEPT | {"OMP_NUM_THREADS": "1"} | words(settings)
-    return subprocess.run(arguments, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300)
+def run_command(*arguments, **settings) -> subprocess.CompletedProcess:
+    environ = BASE_ENVIRON | {"OMP_NUM_THREADS": "1"} | to_environ(settings)
+    return subprocess.run(
+        arguments, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+
+
+def run_swarm_script(*arguments, **settings) -> subprocess.CompletedProcess:
+    return run_command("bash", ROOT / "run_swarm.sh", *arguments, **settings)
+
+
+def without_spaces(text: str) -> str:
+    """A text in which it does not matter where lines are broken."""
+    return "".join(text.split())
+
+
+def has_variable(text: str) -> bool:
+    """Whether it names one of the program's variables: it says what may help."""
+    return bool(VARIABLES & {*re.findall(r"\w+", text)})
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> SimpleNamespace:
     """A run of two nodes without a network: its folder, what it printed, its nodes and codec."""
-    drive, said, caught, train = tmp_path_factory.mktemp("finished"), io.StringIO(), [], sapo.train
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
+    drive = tmp_path_factory.mktemp("finished")
+    settings = LEARNING | {"MAX_ROUNDS": 12, "EVAL_INTERVAL": 4, "EVAL_SAMPLES": 8}
+    output = io.StringIO()
+    runs = []
+    train = sapo.train
+
+    def recording_train(run):
+        runs.append(run)
+        train(run)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output):
+        patch.setenv("COLUMNS", "200")  # room for all parts of a round's line
         patch.setattr(socket, "getaddrinfo", None)
-        patch.setattr(sapo, "train", lambda run: (caught.append(run), train(run)))
-        assert run(drive, **LEARNING | {"MAX_ROUNDS": 12}, EVAL_INTERVAL=4, EVAL_SAMPLES=8) == 0
-    return SimpleNamespace(drive=drive, text=said.getvalue(), nodes=caught[0].nodes, codec=caught[0].codec)
+        patch.setattr(sapo, "train", recording_train)
+        assert run(drive, **settings) == 0
+    return SimpleNamespace(
+        drive=drive, output=output.getvalue(), nodes=runs[0].nodes, codec=runs[0].codec
+    )
+
+
+# -------- U1: settings ----------------------------------------------------------------------------
 
 
 def test_U1_help_explains_every_variable_with_its_default():
-    done = command("bash", ROOT / "run_swarm.sh", "--help")
-    assert done.returncode == 0 and "CONFIGS=" in done.stdout, done.stderr
-    for spec in dataclasses.fields(Config):
-        (line,) = re.findall(rf"^ +{spec.name} .*$", done.stdout, re.MULTILINE)
-        assert spec.metadata["help"] in line and str(spec.default)[:8] in line
+    done = run_swarm_script("--help")
+    assert done.returncode == 0, done.stderr
+    assert "CONFIGS=" in done.stdout
+    for spec in dataclasses.fields(sapo.Config):
+        # The line of the variable, and those by which it is continued.
+        pattern = rf"^  {spec.name} .*(?:\n {{9}}.*)*$"
+        (entry,) = re.findall(pattern, done.stdout, re.MULTILINE)
+        assert without_spaces(spec.metadata["help"]) in without_spaces(entry)
+        assert str(spec.default)[:8] in entry
+
+
+# -------- U2: stopping ----------------------------------------------------------------------------
 
 
 def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, monkeypatch):
     def press_twice(*_):
         for _ in range(2):
             os.kill(os.getpid(), SIGINT)
-            time.sleep(0.6)  # one key press may arrive twice
-        pytest.fail("it goes on")
+            time.sleep(0.6)  # one key press may arrive twice within half a second
+        pytest.fail("the program goes on")
 
     monkeypatch.setattr(sapo, "policy_gradient", press_twice)
-    assert run(tmp_path) == 130 and not figures(tmp_path), "the round was not finished"
+    assert run(tmp_path) == 130
+    assert not repeatable_metrics(tmp_path), "the round was finished"
 
 
-def session_of(pid: int) -> list[int]:
-    """The processes of its session, whatever their group."""
-    found = []
+def processes_of_session(leader: int) -> list[int]:
+    """Ids of the running processes of a session, in any process group."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has just ended
-            state, _, _, session = path.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            found += [int(path.parent.name)] * (int(session) == pid and state not in "ZX")
-    return found
+            fields = path.read_text(errors="replace").rpartition(")")[2].split()
+            state, _, _, session = fields[:4]
+            if int(session) == leader and state not in "ZX":
+                pids.append(int(path.parent.name))
+    return pids
 
 
-@pytest.mark.parametrize("moment", [0.5, 3, None])
-def test_U2_ctrl_c_ends_run_swarm_and_all_that_it_started_in_order(tmp_path, moment):
-    drive, began, text = tmp_path / "drive", time.monotonic(), (tmp_path / "out").open("w+")
-    given = KEPT | words({**QUICK, "GDRIVE_PATH": drive, "PYTHON": sys.executable, "NUM_WORKERS": 1})
-    whole = dict(env=given | {"VERBOSE": "1"}, stdout=text, stderr=text, start_new_session=True)
-    swarm = subprocess.Popen(["bash", ROOT / "run_swarm.sh"], **whole)
+@pytest.mark.parametrize("seconds", [0.5, 3, None])
+def test_U2_ctrl_c_ends_run_swarm_and_everything_that_it_started_in_order(tmp_path, seconds):
+    """seconds: when Ctrl-C is pressed; None: once a worker has submitted a reward."""
+    drive = tmp_path / "drive"
+    log = tmp_path / "log"
+    settings = {**QUICK, "GDRIVE_PATH": drive, "PYTHON": sys.executable, "NUM_WORKERS": 1}
+    environ = BASE_ENVIRON | to_environ(settings) | {"VERBOSE": "1"}
+    started = time.monotonic()
+    with log.open("w") as output:
+        swarm = subprocess.Popen(
+            ["bash", ROOT / "run_swarm.sh"],
+            env=environ,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     try:
-        until(lambda: time.monotonic() > began + moment if moment else rounds(drive, "worker_0"))
-        os.killpg(swarm.pid, SIGINT)  # as a terminal does
+        # Press Ctrl-C: a terminal sends the signal to the whole process group.
+        if seconds is None:
+            wait_until(lambda: rounds_of(drive, "worker_0"))
+        else:
+            wait_until(lambda: time.monotonic() > started + seconds)
+        os.killpg(swarm.pid, SIGINT)
+
+        # The processes that put a name before each line may need a moment more.
         assert swarm.wait(60) == 130
-        until(lambda: not session_of(swarm.pid), 10)  # who prefixed the last lines may still be at it
+        wait_until(lambda: not processes_of_session(swarm.pid), 10)
     finally:
-        for pid in session_of(swarm.pid):
+        for pid in processes_of_session(swarm.pid):
             os.kill(pid, SIGKILL)
-    assert "Traceback" not in (tmp_path / "out").read_text()
-    if moment is None:
-        assert newest_checkpoint(drive, "worker_0") == rounds(drive, "worker_0")[-1]
-        assert [heartbeat(drive, name)["state"] for name in ("worker_0", "coordinator")] == ["stopped"] * 2
+
+    assert "Traceback" not in log.read_text()
+    if seconds is None:
+        assert latest_checkpoint_round(drive, "worker_0") == rounds_of(drive, "worker_0")[-1]
+        for name in ("worker_0", "coordinator"):
+            assert read_heartbeat(drive, name)["state"] == "stopped"
 
 
-def test_U2_run_swarm_names_who_failed_ends_the_others_and_shares_out_the_gpus(tmp_path):
-    stand_in = """#!/bin/bash
-    case "$1 $NODE_ID" in
-    -c*) exec python3 "$@" ;;  # which packages are there, how many cores
-    *worker_1) echo "gpu ${CUDA_VISIBLE_DEVICES:-none}"; exit 7 ;;
-    *worker_*) echo "gpu ${CUDA_VISIBLE_DEVICES:-none}" ;;
+def test_U2_run_swarm_names_the_worker_that_failed_ends_the_others_and_shares_out_the_gpus(
+    tmp_path,
+):
+    # A stand-in for Python: worker_1 fails, and the coordinator runs until it is interrupted.
+    python = """#!/bin/bash
+    [[ $1 != -c* ]] || exec python3 "$@"  # the script asks for packages or the number of cores
+    [[ $NODE_ROLE != prepare ]] || exit 0
+    case "$NODE_ID" in
+    worker_1) echo "gpu ${CUDA_VISIBLE_DEVICES:-none}"; exit 7 ;;
+    worker_*) echo "gpu ${CUDA_VISIBLE_DEVICES:-none}" ;;
     *) trap 'echo the coordinator was stopped; exit 130' INT; while :; do sleep 0.1; done ;;
     esac"""
-    for name, text in (("python", stand_in), ("nvidia-smi", "#!/bin/sh\necho GPU 0; echo GPU 1")):
+    nvidia_smi = "#!/bin/sh\necho GPU 0; echo GPU 1"
+    for name, text in (("python", python), ("nvidia-smi", nvidia_smi)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    settings = dict(PYTHON=tmp_path / "python", PATH=f"{tmp_path}:{KEPT['PATH']}", NUM_WORKERS=3)
-    done = command("bash", ROOT / "run_swarm.sh", **settings)
-    assert done.returncode == 1 and re.search(r"worker_1\b.*\b7\b", done.stderr), done.stdout + done.stderr
-    assert "worker_0" not in done.stderr and "the coordinator was stopped" in done.stdout
-    assert re.findall(r"gpu (\w+)", "\n".join(sorted(done.stdout.splitlines()))) == ["0", "1", "0"]
+
+    path = f"{tmp_path}:{BASE_ENVIRON['PATH']}"
+    done = run_swarm_script(PYTHON=tmp_path / "python", PATH=path, NUM_WORKERS=3)
+    assert done.returncode == 1
+    assert re.search(r"worker_1\b.*\b7\b", done.stderr), done.stdout + done.stderr
+    assert "worker_0" not in done.stderr
+    assert "the coordinator was stopped" in done.stdout
+    lines = "\n".join(sorted(done.stdout.splitlines()))
+    assert re.findall(r"gpu (\w+)", lines) == ["0", "1", "0"]
 
 
-def test_U3_a_line_a_round_says_reward_and_groups_and_the_end_what_was_learned_and_where(finished):
+# -------- U3, U4: the log -------------------------------------------------------------------------
+
+
+def test_U3_each_round_has_a_line_and_the_end_says_what_was_learned_and_where_the_model_is(
+    finished,
+):
+    # A round's line shows the mean reward, and in per cent answer tags and truncated completions.
+    metrics = repeatable_metrics(finished.drive)
     for t in range(12):
-        rows = [row for (round_, *_), row in figures(finished.drive).items() if round_ == t]
-        (line,) = re.findall(rf"^.*round 0*{t}/12\b.*$", finished.text, re.MULTILINE)
-        assert f"{sum(row['reward'] for row in rows) / 2:.2f}" in line
-        assert len(re.findall(r"\d+%", line)) >= 2, "answer tags, truncated completions"
-    assert str(base(finished.drive) / "models/n_0") in finished.text
-    total = sum(row["reward"] for row in figures(finished.drive).values())
-    assert f"{total / 2:.2f}" in finished.text[-3000:], "what each earned in all"
-    samples = [row for row in log_rows(finished.drive, "n/training_events.jsonl") if row["event"] == "sample"]
-    said = samples[-1]["groups"][0]["completions"][0]["response"]
-    assert len(samples) >= 2 and repr(said)[:8] in finished.text, "what the model answers"
-    assert (finished.drive / "reports/default.png").read_bytes()[:4] == b"\x89PNG"
-    curves = {"learned": [0.1] * 20 + [0.2] * 20, "little": [0.1] * 40, "too few": [0.1, 0.9]}
-    for said, rewards in curves.items():
-        assert verdict([{"reward": r, "informative_groups": 1} for r in rewards], "all").startswith(said)
-    assert verdict([{"reward": 0, "informative_groups": 0}] * 40, "all").startswith("nothing was learned")
+        rewards = [row["reward"] for (round_, *_), row in metrics.items() if round_ == t]
+        (line,) = re.findall(rf"^.*\b0*{t}/12\b.*$", finished.output, re.MULTILINE)
+        assert f"{sum(rewards) / 2:.2f}" in line
+        assert len(re.findall(r"\d+%", line)) >= 2
+
+    # The end: the folder of the model, the total reward of a node, a picture.
+    assert str(experiment_dir(finished.drive) / "models/n_0") in finished.output
+    total = sum(row["reward"] for row in metrics.values()) / 2
+    assert f"{total:.2f}" in finished.output[-3000:]
+    picture = finished.drive / "reports/default.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+    # Samples: questions with the model's answers.
+    events = read_log(finished.drive, "n/training_events.jsonl")
+    samples = [row for row in events if row["event"] == "sample"]
+    assert len(samples) >= 2
+    answer = samples[-1]["groups"][0]["completions"][0]["response"]
+    assert repr(answer)[:8] in finished.output
 
 
-def test_U3_a_flat_curve_is_explained_and_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):
-    for is_terminal in (False, True):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)  # noqa: B023
-        drive = tmp_path / str(is_terminal)
-        assert run(drive, MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0) == 0
-        (event,) = (row for row in log_rows(drive, "n/training_events.jsonl") if row["event"] == "no signal")
-        said = capsys.readouterr()
-        assert NAMES & {*re.findall(r"\w+", event["text"])} and event["text"] in said.out, "what may help"
-        assert ("10/10" in said.err) == is_terminal
+@pytest.mark.parametrize("beginning, rewards, informative", [
+    ("learned", [0.1] * 20 + [0.2] * 20, 1),
+    ("little", [0.1] * 40, 1),
+    ("too few", [0.1, 0.9], 1),
+    ("nothing was learned", [0] * 40, 0),
+])  # fmt: skip
+def test_U3_the_summary_says_whether_the_rewards_rose(beginning, rewards, informative):
+    history = [{"reward": reward, "informative_groups": informative} for reward in rewards]
+    assert coordinator.learning_summary(history, "all").startswith(beginning)
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_U3_a_flat_curve_is_explained_and_a_terminal_gets_a_progress_bar(
+    tmp_path, monkeypatch, capsys, is_terminal
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    assert run(tmp_path, MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0) == 0
+
+    events = read_log(tmp_path, "n/training_events.jsonl")
+    (event,) = [row for row in events if row["event"] == "no signal"]
+    assert has_variable(event["text"])
+    screen = capsys.readouterr()
+    assert without_spaces(event["text"]) in without_spaces(screen.out)
+    assert ("10/10" in screen.err) == is_terminal
+
+
+def test_U3_run_swarm_puts_a_name_before_each_line_and_prints_once_what_all_would_say(tmp_path):
+    settings = {**QUICK, "MAX_ROUNDS": 3, "NUM_WORKERS": 2}
+    done = run_swarm_script(**settings, GDRIVE_PATH=tmp_path, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+    lines = {"prepare": [], "coordinator": [], "worker_0": [], "worker_1": []}
+    for line in done.stdout.splitlines():
+        if not line.startswith("run_swarm: "):
+            name, text = re.fullmatch(r"\[(\w+)\] (.*)", line).groups()
+            lines[name].append(text)
+
+    # The coordinator prints the rounds; worker_0 the start, samples and its end; worker_1 its end.
+    for name, expected in (("coordinator", 3), ("worker_0", 0), ("worker_1", 0)):
+        assert sum("| reward" in text for text in lines[name]) == expected
+        starts = [text for text in lines[name] if re.match("(new|joining) experiment", text)]
+        samples = [text for text in lines[name] if text.startswith(f"{name} sample:")]
+        assert bool(starts) == bool(samples) == (name == "worker_0")
+    assert any(text.startswith("worker_0 end: ") for text in lines["worker_0"])
+    assert lines["worker_1"][0].startswith("worker_1 end: ")
+    assert all(text.startswith("  ") for text in lines["worker_1"][1:])
+
+    # The log of each has everything.
+    for name in ("worker_0", "worker_1"):
+        log = (experiment_dir(tmp_path) / f"logs/{name}/stdout.log").read_text()
+        assert log.count("| reward") == 3
+        for text in ("experiment default", f"{name} sample:", f"{name} end: "):
+            assert text in log
 
 
 def test_U4_each_node_has_its_metrics_and_system_and_each_process_its_events_and_output(finished):
-    events = log_rows(finished.drive, "n/training_events.jsonl")
-    assert all({"timestamp", "event", "node_id", "text"} <= row.keys() for row in events)
+    # Of the process: events, and everything that it printed.
+    events = read_log(finished.drive, "n/training_events.jsonl")
+    for row in events:
+        assert {"timestamp", "event", "node_id", "text"} <= row.keys()
     assert {"start", "checkpoint", "end"} <= {row["event"] for row in events}
-    written = (base(finished.drive) / "logs/n/stdout.log").read_text().splitlines()
-    assert {*finished.text.splitlines()} <= {*written}
-    for node in ("n_0", "n_1"):
-        rows, rewards = log_rows(finished.drive, f"{node}/metrics.jsonl"), figures(finished.drive)
+    logs = experiment_dir(finished.drive) / "logs"
+    written = (logs / "n/stdout.log").read_text().splitlines()
+    assert {*finished.output.splitlines()} <= {*written}
+
+    # Of each node: the metrics of every round, as in its reward files, and the system.
+    metrics = repeatable_metrics(finished.drive)
+    for node_id in ("n_0", "n_1"):
+        rows = read_log(finished.drive, f"{node_id}/metrics.jsonl")
         assert [row["round"] for row in rows] == [*range(12)]
-        assert all(rewards[row["round"], 0, node].items() <= row.items() for row in rows)
-        assert rows[-1]["total_reward"] == pytest.approx(sum(row["my_reward"] for row in rows))
-        about = json.loads((base(finished.drive) / f"logs/{node}/system_info.json").read_text())
-        assert about["node_id"] == node and about["torch"] == torch.__version__ and about["device"] == "cpu"
+        for row in rows:
+            assert metrics[row["round"], 0, node_id].items() <= row.items()
+        total = sum(row["my_reward"] for row in rows)
+        assert rows[-1]["total_reward"] == pytest.approx(total)
+
+        system = json.loads((logs / node_id / "system_info.json").read_text())
+        assert system["node_id"] == node_id
+        assert system["torch"] == torch.__version__
+        assert system["device"] == "cpu"
 
 
-def test_U5_the_monitor_says_who_lives_what_was_earned_said_and_what_looks_wrong(drive, capsys):
-    store = by_hand(drive, "alive")
-    store.open_round(0, "alive")
-    assert run(drive, NODE_ROLE="monitor") == 0 and "finished" not in capsys.readouterr().out, "has not begun"
-    for node, state in (("gone", "stopped"), ("ended", "done")):
-        store.heartbeat(node, store.register([node], "worker", {}), 1, state)
-    store.write("peers/silent.1000000000000-00000000.json", {"node_id": "silent"})
-    groups = {"0": {"task": "gcd", "seed": 1, "prompt": "What is 1+1?", "answer": "2"}}
-    groups["0"]["completions"] = [{"response": "say 3\x1b[2J", "reward": 0.0, "finished": True}] * 2
+# -------- U5: the readers -------------------------------------------------------------------------
+
+
+def test_U5_the_monitor_shows_living_nodes_rewards_the_latest_rollout_and_what_looks_wrong(
+    drive, capsys
+):
+    # Before the first reward an experiment has not finished.
+    store = store_of(drive, "working")
+    store.open_round(0, "working")
+    assert run(drive, NODE_ROLE="monitor") == 0
+    assert "finished" not in capsys.readouterr().out
+
+    # Two nodes that have exited, and a silent one.
+    for node_id, state in (("gone", "stopped"), ("ended", "done")):
+        session = store.register([node_id], "worker", {})
+        store.write_heartbeat(node_id, session, 1, state)
+    store.write_atomic("peers/silent.1000000000000-00000000.json", {"node_id": "silent"})
+
+    # Twelve rounds without any informative group.
+    completion = {"response": "say 3\x1b[2J", "reward": 0.0, "finished": True}
+    group = {"task": "gcd", "seed": 1, "prompt": "What is 1+1?", "answer": "2"}
+    group["completions"] = [completion] * 2
+    metrics = {"reward": 0.25, "timestamp": 1.0, "informative_groups": 0}
     for t in range(12):
-        store.open_round(t, "alive")
-        store.publish(t, 0, "alive", {}, groups)
-        for node in ("alive", "silent"):
-            store.submit_reward(t, 0, node, {"reward": 0.25, "timestamp": 1.0, "informative_groups": 0})
+        store.open_round(t, "working")
+        store.publish_rollouts(t, 0, "working", {}, {"0": group})
+        for node_id in ("working", "silent"):
+            store.submit_reward(t, 0, node_id, metrics)
+
     assert run(drive, NODE_ROLE="monitor", MAX_ROUNDS=40) == 0
-    text = capsys.readouterr().out
-    states = dict(re.findall(r"^(\w+) +(live|dead|left)\b", text, re.MULTILINE))
-    assert states == {"alive": "live", "silent": "dead", "gone": "left", "ended": "left"}, text
-    assert text.count(" 3.00") == 2 and "11 of 40" in text
-    assert "1+1?" in text and "say 3" in text and "\x1b" not in text
-    assert NAMES & {*re.findall(r"\w+", text)}, "what may help"
+    screen = capsys.readouterr().out
+    status = dict(re.findall(r"^(\w+) +(alive|dead|exited)\b", screen, re.MULTILINE))
+    expected = {"working": "alive", "silent": "dead", "gone": "exited", "ended": "exited"}
+    assert status == expected, screen
+    assert screen.count(" 3.00") == 2, "total rewards of the two nodes"
+    assert "11 of 40" in screen
+    assert "1+1?" in screen
+    assert "say 3" in screen
+    assert "\x1b" not in screen
+    assert has_variable(screen)
 
 
-def experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **settings) -> DriveStore:
-    """A finished experiment of two nodes, by hand."""
+def write_experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **settings):
+    """Write a finished experiment of two nodes. Returns its store."""
     store = DriveStore(drive, name, "by_hand")
     store.create()
-    default = {spec.name: spec.default for spec in dataclasses.fields(Config)}
-    store.open_config(default | {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4} | settings)
-    row = dict.fromkeys(("local_groups", "external_groups", "informative_groups", "grad_norm"), 1)
-    for node in ("n1", "n2"):
-        store.heartbeat(node, store.register([node], "worker", {}), len(rewards), "done")
-        model = [f"models/{node}/{file}" for file in ("config.json", "tokenizer.json", "model.safetensors")]
-        for path in (f"logs/{node}/metrics.jsonl", "checkpoints/round_000001/n1.safetensors", *model):
-            store.write(path, {})
+    config = {spec.name: spec.default for spec in dataclasses.fields(sapo.Config)}
+    config |= {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4} | settings
+    store.load_or_create_config(config)
+    metrics = dict.fromkeys(("local_groups", "external_groups", "informative_groups"), 1)
+    metrics |= {"grad_norm": 1, "completions": completions}
+
+    for node_id in ("n1", "n2"):
+        session = store.register([node_id], "worker", {})
+        store.write_heartbeat(node_id, session, len(rewards), "done")
+        files = ["checkpoints/round_000001/n1.safetensors", f"logs/{node_id}/metrics.jsonl"]
+        for file in ("config.json", "tokenizer.json", "model.safetensors"):
+            files.append(f"models/{node_id}/{file}")
+        for file in files:
+            store.write_atomic(file, {})
+
         for t, reward in enumerate(rewards):
             store.open_round(t, "n1")
-            store.publish(t, 0, node, {}, {})
-            row |= {"reward": reward, "reward_gcd": reward, "timestamp": 100.0 + t}
-            row |= {"completions": completions}
-            store.submit_reward(t, 0, node, row)
+            store.publish_rollouts(t, 0, node_id, {}, {})
+            numbers = {"reward": reward, "reward_gcd": reward, "timestamp": 100.0 + t}
+            store.submit_reward(t, 0, node_id, metrics | numbers)
     return store
 
 
 def test_U5_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path, capsys):
     settings = {"NODE_ROLE": "validate", "EXPERIMENT_NAME": "x", "MAX_ROUNDS": 2}
-    experiment(whole := tmp_path / "whole", MAX_ROUNDS=2)
-    assert run(whole, **settings) == 0
-    for path, problem in {
-        "config.json": "config.json", "state/rounds/round_000001.n1.json": "round 0", "rollouts": "rollouts",
-        "logs/n2": "metrics.jsonl", "rewards/round_000001/stage_0/n2.json": "n2", "checkpoints": "checkpoint",
-        "models/n2/config.json": "config.json", "models/n2/tokenizer.json": "tokenizer.json",
+    complete = tmp_path / "complete"
+    write_experiment(complete, MAX_ROUNDS=2)
+    assert run(complete, **settings) == 0
+
+    # Delete one thing after another from a copy.
+    problems = {
+        "config.json": "config.json",
+        "state/rounds/round_000001.n1.json": "the open round is 0",
+        "rollouts": "rollouts",
+        "rewards/round_000001/stage_0/n2.json": "n2",
+        "checkpoints": "checkpoint",
+        "logs/n2": "metrics.jsonl",
+        "models/n2/config.json": "config.json",
+        "models/n2/tokenizer.json": "tokenizer.json",
         "models/n1/model.safetensors": "weights",
-    }.items():  # fmt: skip
-        shutil.rmtree(tmp_path / "part", ignore_errors=True)
-        shutil.copytree(whole, tmp_path / "part")
-        DriveStore(tmp_path / "part", "x").delete(path)
-        assert run(tmp_path / "part", **settings) == 1 and problem in capsys.readouterr().out, path
-    assert [run(whole, **settings | more) for more in ({"MAX_ROUNDS": 3}, {"NUM_WORKERS": 3})] == [1, 1]
+    }
+    part = tmp_path / "part"
+    for path, problem in problems.items():
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(complete, part)
+        DriveStore(part, "x").delete(path)
+        assert run(part, **settings) == 1, path
+        assert problem in capsys.readouterr().out, path
+
+    # More rounds or nodes are expected than there are.
+    assert run(complete, **settings | {"MAX_ROUNDS": 3}) == 1
+    assert run(complete, **settings | {"NUM_WORKERS": 3}) == 1
 
 
-@pytest.mark.parametrize("optional", [True, False])
-def test_U5_the_report_pairs_seeds_and_needs_no_matplotlib(tmp_path, monkeypatch, capsys, optional):
-    ours, alone = (0.40, 0.44, 0.52, 0.48), (0.20, 0.22, 0.24, 0.25)
-    for seed, (high, low) in enumerate(zip(ours, alone, strict=True)):
-        experiment(tmp_path, f"a{seed}", [high] * 20, completions=16, SEED=seed)
-        lone = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0, SEED=seed)
-        experiment(tmp_path, f"b{seed}", [low] * 20, completions=32, **lone)
-    experiment(tmp_path, "other", [0.01] * 20, LOSS_TYPE="grpo")
-    experiment(tmp_path, "broken").delete("config.json")
-    for name in () if optional else ("matplotlib.figure", "pandas"):
-        monkeypatch.setitem(sys.modules, name, None)
-    report = {"NODE_ROLE": "report", "GDRIVE_PATH": str(tmp_path)}
-    assert main(report | {"EXPERIMENT_NAME": "no_*"}) == 1, "nothing else is shown"
-    assert main(report) == 0
-    text = capsys.readouterr().out
-    best = compare_experiments(tmp_path)[0]
-    # by hand: the four ratios' logarithms, mean 0.7029, standard error 0.02532, Student's t of 3 degrees 3.182
-    assert [best[name] for name in ("low", "gain", "high")] == pytest.approx([0.863, 1.020, 1.189], abs=1e-3)
-    assert (best["per_node"], len(best["runs"]), best["completions"]) == (pytest.approx(20 * 0.46), 4, 320)
+@pytest.mark.parametrize("has_packages", [True, False])
+def test_U5_the_report_pairs_seeds_and_needs_no_matplotlib(
+    tmp_path, monkeypatch, capsys, has_packages
+):
+    # Four seeds of 4/4 and of its baseline 8/0, and a run with another setting and a broken one.
+    ours = (0.40, 0.44, 0.52, 0.48)
+    alone = (0.20, 0.22, 0.24, 0.25)
+    baseline = dict(NUM_TRAIN_SAMPLES=8, NUM_TRANSPLANT_TREES=0)
+    for seed in range(4):
+        rewards = [ours[seed]] * 20
+        write_experiment(tmp_path, f"a{seed}", rewards, completions=16, SEED=seed)
+        rewards = [alone[seed]] * 20
+        write_experiment(tmp_path, f"b{seed}", rewards, completions=32, SEED=seed, **baseline)
+    write_experiment(tmp_path, "other", [0.01] * 20, LOSS_TYPE="grpo")
+    write_experiment(tmp_path, "broken").delete("config.json")
+    if not has_packages:
+        for name in ("matplotlib.figure", "pandas"):
+            monkeypatch.setitem(sys.modules, name, None)
+
+    # A pattern that fits no experiment shows nothing.
+    environ = {"NODE_ROLE": "report", "GDRIVE_PATH": str(tmp_path)}
+    assert sapo.main(environ | {"EXPERIMENT_NAME": "no_*"}) == 1
+    assert sapo.main(environ) == 0
+    output = capsys.readouterr().out
+
+    # Worked by hand: the logarithms of the four ratios have the mean 0.7029 and the standard error
+    # 0.02532, and Student's t of 3 degrees of freedom is 3.182.
+    best = sapo.compare_experiments(tmp_path)[0]
+    interval = [best[name] for name in ("low", "gain", "high")]
+    assert interval == pytest.approx([0.863, 1.020, 1.189], abs=1e-3)
+    assert best["per_node"] == pytest.approx(20 * 0.46)
+    assert len(best["runs"]) == 4
+    assert best["completions"] == 320
+
+    # The table. Runs that differ in more than their seed are never averaged.
     table = (tmp_path / "reports/report.md").read_text()
-    assert table in text and "+102% (+86% to +119%)" in table and "9.20" in table and "4.55" in table
-    assert "LOSS_TYPE=grpo" in table and "SEED" not in table, "runs that differ in more are never averaged"
-    assert re.search(r"^gcd +0.46 +0.23 +0.01$", table, re.MULTILINE) and "nothing was learned" in table
-    assert (tmp_path / "reports/report.png").exists() == optional and ("matplotlib" in text) == (not optional)
-    assert isinstance(get_experiment_metrics(tmp_path, "a0"), list) != optional
+    assert table in output
+    for text in ("+102% (+86% to +119%)", "9.20", "4.55", "LOSS_TYPE=grpo", "nothing was learned"):
+        assert text in table
+    assert "SEED" not in table
+    assert re.search(r"^gcd +0.46 +0.23 +0.01$", table, re.MULTILINE)
+
+    # Without matplotlib and pandas there is no picture, and metrics come as a list.
+    assert (tmp_path / "reports/report.png").exists() == has_packages
+    assert ("matplotlib" in output) == (not has_packages)
+    assert isinstance(sapo.get_experiment_metrics(tmp_path, "a0"), list) == (not has_packages)
 
 
-def test_U5_the_functions_for_notebooks_say_what_is_in_the_folder(tmp_path):
-    store = experiment(tmp_path)
-    assert get_experiment_status(tmp_path, "x") == {
+def test_U5_the_functions_for_notebooks_return_what_is_in_the_folder(tmp_path):
+    store = write_experiment(tmp_path)
+    assert sapo.get_experiment_status(tmp_path, "x") == {
         "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 0,
         "peer_ids": ["n1", "n2"], "last_updated": 101.0, "duration_seconds": 1.0,
         "cumulative_rewards": {"n1": 0.5, "n2": 0.5},
-        "latest_checkpoint": str(store.base / "checkpoints/round_000001"),
+        "latest_checkpoint": str(store.experiment_dir / "checkpoints/round_000001"),
     }  # fmt: skip
-    assert list_experiments(tmp_path) == ["x"] and list_experiments(tmp_path / "no") == []
-    rows = get_experiment_metrics(tmp_path, "x")[["round", "node_id", "my_reward"]].values.tolist()
-    assert rows == [[t, node, 0.25] for t in range(2) for node in ("n1", "n2")]
+    assert sapo.list_experiments(tmp_path) == ["x"]
+    assert sapo.list_experiments(tmp_path / "no") == []
+
+    metrics = sapo.get_experiment_metrics(tmp_path, "x")
+    rows = metrics[["round", "node_id", "my_reward"]].values.tolist()
+    assert rows == [[0, "n1", 0.25], [0, "n2", 0.25], [1, "n1", 0.25], [1, "n2", 0.25]]
 
 
-def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp_path, capsys):
-    settings, began = words({"TEST_MODE": 1, "GDRIVE_PATH": tmp_path, "LOCAL_NODES": 2}), time.process_time()
-    assert main(settings) == 0 and time.process_time() < 60 + began  # a minute where nothing else runs
+# -------- U6, U7: the quick check, comparisons ----------------------------------------------------
+
+
+def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp_path):
+    settings = to_environ({"TEST_MODE": 1, "GDRIVE_PATH": tmp_path, "LOCAL_NODES": 2})
+    started = time.process_time()  # a minute where nothing else runs
+    assert sapo.main(settings) == 0
+    assert time.process_time() < started + 60
+
+    metrics = repeatable_metrics(tmp_path)
     for name in ("informative_groups", "external_groups", "grad_norm"):
-        assert any(row[name] for row in figures(tmp_path).values()), name
-    assert main(settings | {"NODE_ROLE": "validate"}) == 0
+        assert any(row[name] for row in metrics.values()), name
+    assert sapo.main(settings | {"NODE_ROLE": "validate"}) == 0
 
 
-def test_U7_configs_and_seeds_are_run_one_by_one_and_reported(tmp_path):
+def test_U7_run_swarm_runs_configs_and_seeds_one_after_another_and_reports_them(tmp_path):
     settings = {**QUICK, "LOCAL_NODES": 2, "MAX_ROUNDS": 3, "EVAL_INTERVAL": 3, "EVAL_SAMPLES": 4}
-    settings |= {"CONFIGS": "2/0 1/1", "SEEDS": "1 2", "GDRIVE_PATH": tmp_path, "PYTHON": sys.executable}
-    done = command("bash", ROOT / "run_swarm.sh", **settings)
+    settings |= {"CONFIGS": "2/0 1/1", "SEEDS": "1 2"}
+    done = run_swarm_script(**settings, GDRIVE_PATH=tmp_path, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr
-    names = [f"compare_{own}-{external}_seed{seed}" for own, external in ((1, 1), (2, 0)) for seed in (1, 2)]
-    assert list_experiments(tmp_path) == names
+
+    names = ["compare_1-1_seed1", "compare_1-1_seed2", "compare_2-0_seed1", "compare_2-0_seed2"]
+    assert sapo.list_experiments(tmp_path) == names
     for name in names:
-        rows = get_experiment_metrics(tmp_path, name).to_dict("records")
-        assert len(rows) == 6 and {row["external_groups"] for row in rows} <= {0, int("1-1" in name)}
-    assert (table := (tmp_path / "reports/report.md").read_text()) in done.stdout
+        metrics = sapo.get_experiment_metrics(tmp_path, name)
+        assert len(metrics) == 6
+        most = 1 if "1-1" in name else 0
+        assert {*metrics["external_groups"]} <= {0, most}
+
+    table = (tmp_path / "reports/report.md").read_text()
+    assert table in done.stdout
     assert {*re.findall(r"^ *(\d/\d) +2 ", table, re.MULTILINE)} == {"2/0", "1/1"}
 
 
-def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_a_fair_baseline(tmp_path, finished):
+def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_a_fair_baseline(
+    tmp_path, finished
+):
+    # Without its held-out accuracy, a run that is evaluated equals one that is not.
     shutil.copytree(finished.drive / "warmstart", tmp_path / "warmstart")
     assert run(tmp_path, **LEARNING | {"MAX_ROUNDS": 12}) == 0
-    ours, plain = figures(finished.drive), figures(tmp_path)
-    held_out = {round_: row.pop("held_out") for (round_, _, _), row in ours.items() if "held_out" in row}
-    assert held_out.keys() == {3, 7, 11} and all(0 <= share <= 1 for share in held_out.values())
-    assert ours == plain, "a run that is evaluated is the same run"
-    shutil.rmtree(base(tmp_path))
-    fair = {"MAX_ROUNDS": 4, "LOCAL_OVERSAMPLE": 3, "NUM_TRANSPLANT_TREES": 0}
-    assert run(tmp_path, **LEARNING | fair) == 0
-    for row in figures(tmp_path).values():
-        assert row["completions"] == 3 * 4 * 4 and row["local_groups"] == 4
-        assert row["informative_groups"] == min(4, row["informative_local"]), "informative ones first"
-    assert any(row["informative_local"] for row in figures(tmp_path).values())
+    evaluated = repeatable_metrics(finished.drive)
+    held_out = {}
+    for (round_, *_), row in evaluated.items():
+        if "held_out" in row:
+            held_out[round_] = row.pop("held_out")
+    assert held_out.keys() == {3, 7, 11}
+    assert all(0 <= share <= 1 for share in held_out.values())
+    assert evaluated == repeatable_metrics(tmp_path)
+
+    # With LOCAL_OVERSAMPLE, three times the questions are answered and informative ones come first.
+    shutil.rmtree(experiment_dir(tmp_path))
+    baseline = {"MAX_ROUNDS": 4, "LOCAL_OVERSAMPLE": 3, "NUM_TRANSPLANT_TREES": 0}
+    assert run(tmp_path, **LEARNING | baseline) == 0
+    metrics = repeatable_metrics(tmp_path)
+    for row in metrics.values():
+        assert row["completions"] == 3 * 4 * 4
+        assert row["local_groups"] == 4
+        assert row["informative_groups"] == min(4, row["informative_local"])
+    assert any(row["informative_local"] for row in metrics.values())
 
 
-def test_U8_a_final_model_is_an_ordinary_folder_with_the_same_logits_and_the_printed_line_tries_it(finished):
+# -------- U8: models ------------------------------------------------------------------------------
+
+
+def test_U8_a_final_model_is_an_ordinary_folder_with_the_same_logits_and_the_printed_line_tries_it(
+    finished,
+):
     ids = torch.tensor([finished.codec.encode("Solve the following")])
     for node in finished.nodes:
-        loaded = AutoModelForCausalLM.from_pretrained(base(finished.drive) / "models" / node.id)
+        folder = experiment_dir(finished.drive) / "models" / node.id
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
         with torch.no_grad():
             assert torch.equal(loaded(ids).logits, node.model(ids).logits)
-    done = command("bash", "-c", re.findall(r"python -c .*$", finished.text, re.MULTILINE)[-1])
-    assert done.returncode == 0 and "generated_text" in done.stdout, done.stderr
+
+    line = re.findall(r"python -c .*$", finished.output, re.MULTILINE)[-1]
+    done = run_command("bash", "-c", line)
+    assert done.returncode == 0, done.stderr
+    assert "generated_text" in done.stdout
 
 
-@pytest.mark.parametrize("down", [False, True])
-def test_U8_models_are_pushed_and_a_hub_that_fails_stops_nothing(tmp_path, monkeypatch, capfd, down):
-    pushed, last_reward = [], tmp_path / "experiments/default/rewards/round_000004/stage_0/n_1.json"
+@pytest.mark.parametrize("is_down", [False, True])
+def test_U8_models_are_pushed_once_at_the_end_and_a_push_that_fails_changes_nothing_else(
+    tmp_path, monkeypatch, capfd, is_down
+):
+    drive = tmp_path / "drive"
+    last_reward = experiment_dir(drive) / "rewards/round_000004/stage_0/n_1.json"
+    pushes = []
 
     class Hub(huggingface_hub.HfApi):
         def whoami(self):
             assert self.token == SECRET
-            if down:
+            if is_down:
                 raise ConnectionError(f"401 for {SECRET}")
             return {"name": "me"}
 
-        def create_repo(self, *_, **__): ...
+        def create_repo(self, *_, **__):
+            pass
 
         def upload_folder(self, *, repo_id, folder_path, **_):
-            until(last_reward.exists)  # training goes on while the first one is under way
-            pushed.append((repo_id, {path.name for path in Path(folder_path).iterdir()}))
+            push = SimpleNamespace(repo=repo_id, folder=Path(folder_path))
+            push.files = {path.name for path in push.folder.iterdir()}
+            push.in_main_thread = threading.current_thread() is threading.main_thread()
+            push.after_last_reward = last_reward.exists()
+            pushes.append(push)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    assert run(tmp_path, MAX_ROUNDS=5, HUGGINGFACE_ACCESS_TOKEN=SECRET) == 0
-    assert len(figures(tmp_path)) == 10
-    twice = [f"me/default-n_{i}" for i in (0, 1, 0, 1)]  # with the checkpoint after round 2, and at the end
-    assert [repo for repo, _ in pushed] == ([] if down else twice)
-    assert all({"config.json", "model.safetensors", "tokenizer.json"} <= files for _, files in pushed)
-    files = [path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file()]
-    assert not any(SECRET[3:] in text for text in (*capfd.readouterr(), *files))
+    assert run(drive, MAX_ROUNDS=5, HUGGINGFACE_ACCESS_TOKEN=SECRET) == 0
+    screen = capfd.readouterr()
+    events = read_log(drive, "n/training_events.jsonl")
+    (event,) = [row for row in events if row["event"] == "hub"]
+    assert without_spaces(event["text"]) in without_spaces(screen.out)
+
+    # Each node's model is pushed once, from where it lies, after the last round.
+    if is_down:
+        assert pushes == []
+        assert "push failed" in event["text"]
+    else:
+        assert "push failed" not in event["text"]
+        assert [push.repo for push in pushes] == ["me/default-n_0", "me/default-n_1"]
+        for push in pushes:
+            node_id = push.repo.removeprefix("me/default-")
+            assert push.folder == experiment_dir(drive) / "models" / node_id
+            assert {"config.json", "model.safetensors", "tokenizer.json"} <= push.files
+            assert push.in_main_thread
+            assert push.after_last_reward
+
+    # Everything else is as in a run without a token.
+    without = tmp_path / "without_token"
+    assert run(without, MAX_ROUNDS=5) == 0
+    assert len(repeatable_metrics(drive)) == 10
+    assert repeatable_metrics(drive) == repeatable_metrics(without)
+    for node_id in ("n_0", "n_1"):
+        assert read_heartbeat(drive, node_id)["state"] == "done"
+        model = f"models/{node_id}/model.safetensors"
+        pushed = (experiment_dir(drive) / model).read_bytes()
+        assert pushed == (experiment_dir(without) / model).read_bytes()
+
+    # The token is nowhere.
+    texts = [*screen]
+    for path in drive.rglob("*"):
+        if path.is_file():
+            texts.append(path.read_text(errors="replace"))
+    assert not any(SECRET[3:] in text for text in texts)
+
+
+# -------- U9: notebooks ---------------------------------------------------------------------------
 
 
 @pytest.fixture
 def kernel(tmp_path):
-    """A notebook's kernel; run_cell(code, settings…) runs a cell, said holds all output."""
+    """A notebook's kernel. run_cell(code, settings…) runs a cell; `outputs` holds all output."""
     manager, client = start_new_kernel(kernel_name="python3", cwd=str(tmp_path))
-    said = []
+    outputs = []
+
+    def record(message):
+        outputs.append(json.dumps(message["content"], default=str))
 
     def run_cell(code, **settings):
-        code = f"import os; os.environ.update({words(settings)!r})\n{code}"
-        hook = lambda message: said.append(json.dumps(message["content"], default=str))  # noqa: E731
-        reply = client.execute_interactive(code, output_hook=hook, timeout=120)
-        assert reply["content"]["status"] == "ok" and "Traceback" not in "".join(said), said
+        code = f"import os; os.environ.update({to_environ(settings)!r})\n{code}"
+        reply = client.execute_interactive(code, output_hook=record, timeout=120)
+        assert reply["content"]["status"] == "ok", outputs
+        assert "Traceback" not in "".join(outputs), outputs
 
-    yield SimpleNamespace(run_cell=run_cell, said=said, interrupt=manager.interrupt_kernel)
+    yield SimpleNamespace(run_cell=run_cell, outputs=outputs, interrupt=manager.interrupt_kernel)
     client.stop_channels()
     manager.shutdown_kernel(now=True)
 
 
 def test_U9_one_cell_of_the_four_modules_runs_stops_like_ctrl_c_and_goes_on(tmp_path, kernel):
-    modules = [ROOT / f"{name}.py" for name in ("drive_store", "grpo", "coordinator", "sapo")]
-    program = "\n".join(path.read_text() for path in modules)
+    modules = ("drive_store", "grpo", "coordinator", "sapo")
+    program = "\n".join((ROOT / f"{name}.py").read_text() for name in modules)
 
     def press_stop():
-        until(lambda: len(rounds(tmp_path, "n")) >= 2)
+        wait_until(lambda: len(rounds_of(tmp_path, "n")) >= 2)
         kernel.interrupt()
 
-    run_cell = kernel.run_cell
+    # The stop button finishes the round, saves and says goodbye.
     threading.Thread(target=press_stop).start()
-    run_cell(program, **QUICK | {"GDRIVE_PATH": tmp_path, "NODE_ID": "n", "NUM_TRANSPLANT_TREES": 0})
-    last = rounds(tmp_path, "n")[-1]
-    assert newest_checkpoint(tmp_path, "n") == last and heartbeat(tmp_path, "n")["state"] == "stopped"
-    run_cell(program, MAX_ROUNDS=last + 3)
-    assert rounds(tmp_path, "n") == [*range(last + 3)]
-    run_cell(f"assert get_experiment_status({str(tmp_path)!r}, 'default')['current_round'] == {last + 2}")
+    settings = QUICK | {"GDRIVE_PATH": tmp_path, "NODE_ID": "n", "NUM_TRANSPLANT_TREES": 0}
+    kernel.run_cell(program, **settings)
+    last = rounds_of(tmp_path, "n")[-1]
+    assert latest_checkpoint_round(tmp_path, "n") == last
+    assert read_heartbeat(tmp_path, "n")["state"] == "stopped"
+
+    # The same cell goes on, and the functions for notebooks are there afterwards.
+    kernel.run_cell(program, MAX_ROUNDS=last + 3)
+    assert rounds_of(tmp_path, "n") == [*range(last + 3)]
+    status = f"get_experiment_status({str(tmp_path)!r}, 'default')"
+    kernel.run_cell(f"assert {status}['current_round'] == {last + 2}")
 
 
 def test_U9_the_printed_cells_run_in_a_notebook_and_draw(tmp_path, kernel):
     text = (ROOT / "README.md").read_text() + (ROOT / ".github/MANUAL.md").read_text()
     cells = re.findall(r"<!-- cell: (\w+) -->\n```python\n(.*?)```", text, re.DOTALL)
-    assert [name for name, _ in cells] == "swarm mount swarm coordinator worker monitor look compare".split()
+    names = [name for name, _ in cells]
+    assert names == "swarm mount swarm coordinator worker monitor look compare".split()
+
+    # Colab's module, and settings for a short run.
     colab = "import sys; from types import SimpleNamespace as S; drive = S(mount=print)"
     kernel.run_cell(f"{colab}\nsys.modules |= {{'google': S(), 'google.colab': S(drive=drive)}}")
     kernel.run_cell("", GDRIVE_PATH=tmp_path, WARM_START_STEPS=20, PYTHONPATH=ROOT)
-    for name, cell in [cell for cell in cells if cell[0] not in ("coordinator", "compare")]:
+
+    for name, cell in cells:
+        if name in ("coordinator", "compare"):
+            continue
         cell = re.sub("%pip.*", "", cell).replace("/content/drive/MyDrive/sapo", str(ROOT))
-        kernel.run_cell(re.sub(r'MAX_ROUNDS="\d+"', f'MAX_ROUNDS="{3 if name == "swarm" else 5}"', cell))
-    assert "finished; " in "".join(kernel.said) and "".join(kernel.said).count("image/png") >= 2
+        max_rounds = 3 if name == "swarm" else 5
+        kernel.run_cell(re.sub(r'MAX_ROUNDS="\d+"', f'MAX_ROUNDS="{max_rounds}"', cell))
+    outputs = "".join(kernel.outputs)
+    assert "finished; " in outputs
+    assert outputs.count("image/png") >= 2
 
 
-def test_L6_the_warm_start_is_made_once_and_shared_by_processes_that_start_together(drive):
-    processes = [Process(drive, name, WARM_START_STEPS=60, MAX_ROUNDS=1).start() for name in "abc"]
-    assert [process.end() for process in processes] == [0] * 3
-    assert [path.suffix for path in (drive / "warmstart").iterdir()] == [".safetensors"], "no claim is left"
-    assert sum("60/60" in process.text for process in processes) == 1
-    other = Process(drive, "d", WARM_START_STEPS=60, MAX_ROUNDS=1, EXPERIMENT_NAME="other", SEED=4).start()
-    assert other.end() == 0 and "(the one that is there differs in SEED)" in other.text
+# -------- L6: the warm start ----------------------------------------------------------------------
+
+FROZEN = {  # a node's final model is its warm start
+    "WARM_START_STEPS": 60, "MAX_ROUNDS": 1, "LEARNING_RATE": 0, "LOCAL_NODES": 1,
+}  # fmt: skip
+MADE = "60/60"  # a process that makes the warm start counts its steps
+
+
+def warm_starts(drive: Path) -> list[Path]:
+    """The files in warmstart/, all of which must be warm starts."""
+    paths = sorted((drive / "warmstart").iterdir())
+    assert all(path.suffix == ".safetensors" for path in paths), paths
+    return paths
+
+
+def assert_model_is(drive: Path, node_id: str, warm_start: Path):
+    """The node's final model has the weights of this warm start."""
+    model = load_file(experiment_dir(drive) / f"models/{node_id}/model.safetensors")
+    weights = load_file(warm_start)
+    assert weights.keys() <= model.keys()
+    for name, tensor in weights.items():
+        assert torch.equal(model[name], tensor), name
+
+
+def test_L6_processes_that_start_together_go_on_with_the_same_warm_start_and_later_ones_load_it(
+    drive,
+):
+    # Each of the three may make the warm start, but they end with one file.
+    processes = [Process(drive, name, **FROZEN).start() for name in "abc"]
+    assert [process.wait_for_exit() for process in processes] == [0] * 3
+    assert any(MADE in process.output for process in processes)
+    (warm_start,) = warm_starts(drive)
+    for name in "abc":
+        assert_model_is(drive, name, warm_start)
+
+    # A later process loads it.
+    before = warm_start.read_bytes()
+    later = Process(drive, "d", **FROZEN).start()
+    assert later.wait_for_exit() == 0
+    assert MADE not in later.output
+    assert warm_start.read_bytes() == before
+    assert_model_is(drive, "d", warm_start)
+
+    # Another seed needs another warm start.
+    other = Process(drive, "e", **FROZEN, EXPERIMENT_NAME="other", SEED=4).start()
+    assert other.wait_for_exit() == 0
+    assert MADE in other.output
+    assert len(warm_starts(drive)) == 2
+
+
+def test_L6_of_two_workers_that_find_no_warm_start_the_slower_one_loads_the_others_file(
+    tmp_path, monkeypatch
+):
+    """Their weights differ, as they may on machines that round differently. In the end both have
+    those of the file."""
+    real_warm_start = grpo.warm_start
+    calls = []
+
+    def warm_start(model, *arguments, **more):
+        real_warm_start(model, *arguments, **more)
+        calls.append(model)
+        if len(calls) == 1:
+            # While the slower one works, the faster one starts, finds no file and finishes.
+            assert run(tmp_path, **FROZEN | {"NODE_ID": "faster"}) == 0
+        else:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.001)
+
+    monkeypatch.setattr(grpo, "warm_start", warm_start)
+    assert run(tmp_path, **FROZEN | {"NODE_ID": "slower"}) == 0
+    assert len(calls) == 2
+    (path,) = warm_starts(tmp_path)
+    for node_id in ("faster", "slower"):
+        assert_model_is(tmp_path, node_id, path)
+
+
+def test_L6_prepare_makes_the_warm_start_once_and_begins_no_experiment(tmp_path, capsys):
+    assert run(tmp_path, **FROZEN, NODE_ROLE="prepare") == 0
+    assert MADE in capsys.readouterr().out
+    (path,) = warm_starts(tmp_path)
+    before = (path.read_bytes(), path.stat().st_mtime_ns)
+    assert not (tmp_path / "experiments").exists()
+
+    # It is not made again, neither by prepare nor by a worker.
+    assert run(tmp_path, **FROZEN, NODE_ROLE="prepare") == 0
+    assert run(tmp_path, **FROZEN) == 0
+    assert MADE not in capsys.readouterr().out
+    assert warm_starts(tmp_path) == [path]
+    assert (path.read_bytes(), path.stat().st_mtime_ns) == before
+    assert_model_is(tmp_path, "n", path)
+
+
+def test_L6_run_swarm_prepares_the_warm_start_once_and_its_workers_only_load_it(tmp_path):
+    drive = tmp_path / "drive"
+    settings = {**QUICK, **FROZEN, "NUM_WORKERS": 2, "VERBOSE": 1}
+    done = run_swarm_script(**settings, GDRIVE_PATH=drive, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr
+
+    # It is made by prepare, before anything else is started.
+    lines = done.stdout.splitlines()
+    (made,) = [i for i, line in enumerate(lines) if MADE in line]
+    assert lines[made].startswith("[prepare] ")
+    others = [i for i, line in enumerate(lines) if re.match(r"\[(coordinator|worker_\d)\]", line)]
+    assert made < min(others)
+
+    (warm_start,) = warm_starts(drive)
+    for node_id in ("worker_0", "worker_1"):
+        log = experiment_dir(drive) / f"logs/{node_id}/stdout.log"
+        assert MADE not in log.read_text()
+        assert_model_is(drive, node_id, warm_start)
+
+
+def test_L6_if_the_model_cannot_be_prepared_run_swarm_says_so_and_starts_nothing_else(tmp_path):
+    drive = tmp_path / "drive"
+    settings = {**QUICK, "MODEL_NAME": "no/such model", "NUM_WORKERS": 2}
+    done = run_swarm_script(**settings, GDRIVE_PATH=drive, PYTHON=sys.executable)
+    assert done.returncode == 1
+    assert re.search(r"^\[prepare\] .*MODEL_NAME='no/such model'", done.stdout, re.MULTILINE)
+    assert "prepare ended with exit code 2" in done.stderr
+    assert not re.search(r"\[(coordinator|worker_\d)\]", done.stdout + done.stderr)
+    assert not drive.exists()

@@ -1,4 +1,4 @@
-"""The promises of the folder, by the store alone or in one process: F1, F2, F4, F5, F6."""
+"""Proofs of the folder's promises F1, F2, F4, F5 and F6, by the store alone or in one process."""
 
 import contextlib
 import errno
@@ -18,8 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 import sapo
-from coordinator import Patient
-from drive_store import DriveStore
+from drive_store import DriveStore, RetryingStore
 from test_sapo import at_call, contents, group_by_hand, new_store
 
 SMALL = {
@@ -28,111 +27,172 @@ SMALL = {
     "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "MAX_ROUNDS": 6,
     "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1, "EXTERNAL_FILTER": False,
 }  # fmt: skip
-JOINING = dict.fromkeys(SMALL) | {"NODE_ID": "late"}  # what a node that joins sets
+JOINING = dict.fromkeys(SMALL) | {"NODE_ID": "late"}  # a node that joins sets its name and no more
 
 
 def run(drive, name="y", **settings) -> int:
-    """sapo.main with SMALL and these settings, None: not set; its exit status."""
-    given = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings}
-    return sapo.main({key: str(value) for key, value in given.items() if value is not None})
+    """Call sapo.main with SMALL and these settings (None: unset). Returns the exit status."""
+    settings = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings}
+    return sapo.main({key: str(value) for key, value in settings.items() if value is not None})
 
 
-def history(base: Path) -> dict:
-    """What a run leaves: rollouts, rewards, the last log row of each round, weights; not what time it was."""
-    found = {path.parent.name: path.read_bytes() for path in base.glob("checkpoints/*/*")}
-    for path in [*base.glob("r*/*/*/n_?.json"), *base.glob("logs/n_?/metrics.jsonl")]:
+def read_log(experiment_dir: Path, log: str) -> list[dict]:
+    return [json.loads(line) for line in (experiment_dir / "logs" / log).open()]
+
+
+def repeatable_results(experiment_dir: Path) -> dict:
+    """What a run leaves and a second run would repeat: checkpoints, rollouts, rewards and the last
+    log row of each round, without times, sessions and the experiment's name."""
+    results = {}
+    for path in experiment_dir.glob("checkpoints/*/*"):
+        results[path.parent.name] = path.read_bytes()
+
+    varying = ("seconds", "timestamp", "session", "experiment")
+    json_files = experiment_dir.glob("r*/*/*/n_?.json")
+    logs = experiment_dir.glob("logs/n_?/metrics.jsonl")
+    for path in [*json_files, *logs]:
         for row in map(json.loads, path.open()):
-            of_the_day = ("seconds", "timestamp", "session", "experiment")
-            kept = {key: value for key, value in row.items() if not key.endswith(of_the_day)}
-            found[path.relative_to(base), row["round"]] = kept
-    return found
-
-
-def rows(base: Path, log: str) -> list[dict]:
-    return [json.loads(line) for line in (base / "logs" / log).open()]
+            kept = {key: value for key, value in row.items() if not key.endswith(varying)}
+            results[path.relative_to(experiment_dir), row["round"]] = kept
+    return results
 
 
 @pytest.fixture(scope="session")
-def unbroken(tmp_path_factory):
-    """The folder of a run that nothing disturbed; it is copied, never changed."""
-    assert run(drive := tmp_path_factory.mktemp("unbroken"), "x") == 0
+def undisturbed(tmp_path_factory):
+    """The folder of an undisturbed run of the experiment x. It is copied and never changed."""
+    drive = tmp_path_factory.mktemp("undisturbed")
+    assert run(drive, "x") == 0
     return drive
 
 
 @pytest.fixture
-def drive(unbroken, tmp_path):
-    """A copy of it: a warm start, and the experiment x, which has finished."""
-    return shutil.copytree(unbroken, tmp_path / "drive")
+def drive(undisturbed, tmp_path):
+    """A copy of that folder: it holds a warm start and the finished experiment x."""
+    return shutil.copytree(undisturbed, tmp_path / "drive")
 
 
-def whole_files(base: Path) -> dict:
-    """{name: who wrote it} of all JSON files; fails if one is not whole."""
-    found = {path.name: json.loads(path.read_bytes()) for path in base.glob("[!t]*/*.json")}
-    assert all(len(data["text"]) == 60_000 for data in found.values())
-    return {name: data["by"] for name, data in found.items()}
+# -------- F1: a file is complete or absent --------------------------------------------------------
 
 
-@pytest.mark.parametrize("links", [True, False])
-def test_F1_readers_beside_several_writers_see_no_file_or_the_whole_one(tmp_path, monkeypatch, links):
-    monkeypatch.setattr(os, "link", os.link if links else Mock(side_effect=OSError("no links")))
-    stores, won, looks = [new_store(tmp_path, me) for me in "abc"], set(), [{}]
+def writer_of_each_file(experiment_dir: Path) -> dict:
+    """{name: the node that wrote it} of the JSON files outside tmp/. Fails if one is incomplete."""
+    writers = {}
+    for path in experiment_dir.glob("[!t]*/*.json"):
+        data = json.loads(path.read_bytes())
+        assert len(data["text"]) == 60_000
+        writers[path.name] = data["by"]
+    return writers
 
-    def write(store, me):
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_F1_readers_beside_several_writers_see_either_no_file_or_the_complete_one(
+    tmp_path, monkeypatch, has_links
+):
+    link = os.link if has_links else Mock(side_effect=OSError("no links"))
+    monkeypatch.setattr(os, "link", link)
+    stores = [new_store(tmp_path, owner) for owner in "abc"]
+    successes = set()  # (file, writer) of each call of write_once that returned True
+
+    def write(store, owner):
         for i in range(80):
-            mine = {"by": me, "text": "x" * 60_000}
-            won.update({(f"{i}.json", me)} if store.write_once(f"once/{i}.json", mine) else ())
-            store.write("heartbeats/shared.json", mine)
+            data = {"by": owner, "text": "x" * 60_000}
+            if store.write_once(f"once/{i}.json", data):
+                successes.add((f"{i}.json", owner))
+            store.write_atomic("heartbeats/shared.json", data)
 
-    writers = [threading.Thread(target=write, args=pair) for pair in zip(stores, "abc", strict=True)]
-    [writer.start() for writer in writers]
-    while any(writer.is_alive() for writer in writers):
-        looks.append(whole_files(stores[0].base))
-        once = {name: by for name, by in looks[-2].items() if name[0].isdigit()}
-        assert not links or once.items() <= looks[-1].items(), "written once and never changed"
-    there = {(name, by) for name, by in whole_files(stores[0].base).items() if name[0].isdigit()}
-    assert len(looks) > 5 and len(there) == 80 and there <= won
-    assert len(won) == 80 or not links, "the first one counts, and only its writer believes so"
+    # Three threads write the same files.
+    threads = []
+    for pair in zip(stores, "abc", strict=True):
+        threads.append(threading.Thread(target=write, args=pair))
+        threads[-1].start()
+
+    # Meanwhile every file can be parsed, and a write-once file keeps its contents.
+    polls = [{}]
+    while any(thread.is_alive() for thread in threads):
+        polls.append(writer_of_each_file(stores[0].experiment_dir))
+        before = {name: by for name, by in polls[-2].items() if name[0].isdigit()}
+        if has_links:
+            assert before.items() <= polls[-1].items(), "a write-once file was changed"
+
+    # Each write-once file is by a writer that was told so. With hard links there is only one.
+    final = writer_of_each_file(stores[0].experiment_dir)
+    write_once_files = {(name, by) for name, by in final.items() if name[0].isdigit()}
+    assert len(polls) > 5
+    assert len(write_once_files) == 80
+    assert write_once_files <= successes
+    if has_links:
+        assert len(successes) == 80, "two writers believe that their file counts"
+
+
+# -------- F2: an outage of the folder -------------------------------------------------------------
 
 
 def fail_below(monkeypatch, folder, plan) -> None:
-    """Calls of the system fail below a folder as `plan()` says: "before" or "after" they did their work."""
+    """Let system calls on paths below `folder` fail.
+
+    plan() is called before each of them and returns "before" or "after", for a call that fails
+    before or after it did its work, or None for a call that works.
+    """
     for name in ("open", "listdir", "mkdir", "lstat", "link", "replace", "rename", "unlink"):
 
         def fake(*args, name=name, real=getattr(os, name), **kwargs):
             fault = plan() if str(folder) in str(args[0]) else None
-            done = real(*args, **kwargs) if not fault or (fault == "after" and name != "open") else None
-            if fault:
-                raise OSError(errno.EIO, "broken")
-            return done
+            if not fault:
+                return real(*args, **kwargs)
+            if fault == "after" and name != "open":
+                real(*args, **kwargs)
+            raise OSError(errno.EIO, "broken")
 
         monkeypatch.setattr(os, name, fake)
 
 
-def work(store, before_each=lambda: None, in_outage=lambda: None) -> list[str]:
-    """Everything that a node does to the folder, several times -> what it says. Pauses take no time."""
-    event = lambda kind, text, **_: (events.append(kind), kind == "outage" and in_outage())  # noqa: E731
-    patient, events, clock = Patient(store, event, SimpleNamespace(pressed=0)), [], itertools.count()
+def do_everything(store, before_each=lambda: None, in_outage=lambda: None) -> list[str]:
+    """Make every call by which a node changes the folder, for five rounds, in no time.
+
+    Returns the kinds of the events that were logged.
+    """
+    events = []
+
+    def on_event(kind, text, **_):
+        events.append(kind)
+        if kind == "outage":
+            in_outage()
+
+    retrying = RetryingStore(store, on_event, SimpleNamespace(requested=0))
+    ticks = itertools.count()
     with pytest.MonkeyPatch.context() as patch:
-        for name, fake in (("sleep", id), ("monotonic", lambda: next(clock)), ("time", lambda: 1e9)):
-            patch.setattr(time, name, fake)
+        # A pause takes no time, and all files carry the same timestamp.
+        patch.setattr(time, "sleep", lambda seconds: None)
+        patch.setattr(time, "monotonic", lambda: next(ticks))
+        patch.setattr(time, "time", lambda: 1e9)
+
         for t in range(5):
-            for name, *args in (
-                ("retire_rollouts", t - 1, t < 3), ("open_round", t, "n"), ("heartbeat", "n", "s", t),
-                ("publish", t, 0, "n", {}, {"0": group_by_hand(1)}), ("append", "logs/n/b", f"{t}\n"),
-                ("submit_reward", t, 0, "n", {"reward": 0.5}), ("append", "logs/n/a", f"{t}\n" * 9999),
-                ("write", f"checkpoints/{t}/n", b"x" * 9000), ("delete", f"checkpoints/{t - 1}/n"),
-            ):  # fmt: skip
+            calls = [
+                ("prune_rollouts", t - 1, t < 3),
+                ("open_round", t, "n"),
+                ("write_heartbeat", "n", "s", t),
+                ("publish_rollouts", t, 0, "n", {}, {"0": group_by_hand(1)}),
+                ("append", "logs/n/b", f"{t}\n"),
+                ("submit_reward", t, 0, "n", {"reward": 0.5}),
+                ("append", "logs/n/a", f"{t}\n" * 9999),
+                ("write_atomic", f"checkpoints/{t}/n", b"x" * 9000),
+                ("delete", f"checkpoints/{t - 1}/n"),
+            ]
+            for name, *args in calls:
                 before_each()
-                getattr(patient, name)(*args)
+                getattr(retrying, name)(*args)
     return events
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A disk of 64 MB; only root can have one."""
-    (disk := tmp_path / "disk").mkdir()
+    """A disk of 64 MB. Only root can mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
-    if os.getuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+    if os.getuid() or not shutil.which("mount"):
+        pytest.skip("no disk can be mounted here")
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("no disk can be mounted here")
     yield disk
     subprocess.run(["umount", "-l", disk], check=True)
@@ -144,146 +204,266 @@ def fill_up(disk: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("how", ["full disk", *range(5)])
-def test_F2_whatever_fails_for_a_while_nothing_is_lost_or_doubled(request, tmp_path, monkeypatch, how):
-    sound, broken = tmp_path / "sound", tmp_path / "broken"
-    assert work(new_store(sound, "n")) == []
-    if how == "full disk":
-        store = new_store(broken := request.getfixturevalue("small_disk"), "n")
-        events = work(store, lambda: fill_up(broken), (broken / "filler").unlink)
-        (broken / "filler").unlink()
+@pytest.mark.parametrize("fault", ["full disk", *range(5)])
+def test_F2_an_outage_of_any_kind_loses_nothing_and_doubles_nothing(
+    request, tmp_path, monkeypatch, fault
+):
+    """fault: "full disk", or the seed by which calls are chosen that fail."""
+    sound = tmp_path / "sound"
+    assert do_everything(new_store(sound, "n")) == []
+
+    # Do the same work in a folder that fails again and again.
+    if fault == "full disk":
+        broken = request.getfixturevalue("small_disk")
+        filler = broken / "filler"
+        events = do_everything(new_store(broken, "n"), lambda: fill_up(broken), filler.unlink)
+        filler.unlink()
     else:
-        store, rng = new_store(broken, "n"), random.Random(how)
+        broken = tmp_path / "broken"
+        store = new_store(broken, "n")
+        rng = random.Random(fault)
         with monkeypatch.context() as patch:
             fail_below(patch, broken, lambda: rng.choice([None] * 8 + ["before", "after"]))
-            events = work(store)
-    for place in (sound, broken):
-        DriveStore(place, "x").retire_rollouts(3, False)  # what could not be deleted then is deleted later
-        shutil.rmtree(place / "experiments/x/tmp")
+            events = do_everything(store)
+
+    # A file that could not be deleted during an outage is deleted by a later call.
+    for folder in (sound, broken):
+        DriveStore(folder, "x").prune_rollouts(3, False)
+        shutil.rmtree(folder / "experiments/x/tmp")
+
     assert contents(broken) == contents(sound)
-    assert len(events) > 20 and events == ["outage", "outage over"] * (len(events) // 2)
+    assert len(events) > 20
+    assert events == ["outage", "outage over"] * (len(events) // 2)
 
 
-@pytest.mark.parametrize("how, step, call", [
-    ("renamed away", "communicate", 4), ("renamed away", "finish_round", 4), ("EIO", "sample_external", 5),
-    ("full disk", "submit_reward", 3), ("stopped", "communicate", 8),
+@pytest.mark.parametrize("fault, step, call", [
+    ("renamed away", "publish_groups", 4), ("renamed away", "finish_round", 4),
+    ("EIO", "sample_external", 5), ("full disk", "submit_reward", 3), ("stopped", "publish_groups", 8),
 ])  # fmt: skip
-def test_F2_training_waits_and_goes_on_or_is_stopped(request, unbroken, drive, monkeypatch, how, step, call):
-    if how == "full disk":
-        drive = shutil.copytree(drive, request.getfixturevalue("small_disk") / "drive")
-    base, away, broken, bring_back = drive / "experiments/y", drive / "away", [], lambda: away.rename(base)
+def test_F2_training_waits_for_the_folder_and_goes_on_unless_it_is_stopped(
+    request, undisturbed, drive, monkeypatch, fault, step, call
+):
+    if fault == "full disk":
+        disk = request.getfixturevalue("small_disk")
+        drive = shutil.copytree(drive, disk / "drive")
+    experiment_dir = drive / "experiments/y"
+    away = drive / "away"
+    faults = []
+    filler = drive.parent / "filler"
+
+    def rename_away():
+        experiment_dir.rename(away)
+
+    def bring_back():
+        if not experiment_dir.exists():
+            away.rename(experiment_dir)
+
+    # Begin the outage just before a call of one of the six steps, and end it 1.5 s later.
     begin, end = {
-        "renamed away": (lambda: base.rename(away), lambda: base.exists() or bring_back()),
-        "EIO": (lambda: broken.append("before"), broken.clear),
-        "full disk": (lambda: fill_up(drive.parent), (drive.parent / "filler").unlink),
-        "stopped": (lambda: base.rename(away), lambda: os.kill(os.getpid(), signal.SIGINT)),
-    }[how]
-    fail_below(monkeypatch, base, lambda: broken[0] if broken else None)
-    at_call(monkeypatch, step, call, lambda: (begin(), threading.Timer(1.5, end).start()))
-    if how == "stopped":
-        assert run(drive) == 130 and not base.exists()
+        "renamed away": (rename_away, bring_back),
+        "EIO": (lambda: faults.append("before"), faults.clear),
+        "full disk": (lambda: fill_up(drive.parent), filler.unlink),
+        "stopped": (rename_away, lambda: os.kill(os.getpid(), signal.SIGINT)),
+    }[fault]
+
+    def begin_outage():
+        begin()
+        threading.Timer(1.5, end).start()
+
+    fail_below(monkeypatch, experiment_dir, lambda: faults[0] if faults else None)
+    at_call(monkeypatch, step, call, begin_outage)
+
+    # A stopped run leaves the missing folder alone, and the next start goes on.
+    if fault == "stopped":
+        assert run(drive) == 130
+        assert not experiment_dir.exists()
         bring_back()
-    assert run(drive) == 0 and not away.exists(), "nothing was made in its place"
-    assert history(base) == history(unbroken / "experiments/x")
-    if how != "stopped":  # who was stopped replays rounds
-        events = [row["event"] for row in rows(base, "n/training_events.jsonl")]
+    assert run(drive) == 0
+    assert not away.exists(), "another folder was made in its place"
+    assert repeatable_results(experiment_dir) == repeatable_results(undisturbed / "experiments/x")
+
+    # The outage is logged once. (A stopped run repeats rounds, so its logs have more rows.)
+    if fault != "stopped":
+        events = [row["event"] for row in read_log(experiment_dir, "n/training_events.jsonl")]
         assert (events.count("outage"), events.count("outage over")) == (1, 1)
-        assert [len(rows(base, f"n_{i}/metrics.jsonl")) for i in range(2)] == [6, 6]
+        for node_id in ("n_0", "n_1"):
+            assert len(read_log(experiment_dir, f"{node_id}/metrics.jsonl")) == 6
 
 
-def test_F2_a_peers_file_that_cannot_be_read_is_skipped_and_read_again_later(drive, monkeypatch):
-    store, looks = DriveStore(drive, "y", "p"), itertools.count()
+def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(drive, monkeypatch):
+    store = DriveStore(drive, "y", "p")
     store.create()
     for peer in "pq":
-        store.publish(0, 0, peer, {}, {"0": group_by_hand(ord(peer))})
-    fail_below(monkeypatch, "stage_0/p.json", lambda: "before" if next(looks) < 2 else None)
+        store.publish_rollouts(0, 0, peer, {}, {"0": group_by_hand(ord(peer))})
+
+    # The first two reads of p's file fail.
+    reads = itertools.count()
+    fail_below(monkeypatch, "stage_0/p.json", lambda: "before" if next(reads) < 2 else None)
     assert run(drive, LOCAL_NODES=1, MAX_ROUNDS=3) == 0
-    found = [(row["external_groups"], row["rejected"]) for row in rows(store.base, "n/metrics.jsonl")]
-    events = [row["event"] for row in rows(store.base, "n/training_events.jsonl")]
-    assert found == [(1, 1), (0, 1), (1, 0)] and (events.count("reject"), events.count("outage")) == (1, 0)
+
+    metrics = read_log(store.experiment_dir, "n/metrics.jsonl")
+    assert [(row["external_groups"], row["rejected"]) for row in metrics] == [
+        (1, 1),
+        (0, 1),
+        (1, 0),
+    ]
+    events = [row["event"] for row in read_log(store.experiment_dir, "n/training_events.jsonl")]
+    assert (events.count("reject"), events.count("outage")) == (1, 0)
 
 
-def test_F2_a_mount_that_refuses_to_append_is_said_at_the_start(drive, monkeypatch, capsys):
-    monkeypatch.setattr(DriveStore, "append", Mock(side_effect=PermissionError))  # rclone without a cache
-    assert run(drive) == 2 and "--vfs-cache-mode writes" in capsys.readouterr().out
+def test_F2_a_mount_that_refuses_to_append_is_reported_at_the_start(drive, monkeypatch, capsys):
+    # An rclone mount without a cache does this.
+    monkeypatch.setattr(DriveStore, "append", Mock(side_effect=PermissionError))
+    assert run(drive) == 2
+    assert "--vfs-cache-mode writes" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("harm", [
-    lambda x: x[:-1], lambda x: x[:-5000] + bytes([x[-5000] ^ 1]) + x[-4999:], lambda x: b"",
-    lambda x: x.replace(b'"tiny\\"', b'"tinx\\"'), lambda x: b"\xff" * 7 + b"\0" + x,
-], ids=["torn", "flipped", "empty", "another model's", "of a long header"])  # fmt: skip
-def test_F4_the_newest_readable_checkpoint_counts_and_none_is_an_error(unbroken, drive, capsys, harm):
-    assert run(drive, MAX_ROUNDS=4) == 0 and capsys.readouterr()
-    base = drive / "experiments/y"
-    both = sorted(base.glob("checkpoints/*/n.safetensors"))
-    sound = [path.read_bytes() for path in both]
-    for path, data in zip(both, sound, strict=True):
-        path.write_bytes(harm(data))
-    before = contents(base)
-    assert run(drive) == 2 and contents(base) == before
-    assert "cannot be used" in (said := capsys.readouterr().out) and "| reward" not in said
-    both[0].write_bytes(sound[0])
-    assert run(drive) == 0 and f"{both[1].relative_to(base)} cannot be used" in capsys.readouterr().out
-    assert "from the checkpoint after round 1" in (base / "logs/n/stdout.log").read_text()
-    assert history(base) == history(unbroken / "experiments/x")
+# -------- F4: unusable checkpoints ----------------------------------------------------------------
+
+
+def flip_one_bit(data: bytes) -> bytes:
+    return data[:-5000] + bytes([data[-5000] ^ 1]) + data[-4999:]
+
+
+@pytest.mark.parametrize("damage", [
+    lambda data: data[:-1],
+    flip_one_bit,
+    lambda data: b"",
+    lambda data: data.replace(b'"tiny\\"', b'"tinx\\"'),
+    lambda data: b"\xff" * 7 + b"\0" + data,
+], ids=["torn", "flipped", "empty", "of another model", "with a huge header"])  # fmt: skip
+def test_F4_the_newest_readable_checkpoint_is_loaded_and_if_there_is_none_the_start_fails(
+    undisturbed, drive, capsys, damage
+):
+    # Damage both checkpoints of a node.
+    assert run(drive, MAX_ROUNDS=4) == 0
+    capsys.readouterr()
+    experiment_dir = drive / "experiments/y"
+    older, newer = sorted(experiment_dir.glob("checkpoints/*/n.safetensors"))
+    sound = older.read_bytes()
+    for path in (older, newer):
+        path.write_bytes(damage(path.read_bytes()))
+
+    # It does not start again at round 0, and nothing in the experiment changes.
+    before = contents(experiment_dir)
+    assert run(drive) == 2
+    assert contents(experiment_dir) == before
+    output = capsys.readouterr().out
+    assert "cannot be used" in output
+    assert "| reward" not in output
+
+    # With the older one restored it resumes from there, and ends as an undisturbed run does.
+    older.write_bytes(sound)
+    assert run(drive) == 0
+    assert f"{newer.relative_to(experiment_dir)} cannot be used" in capsys.readouterr().out
+    log = (experiment_dir / "logs/n/stdout.log").read_text()
+    assert "from the checkpoint after round 1" in log
+    assert repeatable_results(experiment_dir) == repeatable_results(undisturbed / "experiments/x")
+
+
+# -------- F5: retention ---------------------------------------------------------------------------
+
+
+def rollouts_in(folder: Path) -> set[tuple]:
+    """{(round, node)} of the rollout files in an experiment or in an archive."""
+    paths = folder.glob("rollouts/*/*/*.json")
+    return {(int(path.parts[-3].removeprefix("round_")), path.stem) for path in paths}
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_F5_retention_deletes_or_archives_whole_rounds_that_nobody_needs(drive, archive):
-    (store := DriveStore(drive, "y", "human")).create()
+def test_F5_retention_deletes_or_archives_whole_rounds_that_no_node_needs(drive, archive):
+    store = DriveStore(drive, "y", "human")
+    store.create()
     for t in (0, 4, 7):
-        store.publish(t, 0, "human", {}, {"0": group_by_hand(t)})
-    settings = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_ARCHIVE_OLD=archive)
-    assert run(drive, MAX_ROUNDS=9, ROLLOUT_MAX_AGE=1, **settings) == 0
-    paths = [place.glob("rollouts/*/*/*.json") for place in (store.base, drive / "archives/y")]
-    here, aside = ({(int(p.parts[-3][6:]), p.stem) for p in found} for found in paths)
-    everyone = {*itertools.product(range(9), ("n_0", "n_1")), *((t, "human") for t in (0, 4, 7))}
-    needed = {(t, node) for t, node in everyone if t >= 6}  # CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE
-    assert here == needed and aside == (everyone - needed if archive else set())
-    assert store.rounds("rollouts") == [6, 7, 8] and store.rounds("rewards") == [*range(9)]
+        store.publish_rollouts(t, 0, "human", {}, {"0": group_by_hand(t)})
+
+    settings = dict(MAX_ROUNDS=9, ROLLOUT_MAX_AGE=1, ROLLOUT_CLEANUP_ENABLED=True)
+    settings |= dict(ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_ARCHIVE_OLD=archive)
+    assert run(drive, **settings) == 0
+
+    # A node that resumes may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds.
+    published = {*itertools.product(range(9), ("n_0", "n_1"))}
+    published |= {(t, "human") for t in (0, 4, 7)}
+    needed = {(t, node_id) for t, node_id in published if t >= 6}
+    assert rollouts_in(store.experiment_dir) == needed
+    assert rollouts_in(drive / "archives/y") == (published - needed if archive else set())
+    assert store.list_rounds("rollouts") == [6, 7, 8]
+    assert store.list_rounds("rewards") == [*range(9)]
 
 
-@pytest.mark.parametrize("said, settings, status", [
-    (["new experiment y", "there are also: x"], {"EXPERIMENT_NAME": "y", "MAX_ROUNDS": 1}, 0),
-    (["there already: round 5, nodes: n_0, n_1", "from the checkpoint after round 5"], {"MAX_ROUNDS": 7}, 0),
-    (["there already: round 5, nodes: n_0, n_1"], JOINING, 0), (["already finished", "all 6 rounds"], {}, 0),
+# -------- F6: new, joined, resumed, finished or refused -------------------------------------------
+
+
+@pytest.mark.parametrize("expected, settings, status", [
+    (["new experiment y; other experiments here: x"],
+     {"EXPERIMENT_NAME": "y", "MAX_ROUNDS": 1}, 0),
+    (["resuming experiment x: round 5 is open, nodes: n_0, n_1",
+      "from the checkpoint after round 5"], {"MAX_ROUNDS": 7}, 0),
+    (["joining experiment x: round 5 is open, nodes: n_0, n_1"], JOINING, 0),
+    (["already finished", "all 6 rounds"], {}, 0),
     (["already finished"], {"NODE_ROLE": "coordinator", "NODE_ID": None}, 0),
-    (["has finished its 6 rounds"], JOINING | {"NODE_ID": None}, 2),  # a made-up name
+    (["has finished its 6 rounds"], JOINING | {"NODE_ID": None}, 2),  # its name is made up
 ])  # fmt: skip
-def test_F6_a_start_says_new_or_joined_or_resumed_or_finished(drive, capsys, said, settings, status):
+def test_F6_a_start_says_whether_the_experiment_is_new_joined_resumed_or_finished(
+    drive, capsys, expected, settings, status
+):
     assert run(drive, **{"EXPERIMENT_NAME": "x", **settings}) == status
-    out = capsys.readouterr().out
-    assert all(words in out for words in said), out
+    output = capsys.readouterr().out
+    for text in expected:
+        assert text in output
 
 
 def test_F6_a_node_joins_with_three_settings_and_disturbs_no_other_experiment(drive, capsys):
-    base, other = drive / "experiments/x", drive / "experiments/y"
-    before, config = contents(shutil.copytree(base, other)), json.loads((base / "config.json").read_text())
-    config |= dict.fromkeys(("DEVICE", "HF_REPO", "NODE_ID", "GDRIVE_PATH"), "evil") | {"LOCAL_NODES": 9}
-    (base / "config.json").write_text(json.dumps(config | {"LEARNING_RATE": 0.002, "NUM_SHOTS": " auto"}))
+    experiment_dir = drive / "experiments/x"
+    other = shutil.copytree(experiment_dir, drive / "experiments/y")
+    before = contents(other)
+
+    # A setting of the swarm differs from its default, and settings of a process are forged.
+    config = json.loads((experiment_dir / "config.json").read_text())
+    config |= {"LEARNING_RATE": 0.002, "NUM_SHOTS": " auto", "LOCAL_NODES": 9}
+    config |= dict.fromkeys(("DEVICE", "HF_REPO", "NODE_ID", "GDRIVE_PATH"), "evil")
+    (experiment_dir / "config.json").write_text(json.dumps(config))
+
+    # The node inherits the first and not the others.
     assert run(drive, "x", **JOINING) == 0
-    said = capsys.readouterr().out
-    assert "LEARNING_RATE=0.002" in said.split("from the experiment: ")[1] and "evil" not in said
-    [*_, row], groups = rows(base, "late/metrics.jsonl"), DriveStore(drive, "x").fetch(5, 0, "late")
+    output = capsys.readouterr().out
+    assert "LEARNING_RATE=0.002" in output.split("from the experiment: ")[1]
+    assert "evil" not in output
+
+    [*_, row] = read_log(experiment_dir, "late/metrics.jsonl")
     assert (row["round"], row["completions"], row["external_groups"]) == (5, 8, 2)
-    assert {group["task"] for group in groups} <= {*SMALL["TASKS"].split(",")} and contents(other) == before
+    groups = DriveStore(drive, "x").fetch_rollouts(5, 0, "late")
+    assert {group["task"] for group in groups} <= {*SMALL["TASKS"].split(",")}
+    assert contents(other) == before
 
 
-@pytest.mark.parametrize("where, name, value", [
-    *(("environment", *pair) for pair in [
+@pytest.mark.parametrize("source, name, value", [
+    *(("environment", *setting) for setting in [
         ("SEED", 7), ("TASKS", "small_gcd"), ("REWARD", "verifier"), ("MAX_STAGES", 2), ("DEVICE", "cuda:9"),
         ("MODEL_NAME", "/tmp"), ("MODEL_NAME", "no/such model"), ("MAX_NEW_TOKENS", 300),
         ("NUM_GENERATIONS", 1), ("TASKS", "countdown"), ("NODE_ID", "../n"), ("NODE_ID", "coordinator"),
     ]), ("config.json", "SEED", "7\x1b[2J"), ("config.json", "TASKS", "countdown"), ("config.json", "layout", 2),
 ])  # fmt: skip
-def test_F6_what_disagrees_or_fails_is_said_and_leaves_nothing(drive, tmp_path, capsys, where, name, value):
-    config = drive / "experiments/x/config.json"
-    if where == "config.json":
-        config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
-    before, settings = contents(drive), JOINING if where == "config.json" else {"MAX_ROUNDS": 7, name: value}
-    assert run(drive, "x", **settings) == 2 and contents(drive) == before
-    said = capsys.readouterr().out
-    assert ("another version" if name == "layout" else name) in said and len(said) < 2000
-    assert all(c.isprintable() or c == "\n" for c in said)
-    if where == "environment" and (name not in sapo.MUST_AGREE or value == "countdown"):
-        assert run(tmp_path / "new", **settings) == 2 and not (tmp_path / "new").exists()
+def test_F6_a_setting_that_disagrees_or_cannot_be_used_is_named_and_leaves_nothing(
+    drive, tmp_path, capsys, source, name, value
+):
+    settings = {"MAX_ROUNDS": 7, name: value}
+    if source == "config.json":
+        settings = JOINING
+        path = drive / "experiments/x/config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
+
+    # The start is refused in a printable sentence that names the setting.
+    before = contents(drive)
+    assert run(drive, "x", **settings) == 2
+    assert contents(drive) == before
+    output = capsys.readouterr().out
+    assert ("another version" if name == "layout" else name) in output
+    assert len(output) < 2000
+    assert all(char.isprintable() or char == "\n" for char in output)
+
+    # A value that is wrong anywhere leaves nothing in an empty folder either.
+    is_wrong_anywhere = name not in sapo.MUST_AGREE or value == "countdown"
+    if source == "environment" and is_wrong_anywhere:
+        assert run(tmp_path / "new", **settings) == 2
+        assert not (tmp_path / "new").exists()

@@ -1,4 +1,5 @@
-"""Strangers who can write to the folder: X1-X4, L3 and L4 as far as they are concerned. Examples repeat."""
+"""Proofs of X1 to X4, and of L3 and L4 as far as they concern strangers who can write to the
+folder. The examples that hypothesis draws are the same in every run."""
 
 import contextlib
 import io
@@ -20,23 +21,28 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import coordinator
+import drive_store
+import grpo
 import sapo
-from coordinator import Patient
-from drive_store import BadFile, DriveStore, parse_json
-from grpo import HELD_OUT_SEEDS, TASK_TABLE, load_model, load_tensors, lucky_question, make_question, score
-from sapo import ConfigError, sample_external, settle, verify
+from drive_store import DriveStore, RetryingStore
 from test_sapo import at_call, contents, group_by_hand, put
-from test_store import SMALL, rows, run
+from test_store import SMALL, read_log, run
 
-SESSION = "1000000000000-00000000"  # of long ago
-HERE = {"WARM_START_STEPS": 8, "CHECKPOINT_INTERVAL": 1, "CHECKPOINT_KEEP": 9, "MAX_ROUNDS": 4}
-phases, checks = [Phase.explicit, Phase.generate], list(HealthCheck)
-repeatable = dict(deadline=None, derandomize=True, database=None, phases=phases, suppress_health_check=checks)
+OLD_SESSION = "1000000000000-00000000"  # of the year 2001
+SHORT = {"WARM_START_STEPS": 8, "CHECKPOINT_INTERVAL": 1, "CHECKPOINT_KEEP": 9, "MAX_ROUNDS": 4}
+REPEATABLE = dict(
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @contextlib.contextmanager
-def at_most(seconds=30):
-    """Fails what is held up. (A TimeoutError would be caught by who waits for the folder.)"""
+def time_limit(seconds=30):
+    """Fail the test if the block takes longer. (A TimeoutError would be an OSError, which the
+    program retries.)"""
     old = signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"held up for {seconds} s"))
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -46,54 +52,76 @@ def at_most(seconds=30):
         signal.signal(signal.SIGALRM, old)
 
 
-def peers_files(drive) -> DriveStore:
-    """What an honest peer q and a hostile one p left in the experiment y long ago."""
-    (store := DriveStore(drive, "y", "q")).create()
-    for t, name in [(t, name) for t in range(3) for name in "pq"]:
-        store.publish(t, 0, name, {}, {str(i): group_by_hand(10 * t + i + ord(name)) for i in range(3)})
-        store.submit_reward(t, 0, name, {"reward": 0.5})
+def is_safe_to_print(text: str) -> bool:
+    is_printable = all(char.isprintable() or char == "\n" for char in text)
+    return is_printable and max(len(line) for line in text.split("\n")) < 2000
+
+
+def store_with_peers(drive) -> DriveStore:
+    """The experiment y with what an honest peer q and a hostile peer p left in it long ago."""
+    store = DriveStore(drive, "y", "q")
+    store.create()
+    for t in range(3):
+        for name in "pq":
+            groups = {str(i): group_by_hand(10 * t + i + ord(name)) for i in range(3)}
+            store.publish_rollouts(t, 0, name, {}, groups)
+            store.submit_reward(t, 0, name, {"reward": 0.5})
+
     for name in ("p", "q", "coordinator"):
-        about = {"node_id": name, "session": SESSION, "time": 1.0, "round": 0, "state": "running"}
-        put(store, f"peers/{name}.{SESSION}.json", about), put(store, f"heartbeats/{name}.json", about)
+        metadata = {
+            "node_id": name,
+            "session": OLD_SESSION,
+            "time": 1.0,
+            "round": 0,
+            "state": "running",
+        }
+        put(store, f"peers/{name}.{OLD_SESSION}.json", metadata)
+        put(store, f"heartbeats/{name}.json", metadata)
     return store
 
 
-def outcome(base: Path) -> tuple:
-    """What was earned and learned: own rewards, and weights, optimizer, totals and externals used."""
-    rewards = [json.loads(path.read_bytes()) for path in sorted(base.glob("rewards/*/*/n_?.json"))]
-    checkpoints = {path.parent.name: path.read_bytes() for path in base.glob("checkpoints/*/n.safetensors")}
-    return [(row["round"], row["node_id"], row["reward"]) for row in rewards], checkpoints
+def outcome(experiment_dir: Path) -> tuple:
+    """What the nodes earned and learned: their rewards, and their checkpoints' bytes (weights,
+    optimizer, total rewards and external groups used)."""
+    rewards = []
+    for path in sorted(experiment_dir.glob("rewards/*/*/n_?.json")):
+        row = json.loads(path.read_bytes())
+        rewards.append((row["round"], row["node_id"], row["reward"]))
+
+    checkpoints = {}
+    for path in experiment_dir.glob("checkpoints/*/n.safetensors"):
+        checkpoints[path.parent.name] = path.read_bytes()
+    return rewards, checkpoints
 
 
-def is_plain(text: str) -> bool:
-    return all(c.isprintable() or c == "\n" for c in text) and max(map(len, text.split("\n"))) < 2000
+def run_all_roles(drive, monkeypatch, **more) -> None:
+    """Run a worker to its end, and then every other role. Nothing holds them up or ends them, and
+    no stranger's text reaches the terminal raw."""
+    for plot in ("plot_run", "plot_comparison"):
+        monkeypatch.setattr(coordinator, plot, lambda *_: b"a picture")
+
+    screen = io.StringIO()
+    with time_limit(), contextlib.redirect_stdout(screen):
+        assert run(drive, **more) == 0
+        for role in ("prepare", "coordinator", "validate", "monitor", "report"):
+            assert run(drive, NODE_ROLE=role, **more) in (0, 1, 2)
+    assert is_safe_to_print(screen.getvalue())
 
 
-def play_all_roles(drive, monkeypatch, **given) -> None:
-    """A worker to its end, a coordinator, the readers: none is held up, ended, or prints strangers' text."""
-    for name in ("draw", "draw_run"):
-        monkeypatch.setattr(sapo, name, lambda *_: b"a picture")
-    with at_most(), contextlib.redirect_stdout(screen := io.StringIO()):
-        assert run(drive, **given) == 0
-        for role in ("coordinator", "validate", "monitor", "report"):
-            assert run(drive, NODE_ROLE=role, **given) in (0, 1, 2)
-    assert is_plain(screen.getvalue())
+# -------- X2, X3: files of every kind in every place ----------------------------------------------
 
+STAGE_DIRS = [f"{kind}/round_{t:06d}/stage_0" for t in range(4) for kind in ("rollouts", "rewards")]
+PEER_FILES = [f"{folder}/p.json" for folder in STAGE_DIRS[:6]] + f"""
+    peers/p.{OLD_SESSION}.json peers/coordinator.{OLD_SESSION}.json heartbeats/p.json
+    heartbeats/coordinator.json models/p state/rounds/round_000000.p.json junk""".split()  # fmt: skip
+OWN_FILES = [f"{folder}/n_0.json" for folder in STAGE_DIRS] + """
+    winners/round_000001.json models/n_0/config.json models/n_0/model.safetensors heartbeats/n_0.json
+    state/current_state.json""".split()  # fmt: skip
+OWN_LOGS = """logs/n/stdout.log logs/n/training_events.jsonl logs/n_0/metrics.jsonl
+    logs/coordinator/stdout.log""".split()  # fmt: skip
+SHARED_FILES = """../../reports/report.md ../../reports/report.png ../../reports/y.png ../../archives tmp/n
+    tmp/reader ../../tmp/n ../../warmstart/WARM.safetensors""".split()  # fmt: skip
 
-ROUNDS = [f"{kind}/round_{t:06d}/stage_0/" for t in range(4) for kind in ("rollouts", "rewards")]
-PEERS = (
-    [f"{place}p.json" for place in ROUNDS[:6]]
-    + f"""peers/p.{SESSION}.json peers/coordinator.{SESSION}.json
-    heartbeats/p.json heartbeats/coordinator.json models/p state/rounds/round_000000.p.json junk""".split()
-)
-LOGS = "n/stdout.log n/training_events.jsonl n_0/metrics.jsonl coordinator/stdout.log".split()
-OWN = (
-    [f"{place}n_0.json" for place in ROUNDS]
-    + """winners/round_000001.json models/n_0/config.json
-    models/n_0/model.safetensors heartbeats/n_0.json state/current_state.json""".split()
-)
-OTHERS = """../../reports/report.md ../../reports/report.png ../../reports/y.png ../../archives tmp/n
-    tmp/reader ../../tmp/n ../../warmstart/WARM.safetensors ../../warmstart/WARM.claim""".split()
 BYTES = {
     "empty": b"", "torn": b'{"format": 1, "peer_id": "p', "no text": b"\xff\xfe\0" * 99, "no object": b"[1]",
     "deep": b'{"a": ' + b"[" * 4000 + b"]" * 4000 + b"}", "not finite": b'{"time": NaN, "reward": 1e999}',
@@ -101,102 +129,177 @@ BYTES = {
     "for the terminal": "\x1b]0;x\x07\u202e\r\n".encode() * 99,
     "odd types": b'{"time": 1' + b"0" * 400 + b', "session": ["x"], "round": "\\u001b[2J", "reward": true}',
 }  # fmt: skip
-KINDS = {
+MAKE = {  # kind -> a function that makes it at a path, perhaps as a link into the folder `outside`
     "link": lambda path, outside: path.symlink_to(outside / "n_0.json"),
     "link to a folder": lambda path, outside: path.symlink_to(outside),
     "dangling link": lambda path, outside: path.symlink_to(outside / "new"),
-    "loop": lambda path, _: path.symlink_to(path), "/dev/zero": lambda path, _: path.symlink_to("/dev/zero"),
-    "FIFO": lambda path, _: os.mkfifo(path), "folder": lambda path, _: (path / "in").mkdir(parents=True),
+    "loop": lambda path, _: path.symlink_to(path),
+    "/dev/zero": lambda path, _: path.symlink_to("/dev/zero"),
+    "FIFO": lambda path, _: os.mkfifo(path),
+    "folder": lambda path, _: (path / "in").mkdir(parents=True),
     "terabytes": lambda path, _: path.touch() or os.truncate(path, 2**43),
-} | {kind: lambda path, _, data=data: path.write_bytes(data) for kind, data in BYTES.items()}  # fmt: skip
+}
+for kind, data in BYTES.items():
+    MAKE[kind] = lambda path, _, data=data: path.write_bytes(data)
 
 
 @pytest.fixture
 def outside(tmp_path):
-    """A folder that is nobody's business, with names that the program writes or deletes; it stays so."""
+    """A folder outside the shared one, with names that the program writes or deletes. Fails the
+    test if anything in it is changed."""
+    folder = tmp_path / "outside"
 
-    def picture():
-        found = sorted((tmp_path / "outside").rglob("*"))
-        return [(path, path.lstat().st_mtime_ns, path.is_file() and path.read_text()) for path in found]
+    def state():
+        found = []
+        for path in sorted(folder.rglob("*")):
+            text = path.is_file() and path.read_text()
+            found.append((path, path.lstat().st_mtime_ns, text))
+        return found
 
     for name in ("n_0", "n/n_0", "y/rollouts/round_000000/stage_0/n_0", "stage_0/n_0"):
-        put(SimpleNamespace(base=tmp_path), f"outside/{name}.json")
-    before = picture()
-    yield tmp_path / "outside"
-    assert picture() == before
+        path = folder / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    before = state()
+    yield folder
+    assert state() == before
 
 
-def plant(base: Path, places, kind, outside) -> None:
-    for path in [Path(os.path.normpath(base / place)) for place in places]:
+def plant(experiment_dir: Path, names, kind, outside) -> None:
+    for name in names:
+        path = Path(os.path.normpath(experiment_dir / name))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
-        KINDS[kind](path, outside)
+        MAKE[kind](path, outside)
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory):
-    """(What is learned where p's files are not there, the name of the warm start.)"""
-    store = peers_files(drive := tmp_path_factory.mktemp("honest"))
-    for path in store.base.glob("r*/*/*/p.json"):
+def honest_run(tmp_path_factory):
+    """(the outcome of a run without p's rollouts and rewards, the name of its warm start)"""
+    drive = tmp_path_factory.mktemp("honest_run")
+    store = store_with_peers(drive)
+    for path in store.experiment_dir.glob("r*/*/*/p.json"):
         path.unlink()
-    assert run(drive, **HERE) == 0
-    return outcome(store.base), next((drive / "warmstart").glob("*.safetensors")).stem
+    assert run(drive, **SHORT) == 0
+    return outcome(store.experiment_dir), next((drive / "warmstart").glob("*.safetensors")).stem
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest, tmp_path, outside, monkeypatch, kind):
-    store, (expected, warm) = peers_files(tmp_path / "drive"), honest
-    own = OWN + ([] if kind in BYTES else [f"logs/{name}" for name in LOGS])  # else they are logs, and go on
-    plant(store.base, [name.replace("WARM", warm) for name in PEERS + own + OTHERS], kind, outside)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    play_all_roles(tmp_path / "drive", monkeypatch, **HERE)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 500_000, "kilobytes"
-    assert outcome(store.base) == expected and all(map(store.find, own)), "what lay in the way made room"
-    said = [row["text"] for row in rows(store.base, "n/training_events.jsonl") if row["event"] == "reject"]
-    assert said and len(said) == len({*said}) and {text[:3] for text in said} == {"p: "}, "named once"
-    assert sum(row["rejected"] for row in rows(store.base, "n_0/metrics.jsonl")) >= 3, "counted each time"
+@pytest.mark.parametrize("kind", MAKE)
+def test_X2_X3_no_file_of_any_kind_changes_what_is_learned(
+    honest_run, tmp_path, outside, monkeypatch, kind
+):
+    expected, warm_start = honest_run
+    drive = tmp_path / "drive"
+    store = store_with_peers(drive)
+
+    # Files of this kind lie wherever a peer or the node itself writes. (Bytes in the place of a log
+    # are a log, to which the node appends.)
+    own_files = OWN_FILES if kind in BYTES else OWN_FILES + OWN_LOGS
+    names = [name.replace("WARM", warm_start) for name in PEER_FILES + own_files + SHARED_FILES]
+    plant(store.experiment_dir, names, kind, outside)
+
+    # They cost little memory and change nothing, and each one in the node's way makes room.
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run_all_roles(drive, monkeypatch, **SHORT)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < kilobytes + 500_000
+    assert outcome(store.experiment_dir) == expected
+    for name in own_files:
+        assert store.existing_file(name), name
+
+    # Each of p's files is named once, and counted each time it is read.
+    events = read_log(store.experiment_dir, "n/training_events.jsonl")
+    rejections = [row["text"] for row in events if row["event"] == "reject"]
+    assert rejections
+    assert len(rejections) == len({*rejections})
+    assert {text[:3] for text in rejections} == {"p: "}
+    metrics = read_log(store.experiment_dir, "n_0/metrics.jsonl")
+    assert sum(row["rejected"] for row in metrics) >= 3
 
 
-@pytest.mark.parametrize("how", ["link to a folder", "dangling link", "empty"])
-@pytest.mark.parametrize("folders", [  # that are links, or files, at the same time
+@pytest.mark.parametrize("kind", ["link to a folder", "dangling link", "empty"])
+@pytest.mark.parametrize("folders", [  # they are links or files at the same time
     "peers heartbeats logs state rollouts rewards winners checkpoints models tmp ../../archives ../../reports"
     " ../../tmp ../../warmstart", "logs/n logs/n_0 state/rounds rollouts/round_000000 models/n_0 tmp/n"
     " rewards/round_000001 checkpoints/round_000001 ../../archives/y", "rollouts/round_000001/stage_0"
     " rewards/round_000000/stage_0 ../../archives/y/rollouts",
     "../../archives/y/rollouts/round_000000 ../../archives/y/rollouts/round_000001",
 ], ids=range(4))  # fmt: skip
-def test_X2_nothing_happens_below_a_folder_that_is_a_link(tmp_path, outside, monkeypatch, folders, how):
+def test_X2_nothing_happens_below_a_folder_that_is_a_link(
+    tmp_path, outside, monkeypatch, folders, kind
+):
+    cleanup = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_MAX_AGE=0)
     for archive in ("True", "False"):
-        plant(tmp_path / f"{archive}/experiments/y", folders.split(), how, outside)
-        given = HERE | dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_MAX_AGE=0)
-        play_all_roles(tmp_path / archive, monkeypatch, **given, ROLLOUT_ARCHIVE_OLD=archive)
-        assert DriveStore(tmp_path / archive, "y").rounds("rollouts") == [3]
+        drive = tmp_path / archive
+        plant(drive / "experiments/y", folders.split(), kind, outside)
+        run_all_roles(drive, monkeypatch, **SHORT, **cleanup, ROLLOUT_ARCHIVE_OLD=archive)
+        assert DriveStore(drive, "y").list_rounds("rollouts") == [3]
 
 
-def test_X1_X3_texts_and_figures_of_strangers_end_hold_up_and_deceive_nobody_who_looks(tmp_path, capsys):
-    assert run(tmp_path, **HERE) == 0 and capsys.readouterr()
-    (store := DriveStore(tmp_path, "y", "p")).register(["p"], "worker", {})
-    odd, evil = [0, -1, 1e299, 10**299, -1e299, 1e-300], "\x1b]0;x\x07\u202e\r"
+def test_X1_X3_texts_and_numbers_of_strangers_neither_end_nor_hold_up_nor_deceive_a_reader(
+    tmp_path, capsys
+):
+    assert run(tmp_path, **SHORT) == 0
+    capsys.readouterr()
+    store = DriveStore(tmp_path, "y", "p")
+    store.register(["p"], "worker", {})
+
+    # Rewards of forty rounds with absurd metrics and with names of tasks that do not exist.
+    absurd = [0, -1, 1e299, 10**299, -1e299, 1e-300]
     for t in range(40):
-        names = ("groups", "informative_local", "completions", "held_out")
-        figures = {name: odd[(t + len(name)) % 6] for name in names}
-        figures |= {f"reward_{t}_{i}": 0.5 for i in range(55)} | {"reward": 0.5}
-        store.submit_reward(t, 0, "p", figures)
-    drawn = [{"response": evil, "reward": 1e299, "finished": True}] * 4
-    store.publish(39, 0, "p", {}, {"0": dict(task=evil, seed=1, prompt=evil, answer=evil, completions=drawn)})
+        metrics = {}
+        for name in ("groups", "informative_local", "completions", "held_out"):
+            metrics[name] = absurd[(t + len(name)) % 6]
+        metrics |= {f"reward_{t}_{i}": 0.5 for i in range(55)}
+        store.submit_reward(t, 0, "p", metrics | {"reward": 0.5})
+
+    # A group whose texts would control the terminal.
+    evil = "\x1b]0;x\x07\u202e\r"
+    completions = [{"response": evil, "reward": 1e299, "finished": True}] * 4
+    group = dict(task=evil, seed=1, prompt=evil, answer=evil, completions=completions)
+    store.publish_rollouts(39, 0, "p", {}, {"0": group})
     store.open_round(39, "p")
-    with at_most(20):
-        assert [run(tmp_path, NODE_ROLE=role) for role in ("monitor", "report", "validate")] == [0, 0, 1]
-        assert coordinator.draw_run(coordinator.reward_rows(store), "y") and is_plain(capsys.readouterr().out)
+
+    with time_limit(20):
+        status = [run(tmp_path, NODE_ROLE=role) for role in ("monitor", "report", "validate")]
+        assert status == [0, 0, 1]
+        assert coordinator.plot_run(coordinator.all_rewards(store), "y")
+    assert is_safe_to_print(capsys.readouterr().out)
 
 
-RAW = {
+# -------- X3: damaged JSON ------------------------------------------------------------------------
+
+RAW = {  # what JSON text may hold and json.dumps does not write
     "@huge@": "9" * 4000, "@1e400@": "1e400", "@nan@": "NaN", "@deep@": "[" * 900 + "]" * 900,
     "@half@": '"\\ud800"', "@text@": '"' + "x" * 40_000 + '"', "@escape@": '"\\u001b[2J\\u0007\\n\\u202e"',
 }  # fmt: skip
-ODD = [None, True, 0, 1, -1, 0.5, 1e300, 2**53, 10**400, "", "1", "p", " auto", "tiny", "../x", "x" * 300]
-scalars, short = st.sampled_from([*RAW, *ODD]) | st.text(max_size=6), dict(max_size=3)
-values = st.recursive(scalars, lambda x: st.lists(x, **short) | st.dictionaries(st.text(**short), x, **short))
+ODD = [
+    None,
+    True,
+    0,
+    1,
+    -1,
+    0.5,
+    1e300,
+    2**53,
+    10**400,
+    "",
+    "1",
+    "p",
+    " auto",
+    "tiny",
+    "../x",
+    "x" * 300,
+]
+
+
+def lists_or_dictionaries(children):
+    keys = st.text(max_size=3)
+    return st.lists(children, max_size=3) | st.dictionaries(keys, children, max_size=3)
+
+
+odd_values = st.recursive(
+    st.sampled_from([*RAW, *ODD]) | st.text(max_size=6), lists_or_dictionaries
+)
 
 
 def encode(value) -> bytes:
@@ -207,92 +310,137 @@ def encode(value) -> bytes:
 
 
 def paths_in(tree, path=()):
+    """The path of every part of a JSON value: () for the whole, ("a", 0) for tree["a"][0]."""
     yield path
-    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    children = ()
+    if isinstance(tree, dict):
+        children = tree.items()
+    elif isinstance(tree, list):
+        children = enumerate(tree)
     for key, child in children:
         yield from paths_in(child, (*path, key))
 
 
 @st.composite
-def mutants(draw, valid: dict) -> bytes:
-    """A JSON file with one part changed to anything or deleted, or with damaged bytes."""
-    tree, how = json.loads(json.dumps(valid)), draw(st.integers(0, 5))
-    if how == 0:
-        data, at = encode(valid), draw(st.integers(0, len(encode(valid))))
-        return data[:at] + draw(st.binary(max_size=4)) + data[at + 1 :]
-    *above, last = draw(st.sampled_from([path or ("no key",) for path in paths_in(valid)]))
-    place = tree
-    for key in above:
-        place = place[key]
-    place[last] = draw(values)
-    if how == 1:
-        del place[last]
+def damaged(draw, valid: dict) -> bytes:
+    """A JSON file of which one part is changed to anything or deleted, or with damaged bytes."""
+    kind_of_damage = draw(st.integers(0, 5))
+    if kind_of_damage == 0:
+        data = encode(valid)
+        start = draw(st.integers(0, len(data)))
+        return data[:start] + draw(st.binary(max_size=4)) + data[start + 1 :]
+
+    tree = json.loads(json.dumps(valid))
+    *parents, last = draw(st.sampled_from([path or ("no key",) for path in paths_in(valid)]))
+    part = tree
+    for key in parents:
+        part = part[key]
+    part[last] = draw(odd_values)
+    if kind_of_damage == 1:
+        del part[last]
     return encode(tree)
 
 
-READ = f"""config.json {PEERS[0]} {PEERS[1]} peers/p.{SESSION}.json heartbeats/p.json
-    heartbeats/coordinator.json ../../warmstart/0.claim""".split()
+FILES_OF_PEERS_THAT_ARE_READ = [
+    "config.json",
+    PEER_FILES[0],
+    PEER_FILES[1],
+    f"peers/p.{OLD_SESSION}.json",
+    "heartbeats/p.json",
+    "heartbeats/coordinator.json",
+]
 
 
 @pytest.fixture(scope="module")
-def readable(tmp_path_factory):
-    """A finished experiment with files of p, and what is in those that are read."""
-    store = peers_files(drive := tmp_path_factory.mktemp("readable"))
-    assert run(drive, **HERE) == 0
-    put(store, "../../warmstart/0.claim", {"time": 1.0, "progress": "1/8"})
-    return drive, {name: json.loads((store.base / name).read_bytes()) for name in READ}
+def finished(tmp_path_factory):
+    """(the folder of a finished experiment with p's files, {name: contents of such a file})"""
+    drive = tmp_path_factory.mktemp("finished")
+    store = store_with_peers(drive)
+    assert run(drive, **SHORT) == 0
+    valid = {}
+    for name in FILES_OF_PEERS_THAT_ARE_READ:
+        valid[name] = json.loads((store.experiment_dir / name).read_bytes())
+    return drive, valid
 
 
-@settings(max_examples=200, **repeatable)
-@given(data=st.data(), name=st.sampled_from(READ))
-def test_X3_no_reader_trips_over_a_damaged_file(readable, data, name):
-    drive, valid = readable
-    path, store, screen = drive / "experiments/y" / name, DriveStore(drive, "y"), io.StringIO()
-    path.write_bytes(data.draw(mutants(valid[name])))
+@settings(max_examples=200, **REPEATABLE)
+@given(data=st.data(), name=st.sampled_from(FILES_OF_PEERS_THAT_ARE_READ))
+def test_X3_every_reader_copes_with_a_damaged_file(finished, data, name):
+    drive, valid = finished
+    store = DriveStore(drive, "y")
+    path = store.experiment_dir / name
+    path.write_bytes(data.draw(damaged(valid[name])))
+    screen = io.StringIO()
     try:
-        with pytest.MonkeyPatch.context() as patch, at_most(), contextlib.redirect_stdout(screen):
-            patch.setattr(sapo, "draw", lambda *_: None)
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            time_limit(),
+            contextlib.redirect_stdout(screen),
+        ):
+            patch.setattr(coordinator, "plot_comparison", lambda *_: None)
             for role in ("monitor", "validate", "report"):
-                assert run(drive, NODE_ROLE=role, MAX_ROUNDS=None, LOCAL_NODES=None) in (0, 1, 2)
-        assert sapo.get_experiment_status(drive, "y")["current_round"] == 3 and is_plain(screen.getvalue())
-        assert all(0 <= row["reward"] <= 1 for row in store.rewards(0, ["p"]))
-        assert store.life("p", SESSION, 300.0) in ("live", "left", "dead")
+                status = run(drive, NODE_ROLE=role, MAX_ROUNDS=None, LOCAL_NODES=None)
+                assert status in (0, 1, 2)
+        assert is_safe_to_print(screen.getvalue())
+        assert sapo.get_experiment_status(drive, "y")["current_round"] == 3
+        assert all(0 <= row["reward"] <= 1 for row in store.read_rewards(0, ["p"]))
+        assert store.node_status("p", OLD_SESSION, 300.0) in ("alive", "exited", "dead")
     finally:
         path.write_text(json.dumps(valid[name]))
 
 
-@settings(max_examples=400, **repeatable)
+@settings(max_examples=400, **REPEATABLE)
 @given(data=st.data())
-def test_X3_whatever_config_json_says_a_start_has_sound_settings_or_a_sentence(readable, data):
-    notes, ours = [], dict(GDRIVE_PATH="d", NODE_ID="late", EXPERIMENT_NAME="y", DEVICE="cpu")
-    with contextlib.suppress(BadFile):
-        there = parse_json(data.draw(mutants(readable[1]["config.json"])))
-        try:
-            config = settle(ours, there, notes)
-        except ConfigError as error:
-            assert (notes := [str(error)])[0]
-        else:
-            assert {*config.TASKS.split(",")} <= TASK_TABLE.keys() and config.MODEL_NAME == "tiny"
-            for spec in [f for f in fields(config) if f.name in (*sapo.OF_SWARM, *sapo.OF_MODEL)]:
-                value = getattr(config, spec.name)
-                assert type(value) is spec.type and sapo.parse_value(str(value), spec) == value
-        assert is_plain("\n".join(notes))
+def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_sentence(finished, data):
+    _, valid = finished
+    notes = []
+    env = dict(GDRIVE_PATH="d", NODE_ID="late", EXPERIMENT_NAME="y", DEVICE="cpu")
+    try:
+        saved = drive_store.parse_json(data.draw(damaged(valid["config.json"])))
+    except drive_store.InvalidFileError:
+        return
 
+    try:
+        config = sapo.resolve_config(env, saved, notes)
+    except sapo.ConfigError as error:
+        notes = [str(error)]
+        assert notes[0]
+    else:
+        assert {*config.TASKS.split(",")} <= grpo.TASK_TABLE.keys()
+        assert config.MODEL_NAME == "tiny"
+        for spec in fields(config):
+            if spec.name in (*sapo.SWARM_SETTINGS, *sapo.MODEL_SETTINGS):
+                value = getattr(config, spec.name)
+                assert type(value) is spec.type
+                assert sapo.parse_value(str(value), spec) == value
+    assert is_safe_to_print("\n".join(notes))
+
+
+# -------- X1, X3: tensors -------------------------------------------------------------------------
 
 TENSORS = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
-WEIGHTS = safetensors.torch.save(TENSORS, {"about": "x"})
-HEADER = json.loads(WEIGHTS[8 : 8 + int.from_bytes(WEIGHTS[:8], "little")])
+SAFETENSORS = safetensors.torch.save(TENSORS, {"about": "x"})
+NUMBERS = SAFETENSORS[-40:]
+HEADER = json.loads(SAFETENSORS[8 : 8 + int.from_bytes(SAFETENSORS[:8], "little")])
 
 
-@settings(max_examples=300, **repeatable)
-@given(st.just(encode(HEADER)) | mutants(HEADER), st.sampled_from([1, 1, 1, 2**20, 2**50]), st.data())
-def test_X3_tensors_of_a_stranger_fit_and_are_finite_or_there_are_none(tmp_path_factory, header, times, data):
+@settings(max_examples=300, **REPEATABLE)
+@given(
+    st.just(encode(HEADER)) | damaged(HEADER), st.sampled_from([1, 1, 1, 2**20, 2**50]), st.data()
+)
+def test_X3_a_strangers_tensors_fit_and_are_finite_or_are_refused(
+    tmp_path_factory, header, times, data
+):
+    """times: the file claims that its header is this many times as long as it is."""
     path = tmp_path_factory.getbasetemp() / "weights"
-    numbers = data.draw(st.sampled_from([WEIGHTS[-40:], b"\xff" * 40, WEIGHTS[-39:], WEIGHTS[-40:] + b"x"]))
-    path.write_bytes((len(header) * times).to_bytes(8, "little") + header + numbers)
+    numbers = [NUMBERS, b"\xff" * 40, NUMBERS[1:], NUMBERS + b"x"]
+    length = min(len(header) * times, 2**64 - 1)
+    prefix = length.to_bytes(8, "little")
+    path.write_bytes(prefix + header + data.draw(st.sampled_from(numbers)))
+
     try:
-        saved = load_tensors(path, TENSORS)
-    except Exception:  # as who calls it expects
+        saved = grpo.load_tensors(path, TENSORS)
+    except Exception:  # its callers expect any kind
         return
     for name, tensor in TENSORS.items():
         assert (saved[name].shape, saved[name].dtype) == (tensor.shape, tensor.dtype)
@@ -305,26 +453,41 @@ class Evil:
 
 
 @pytest.mark.parametrize("save", [pickle.dump, torch.save])
-def test_X1_a_pickle_in_the_place_of_weights_is_never_unpickled(tmp_path, monkeypatch, capsys, save):
+def test_X1_a_pickle_in_the_place_of_weights_is_never_unpickled(
+    tmp_path, monkeypatch, capsys, save
+):
     monkeypatch.chdir(tmp_path)
-    assert run("d", **HERE) == 0
-    [warm] = Path("d").glob("warmstart/*.safetensors")
-    sound = warm.read_bytes()
-    for path in (warm, *Path("d").glob("experiments/y/checkpoints/*/*")):
-        save(Evil(), path.open("wb"))
-    assert run("d", **HERE | {"MAX_ROUNDS": 7}) == 2 and "cannot be used" in capsys.readouterr().out
-    assert warm.read_bytes() == sound and not Path("PWNED").exists(), "it was made again"
+    assert run("d", **SHORT) == 0
+    [warm_start] = Path("d").glob("warmstart/*.safetensors")
+    sound = warm_start.read_bytes()
+    for path in (warm_start, *Path("d").glob("experiments/y/checkpoints/*/*")):
+        with path.open("wb") as file:
+            save(Evil(), file)
+
+    # The warm start is made again. The checkpoints cannot be, so the start ends with a sentence.
+    assert run("d", **SHORT | {"MAX_ROUNDS": 7}) == 2
+    assert "cannot be used" in capsys.readouterr().out
+    assert warm_start.read_bytes() == sound
+    assert not Path("PWNED").exists()
 
 
-def reader(drive, **environ):
-    """A run and its node n in round 2 beside the peers' files; its log is a list."""
-    given = {**SMALL, "LOCAL_NODES": 1, "GDRIVE_PATH": drive, "EXPERIMENT_NAME": "y", **environ}
-    config = settle(sapo.read_environment({name: str(value) for name, value in given.items()})[0], {}, [])
-    log, stop, tasks = SimpleNamespace(said=[]), SimpleNamespace(pressed=0), config.TASKS.split(",")
-    log.event = lambda kind, text, **_: log.said.append(text)
-    model, codec = load_model(config, tasks)
-    node, store = sapo.Node("n", model, None), Patient(DriveStore(drive, "y", "n"), log.event, stop)
-    return sapo.Run(config, store, codec, [node], log, stop, tasks, 64), node
+# -------- X1, L3, L4, X3: a peer's groups ---------------------------------------------------------
+
+
+def run_by_hand(drive, **more):
+    """(a Run of one node n beside the peers' files, its node). run.log.texts is its log."""
+    environ = {**SMALL, "LOCAL_NODES": 1, "GDRIVE_PATH": drive, "EXPERIMENT_NAME": "y", **more}
+    env, _ = sapo.read_environment({name: str(value) for name, value in environ.items()})
+    config = sapo.resolve_config(env, {}, [])
+    tasks = config.TASKS.split(",")
+
+    log = SimpleNamespace(texts=[])
+    log.event = lambda kind, text, **_: log.texts.append(text)
+    signals = SimpleNamespace(requested=0)
+    store = RetryingStore(DriveStore(drive, "y", "n"), log.event, signals)
+    model, codec = grpo.load_model(config, tasks)
+    node = sapo.Node("n", model, None)
+    return sapo.Run(config, store, codec, [node], log, signals, tasks, 64), node
 
 
 PAYLOADS = [
@@ -333,85 +496,151 @@ PAYLOADS = [
     "exec('1')", "!!python/object/apply:os.system ['id']", "cos\nsystem\n(S'id'\ntR.", "9**9**9",
 ]  # fmt: skip
 FORMS = "{}|{} {}|[[{}]]|({})|{}+{}|{}∧{}|'{}'|\\frac{{{}}}{{{}}}|print({})|<answer>{}".split("|")
-EVENTS = "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import".split()
-WATCHED = []  # while texts of strangers are looked at: None, and what was done
-sys.addaudithook(lambda event, args: WATCHED and event in EVENTS and WATCHED.append((event, str(args)[:99])))
+WATCHED_EVENTS = (
+    "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import".split()
+)
+WATCHED = []  # empty: nothing is watched. Else None, and then the events since
+
+
+def audit(event, args):
+    if WATCHED and event in WATCHED_EVENTS:
+        WATCHED.append((event, str(args)[:99]))
+
+
+sys.addaudithook(audit)
 
 
 @pytest.fixture(scope="module")
-def scorer(tmp_path_factory):
-    """A reader of all tasks, and two questions of each; imports and caches are warm."""
-    reading, _ = reader(tmp_path_factory.mktemp("scorer"), TASKS=",".join(TASK_TABLE), MAX_NEW_TOKENS=64)
-    questions = [make_question(task, seed) for task in TASK_TABLE for seed in (3, 99)]
-    for question in questions:
-        for text in (question.answer, "1", "x ∧ y", "1/2", "[[1]]"):
-            score(question, f"<answer>{text}</answer>"), reading.codec.prompt(question)
-    return reading, questions
+def verifier(tmp_path_factory):
+    """(a Run of all tasks, two questions of each). All imports are made and caches filled."""
+    drive = tmp_path_factory.mktemp("verifier")
+    every_task = ",".join(grpo.TASK_TABLE)
+    verifying_run, _ = run_by_hand(drive, TASKS=every_task, MAX_NEW_TOKENS=64)
+    questions = []
+    for task in grpo.TASK_TABLE:
+        for seed in (3, 99):
+            question = grpo.make_question(task, seed)
+            questions.append(question)
+            verifying_run.codec.encode_prompt(question)
+            for text in (question.answer, "1", "x ∧ y", "1/2", "[[1]]"):
+                grpo.compute_reward(question, f"<answer>{text}</answer>")
+    return verifying_run, questions
 
 
-@settings(max_examples=500, **repeatable)
+@settings(max_examples=500, **REPEATABLE)
 @given(data=st.data(), form=st.sampled_from(FORMS), kind=st.sampled_from(["exact", "verifier"]))
-def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(scorer, data, form, kind):
-    reading, questions = scorer
+def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(
+    verifier, data, form, kind
+):
+    # Two completions, made of payloads, of the right answer and of random text.
+    verifying_run, questions = verifier
     question = data.draw(st.sampled_from(questions))
     piece = st.sampled_from([*PAYLOADS, question.answer]) | st.text(max_size=10)
     text = form.format(*data.draw(st.tuples(piece, piece)))
-    completions = [{"response": said, "finished": True} for said in (f"<answer>{text}</answer>", text + "x")]
-    group = {"task": question.task, "seed": question.seed, "prompt": question.text, "key": (2, 0, "p", 0)}
+    responses = [f"<answer>{text}</answer>", text + "x"]
+    group = {
+        "task": question.task,
+        "seed": question.seed,
+        "prompt": question.text,
+        "key": (2, 0, "p", 0),
+        "completions": [{"response": response, "finished": True} for response in responses],
+    }
+
+    # Verification and scoring make no watched call.
     WATCHED[:] = [None]
     try:
-        with at_most(5):
-            found = verify(reading, group | {"completions": completions})
-            rewards = [score(question, each["response"], kind) for each in completions]
-        assert WATCHED == [None] and all(0 <= reward <= 1 for reward in rewards)
+        with time_limit(5):
+            try:
+                verified = sapo.verify(verifying_run, group)
+            except sapo.Rejected as rejection:
+                verified = rejection
+            rewards = [grpo.compute_reward(question, response, kind) for response in responses]
+        assert WATCHED == [None]
     finally:
         WATCHED.clear()
-    assert isinstance(found, str) or len(found.texts) == len(found.group.rewards) == 2
+
+    assert all(0 <= reward <= 1 for reward in rewards)
+    if isinstance(verified, sapo.Rejected):
+        assert isinstance(verified.reason, str)
+    else:
+        assert len(verified.texts) == len(verified.rewards) == 2
 
 
 @pytest.mark.parametrize("changes, reason", [
-    ({"seed": HELD_OUT_SEEDS.start + 5}, "held-out"), ({"prompt": "What is 1 + 1?"}, "prompt differs"),
+    ({"seed": grpo.HELD_OUT_SEEDS.start + 5}, "held-out"), ({"prompt": "What is 1 + 1?"}, "prompt differs"),
     ({"task": "basic_arithmetic", "seed": 721121905971561}, "cannot be made"),
     ({"task": "decimal_arithmetic", "seed": 1488473454406226}, "cannot be made"),
     ({"completions": [{"response": "", "finished": False}] * 4}, "empty"),
 ])  # fmt: skip
-def test_L3_L4_poisoned_seeds_held_out_and_rewritten_questions_are_refused_at_once(tmp_path, changes, reason):
-    reading, _ = reader(tmp_path, TASKS="small_products,basic_arithmetic,decimal_arithmetic")
-    with at_most(10):
-        assert reason in verify(reading, (group := group_by_hand(1, key=(2, 0, "p", 0)) | changes))
-        assert "made" not in reason or lucky_question(group["task"], group["seed"]).seed == group["seed"] + 1
+def test_L3_L4_poisoned_seeds_held_out_and_rewritten_questions_are_rejected_at_once(
+    tmp_path, changes, reason
+):
+    tasks = "small_products,basic_arithmetic,decimal_arithmetic"
+    verifying_run, _ = run_by_hand(tmp_path, TASKS=tasks)
+    group = group_by_hand(1, key=(2, 0, "p", 0)) | changes
+    with time_limit(10):
+        with pytest.raises(sapo.Rejected) as caught:
+            sapo.verify(verifying_run, group)
+        assert reason in caught.value.reason
+
+        # Where a question cannot be made, a node takes the next seed.
+        if "made" in reason:
+            question = grpo.first_valid_question(group["task"], group["seed"])
+            assert question.seed == group["seed"] + 1
 
 
-def test_X3_a_peer_has_bounded_seconds_of_a_round_whatever_the_others_need(tmp_path, monkeypatch):
-    peers_files(tmp_path), monkeypatch.setattr(sapo, "PEER_SECONDS", 0.0)
-    reading, node = reader(tmp_path, ROLLOUT_MAX_AGE=0)
-    assert sample_external(reading, node, 2, 0) == [] and node.figures["rejected"] == 4
-    assert reading.log.said == ["p: too slow to verify", "q: too slow to verify"]
+def test_X3_verification_of_a_peers_groups_takes_a_bounded_time_whatever_the_others_need(
+    tmp_path, monkeypatch
+):
+    store_with_peers(tmp_path)
+    monkeypatch.setattr(sapo, "MAX_VERIFY_SECONDS_PER_PEER", 0.0)
+    verifying_run, node = run_by_hand(tmp_path, ROLLOUT_MAX_AGE=0)
+    assert sapo.sample_external(verifying_run, node, 2, 0) == []
+    assert node.metrics["rejected"] == 4
+    assert verifying_run.log.texts == ["p: too slow to verify", "q: too slow to verify"]
+
+
+# -------- X4: the access token --------------------------------------------------------------------
 
 
 def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch, capfd):
-    drive, secret, shown = tmp_path / "drive", "hf_0123456789abcdefSECRET", []
+    drive = tmp_path / "drive"
+    secret = "hf_0123456789abcdefSECRET"
 
     def fail(*args, token=secret, **kwargs):
         raise ValueError(f"401 Unauthorized: Bearer {token}")
 
+    # A run whose push to the Hub fails.
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", fail)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
-    told = dict(HUGGINGFACE_ACCESS_TOKEN=secret, VERBOSE=True, **HERE)
-    assert run(drive, **told) == 0
+    environ = dict(HUGGINGFACE_ACCESS_TOKEN=secret, VERBOSE=True, **SHORT)
+    assert run(drive, **environ) == 0
     assert "push failed" in (drive / "experiments/y/logs/n/stdout.log").read_text()
-    for wrong, status in (
+
+    # Starts with something wrong, and a token in a variable whose name is mistyped.
+    for more, status in (
         ({"MODEL_NAME": "no/such model"}, 2), ({"SEED": "x"}, 2), ({"SEED": 7}, 2), ({"NODE_ID": "../n"}, 2),
         ({"NODE_ROLE": "monitor"}, 0), ({"HUGGINGFACE_ACCES_TOKEN": secret}, 0),
     ):  # fmt: skip
-        assert run(drive, **told | {"MAX_ROUNDS": 5} | wrong) == status, wrong
-    at_call(monkeypatch, "communicate", 1, lambda: 1 / 0)  # a mistake in the program
+        assert run(drive, **environ | {"MAX_ROUNDS": 5} | more) == status, more
+
+    # A mistake in the program, whose traceback shows local variables.
+    at_call(monkeypatch, "publish_groups", 1, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError) as error:
-        run(drive, **told | {"MAX_ROUNDS": 6})
-    monkeypatch.setattr(sapo, "load_tensors", fail)  # told while it goes on, and at the end
-    assert run(drive, **told | {"MAX_ROUNDS": 7}) == 2
-    shown += [str(error.getrepr(style="native")), *(repr(e.locals.get("config")) for e in error.traceback)]
-    environ = os.environ | {sapo.SECRET: secret, "NODE_ROLE": "report", "GDRIVE_PATH": f"{drive}"}
-    done = subprocess.run([sys.executable, sapo.__file__], env=environ, capture_output=True, text=True)
-    shown += [*capfd.readouterr(), str(done), str(contents(drive)), str(sorted(drive.rglob("*")))]
-    assert len(shown) > 9 and not any("0123456789" in text or "SECRET" in text for text in shown)
+        run(drive, **environ | {"MAX_ROUNDS": 6})
+    shown = [str(error.getrepr(style="native"))]
+    shown += [repr(entry.locals.get("config")) for entry in error.traceback]
+
+    # An error whose text holds the token. It is shown for each checkpoint and at the end.
+    monkeypatch.setattr(grpo, "load_tensors", fail)
+    assert run(drive, **environ | {"MAX_ROUNDS": 7}) == 2
+
+    # A reader, in a process of its own.
+    variables = os.environ | {sapo.SECRET: secret, "NODE_ROLE": "report", "GDRIVE_PATH": f"{drive}"}
+    command = [sys.executable, sapo.__file__]
+    shown.append(str(subprocess.run(command, env=variables, capture_output=True, text=True)))
+
+    shown += capfd.readouterr()
+    shown += [str(contents(drive)), str(sorted(drive.rglob("*")))]
+    assert len(shown) > 9
+    assert not any("0123456789" in text or "SECRET" in text for text in shown)

@@ -1,5 +1,6 @@
-"""The promises of the swarm, with real processes in a real folder: keeping together (S1), who comes late (S2),
-waiting (S3), seats (S4), signals (S5), SIGKILL at any moment (F3), runs that repeat bit for bit (L5)."""
+"""Proofs of the swarm's promises, with real processes in a real folder: S1 keeping together,
+S2 late and missing nodes, S3 waiting for peers, S4 two processes of one name, S5 engines and
+signals, F3 SIGKILL at any moment, L5 runs that repeat bit for bit."""
 
 import functools
 import json
@@ -16,458 +17,645 @@ from pathlib import Path
 
 import pytest
 
-from coordinator import is_round_over
+import coordinator
+import sapo
 from drive_store import DriveStore
-from sapo import main, read_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = {  # nothing is learned: only who does what when counts
+QUICK = {  # nothing is learned; only the order of events matters
     "MODEL_NAME": "tiny", "DEVICE": "cpu", "TASKS": "small_products", "WARM_START_STEPS": 0,
-    "EXTERNAL_FILTER": False, "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4,
+    "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "EXTERNAL_FILTER": False,
     "CHECKPOINT_INTERVAL": 3, "MAX_ROUNDS": 10**5, "FETCH_TIMEOUT_SECONDS": 20,
 }  # fmt: skip
-LEARNING = {"WARM_START_STEPS": 60, "ANSWER_TAG_SHARE": 0.9, "EXTERNAL_FILTER": True, "NUM_TRAIN_SAMPLES": 4}
-LEARNING |= {"MAX_ROUNDS": 40, "LEARNING_RATE": 0.001}
+LEARNING = {
+    "WARM_START_STEPS": 60, "ANSWER_TAG_SHARE": 0.9, "LEARNING_RATE": 0.001, "MAX_ROUNDS": 40,
+    "NUM_TRAIN_SAMPLES": 4, "EXTERNAL_FILTER": True,
+}  # fmt: skip
+
+# The fork server imports everything once; the processes of the tests are forked from it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(
+    ["test_swarm", "transformers.generation", "matplotlib.backends.backend_agg"]
+)
 CHILDREN = []
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the server, too
-SERVER = multiprocessing.get_context("forkserver")  # it imports once; processes are forked from it
-SERVER.set_forkserver_preload(["test_swarm", "transformers.generation", "matplotlib.backends.backend_agg"])
 
 
-def run_forked(environ: dict, log: Path):
-    """What a forked process does: `python sapo.py` in a session of its own, its output in a file."""
-    os.setsid()
-    sys.stdout = sys.stderr = log.open("w", buffering=1)
-    sys.exit(main(environ))
+# -------- Processes -------------------------------------------------------------------------------
 
 
-def words(settings: dict) -> dict:
-    """Settings as an environment; None: not set."""
+def to_environ(settings: dict) -> dict:
+    """Settings as environment variables; None leaves one unset."""
     return {name: str(value) for name, value in settings.items() if value is not None}
 
 
+def run_forked(environ: dict, log: Path):
+    """Do what `python sapo.py` does, in a session of its own and with its output in a file."""
+    os.setsid()
+    sys.stdout = sys.stderr = log.open("w", buffering=1)
+    sys.exit(sapo.main(environ))
+
+
 class Process:
-    """One node, or the coordinator. It may be started again; log, text, resumed_from are of its newest start."""
+    """A worker or the coordinator. It may be started again; `log`, `output` and `resumed_from` are
+    those of its latest start."""
 
     def __init__(self, drive: Path, name: str, **settings):
         role = {"NODE_ROLE": name} if name == "coordinator" else {}
         self.settings = {**QUICK, "GDRIVE_PATH": drive, "NODE_ID": name, **role, **settings}
-        self.drive, self.name = drive, name
+        self.drive = drive
+        self.name = name
 
     def start(self):
         self.log = self.drive.parent / f"{self.name}.{len(CHILDREN)}.log"
-        self.child = SERVER.Process(target=run_forked, args=(words(self.settings), self.log))
-        before = len(sessions(self.drive, self.name))
-        self.is_here = lambda: len(sessions(self.drive, self.name)) > before
+        self.sessions_before = len(session_files(self.drive, self.name))
+        arguments = (to_environ(self.settings), self.log)
+        self.child = FORK_SERVER.Process(target=run_forked, args=arguments)
         self.child.start()
         CHILDREN.append(self.child)
         return self
 
-    def wait_here(self):
-        until(lambda: self.is_here() or not self.child.is_alive())
-        assert self.is_here(), self.text
+    def is_registered(self) -> bool:
+        return len(session_files(self.drive, self.name)) > self.sessions_before
+
+    def wait_until_registered(self):
+        wait_until(lambda: self.is_registered() or not self.child.is_alive())
+        assert self.is_registered(), self.output
         return self
 
-    def signal(self, number: int):
+    def send(self, number: int):
         os.kill(self.child.pid, number)
         return self
 
     def kill(self):
         self.child.kill()
         self.child.join()
-        assert self.child.exitcode == -signal.SIGKILL, f"{self.name} had ended:\n{self.text[-3000:]}"
+        tail = self.output[-3000:]
+        assert self.child.exitcode == -signal.SIGKILL, f"{self.name} had ended before:\n{tail}"
 
-    def end(self, seconds: float = 90) -> int:
+    def wait_for_exit(self, seconds: float = 90) -> int:
+        """Return the exit status."""
         self.child.join(seconds)
-        assert not self.child.is_alive(), f"{self.name} runs on after {seconds} s:\n{self.text[-3000:]}"
+        tail = self.output[-3000:]
+        assert not self.child.is_alive(), f"{self.name} still runs after {seconds} s:\n{tail}"
         return self.child.exitcode
 
     @property
-    def text(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     @property
     def resumed_from(self) -> int | None:
-        found = re.search(rf"^{self.name} resume: .*?(\d+)", self.text, re.M)
-        return int(found[1]) if found else None
+        """The round of the checkpoint that was loaded."""
+        match = re.search(rf"^{self.name} resume: .*?(\d+)", self.output, re.MULTILINE)
+        return int(match[1]) if match else None
 
 
-def until(condition, seconds: float = 120):
-    """The first truthy value of `condition()`."""
+def wait_until(condition, seconds: float = 120):
+    """Return the first truthy value of `condition()`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        assert time.monotonic() < deadline, "the test waits for something that did not happen"
         time.sleep(0.01)
     return value
 
 
-def base(drive: Path) -> Path:
-    return drive / "experiments/default"
-
-
-def sessions(drive: Path, name="") -> list[str]:
-    return [path.name for path in base(drive).glob(f"peers/{name}*.json")]
-
-
-def rounds(drive: Path, name: str, kind="rewards") -> list[int]:
-    """Rounds of which there is a file of this node (of stage 0), ascending."""
-    return sorted(int(path.parts[-3][6:]) for path in base(drive).glob(f"{kind}/*/stage_0/{name}.json"))
-
-
-def opened(drive: Path) -> dict[str, list[int]]:
-    """{who: the rounds that it opened}."""
-    by = {}
-    for path in sorted(base(drive).glob("state/rounds/*.json")):
-        by.setdefault(path.name.split(".")[1], []).append(int(path.name[6:12]))
-    return by
-
-
-def clock(drive: Path) -> int:
-    return max((round_ for those in opened(drive).values() for round_ in those), default=-1)
-
-
-def newest_checkpoint(drive: Path, name: str) -> int | None:
-    found = base(drive).glob(f"checkpoints/*/{name}.safetensors")
-    return max((int(path.parent.name[6:]) for path in found), default=None)
-
-
-def heartbeat(drive: Path, name: str) -> dict:
-    return json.loads((base(drive) / f"heartbeats/{name}.json").read_bytes())
-
-
-def log_rows(drive: Path, path: str) -> list[dict]:
-    return [json.loads(line) for line in (base(drive) / "logs" / path).read_text().splitlines()]
-
-
-def lines(drive: Path, log: str) -> int:
-    return sum(path.read_text().count("\n") for path in base(drive).glob(f"logs/*/{log}"))
-
-
-def figures(drive: Path) -> dict:
-    """{(round, stage, node): all that the reward file says but times and the session}."""
-    rows = [json.loads(path.read_bytes()) for path in base(drive).glob("rewards/*/*/*.json")]
-    kept = [{k: v for k, v in row.items() if not re.search("seconds|time|session", k)} for row in rows]
-    return {(row["round"], row["stage"], row["node_id"]): row for row in kept}
-
-
-def by_hand(drive: Path, node: str) -> DriveStore:
-    """A store through which a test plays this node, which lives."""
-    store = DriveStore(drive, "default", "by_hand")
-    store.create()
-    store.register([node], "worker", {})
-    return store
-
-
-def pay(store: DriveStore, round_: int, node: str):
-    store.submit_reward(round_, 0, node, {"reward": 0.5})
-
-
-class Witness:
-    """Looks at the folder again and again: a write-once file keeps its bytes, the clock never goes back."""
-
-    def __init__(self, drive: Path):
-        self.drive, self.known, self.clock = drive, {}, -1
-
-    def look(self):
-        for kind in ("config.json", "rewards/*/*/*.json", "rollouts/*/*/*.json", "state/rounds/*", "peers/*"):
-            for path in base(self.drive).glob(kind):
-                assert self.known.setdefault(path, data := path.read_bytes()) == data, f"{path} has changed"
-        assert all(path.exists() for path in self.known)
-        before, self.clock = self.clock, clock(self.drive)
-        assert before <= self.clock
-
-    def all_is_whole(self):
-        """Every file parses, and every reward has its rollouts."""
-        self.look()
-        for path in self.drive.rglob("*.json*"):
-            for text in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
-                assert isinstance(json.loads(text), dict), path
-        paid = [str(path) for path in self.known if "rewards" in path.parts]
-        assert paid and {path.replace("/rewards/", "/rollouts/") for path in paid} <= {*map(str, self.known)}
-
-
 @pytest.fixture
 def drive(tmp_path) -> Path:
+    """A folder that is not there yet. The processes of the test are killed at its end."""
     yield tmp_path / "drive"
     while CHILDREN:
         child = CHILDREN.pop()
         if child.is_alive():
-            child.kill()  # a suspended one, too
+            child.kill()  # it may be suspended
         child.join()
 
 
-@pytest.mark.parametrize("led", [False, True])
-def test_S1_workers_keep_together_with_and_without_a_coordinator_and_learn_from_one_another(drive, led):
-    names = ("w0", "w1", "w2")
+# -------- The files that they leave ---------------------------------------------------------------
+
+
+def experiment_dir(drive: Path) -> Path:
+    return drive / "experiments/default"
+
+
+def session_files(drive: Path, node_id="") -> list[str]:
+    return [path.name for path in experiment_dir(drive).glob(f"peers/{node_id}*.json")]
+
+
+def rounds_of(drive: Path, node_id: str, kind="rewards") -> list[int]:
+    """Rounds for which this node has a file of stage 0, ascending."""
+    paths = experiment_dir(drive).glob(f"{kind}/*/stage_0/{node_id}.json")
+    return sorted(int(path.parts[-3].removeprefix("round_")) for path in paths)
+
+
+def opened_rounds(drive: Path) -> dict[str, list[int]]:
+    """{node_id: the rounds that it opened, ascending}."""
+    opened = {}
+    for path in sorted(experiment_dir(drive).glob("state/rounds/*.json")):
+        round_, node_id, _ = path.name.split(".")
+        opened.setdefault(node_id, []).append(int(round_.removeprefix("round_")))
+    return opened
+
+
+def current_round(drive: Path) -> int:
+    newest = -1
+    for rounds in opened_rounds(drive).values():
+        newest = max(newest, *rounds)
+    return newest
+
+
+def latest_checkpoint_round(drive: Path, process: str) -> int | None:
+    paths = experiment_dir(drive).glob(f"checkpoints/*/{process}.safetensors")
+    return max((int(path.parent.name.removeprefix("round_")) for path in paths), default=None)
+
+
+def read_heartbeat(drive: Path, node_id: str) -> dict:
+    return json.loads((experiment_dir(drive) / f"heartbeats/{node_id}.json").read_bytes())
+
+
+def read_log(drive: Path, log: str) -> list[dict]:
+    text = (experiment_dir(drive) / "logs" / log).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def count_log_lines(drive: Path, log: str) -> int:
+    """Lines in the logs of this name, of all nodes."""
+    paths = experiment_dir(drive).glob(f"logs/*/{log}")
+    return sum(path.read_text().count("\n") for path in paths)
+
+
+def repeatable_metrics(drive: Path) -> dict:
+    """{(round, stage, node_id): contents of the reward file without times and session}."""
+    metrics = {}
+    for path in experiment_dir(drive).glob("rewards/*/*/*.json"):
+        row = json.loads(path.read_bytes())
+        kept = {name: x for name, x in row.items() if not re.search("seconds|time|session", name)}
+        metrics[row["round"], row["stage"], row["node_id"]] = kept
+    return metrics
+
+
+def store_of(drive: Path, node_id: str) -> DriveStore:
+    """A store through which a test plays this node, which has just registered."""
+    store = DriveStore(drive, "default", "by_hand")
+    store.create()
+    store.register([node_id], "worker", {})
+    return store
+
+
+def submit_reward(store: DriveStore, round_: int, node_id: str):
+    store.submit_reward(round_, 0, node_id, {"reward": 0.5})
+
+
+class Observer:
+    """Checks at every call that no write-once file has changed or gone and that the current round
+    has not decreased."""
+
+    WRITE_ONCE = "config.json rewards/*/*/*.json rollouts/*/*/*.json state/rounds/* peers/*".split()
+
+    def __init__(self, drive: Path):
+        self.drive = drive
+        self.files = {}  # path -> bytes
+        self.current_round = -1
+
+    def check(self):
+        for pattern in self.WRITE_ONCE:
+            for path in experiment_dir(self.drive).glob(pattern):
+                data = path.read_bytes()
+                assert self.files.setdefault(path, data) == data, f"{path} has changed"
+        assert all(path.exists() for path in self.files)
+
+        before = self.current_round
+        self.current_round = current_round(self.drive)
+        assert before <= self.current_round
+
+    def check_that_all_is_complete(self):
+        """Every file can be parsed, and every reward has its rollouts."""
+        self.check()
+        for path in self.drive.rglob("*.json*"):
+            text = path.read_text()
+            for each in text.splitlines() if path.suffix == ".jsonl" else [text]:
+                assert isinstance(json.loads(each), dict), path
+
+        paths = {str(path) for path in self.files}
+        rewards = {path for path in paths if "/rewards/" in path}
+        assert rewards
+        assert {path.replace("/rewards/", "/rollouts/") for path in rewards} <= paths
+
+
+# -------- S1: keeping together --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_coordinator", [False, True])
+def test_S1_workers_keep_together_with_or_without_a_coordinator_and_learn_from_one_another(
+    drive, with_coordinator
+):
+    workers = ["w0", "w1", "w2"]
+    names = ["coordinator", *workers] if with_coordinator else workers
     settings = {"MAX_ROUNDS": 12, "NUM_WORKERS": 3, "COORDINATOR_ROUND_INTERVAL": 60}
-    swarm = [Process(drive, name, **settings).start() for name in ("coordinator",) * led + names]
-    assert {process.end() for process in swarm} == {0}
-    assert all(rounds(drive, name) == [*range(12)] for name in names), "nobody runs away or is left behind"
-    rows = [row for row in figures(drive).values() if row["round"] > 0]
-    assert all(row["external_ages"] == [0, 0] for row in rows), "each learns from the others in every round"
-    assert not led or opened(drive) == {"coordinator": [*range(12)]}
-    trained = ("rollouts", "rewards", "checkpoints", "models")
-    assert not [path for kind in trained for path in base(drive).glob(f"{kind}/**/coordinator*")]
+    swarm = [Process(drive, name, **settings).start() for name in names]
+    assert [process.wait_for_exit() for process in swarm] == [0] * len(names)
+
+    # Each worker takes part in every round and, after the first, draws groups of that very round.
+    for name in workers:
+        assert rounds_of(drive, name) == [*range(12)]
+    for (round_, *_), row in repeatable_metrics(drive).items():
+        assert round_ == 0 or row["external_ages"] == [0, 0]
+
+    # A coordinator opens every round and trains nothing.
+    if with_coordinator:
+        assert opened_rounds(drive) == {"coordinator": [*range(12)]}
+    for kind in ("rollouts", "rewards", "checkpoints", "models"):
+        assert not [*experiment_dir(drive).glob(f"{kind}/**/coordinator*")]
 
 
-def test_S1_a_round_is_over_by_time_by_completion_or_by_either():
-    for elapsed, live, submitted, *expected in [  # of an interval of 10 -> time, completion, hybrid
-        (99, "", "", 0, 0, 0), (9, "ab", "", 0, 0, 0), (10, "ab", "", 1, 0, 1), (9, "ab", "a", 0, 0, 0),
-        (10, "ab", "a", 1, 0, 1), (9, "ab", "ab", 0, 1, 1), (9, "a", "ab", 0, 1, 1), (9, "", "a", 0, 1, 1),
-        (10, "ab", "abc", 1, 1, 1),
-    ]:  # fmt: skip
-        ways = ("time", "completion", "hybrid")
-        over = [is_round_over(way, elapsed, 10, list(live), list(submitted)) for way in ways]
-        assert over == [bool(e) for e in expected], (elapsed, live, submitted)
+@pytest.mark.parametrize("elapsed, alive, submitted, by_time, by_completion, by_either", [
+    (99, "", "", 0, 0, 0), (9, "ab", "", 0, 0, 0), (10, "ab", "", 1, 0, 1),
+    (9, "ab", "a", 0, 0, 0), (10, "ab", "a", 1, 0, 1), (9, "ab", "ab", 0, 1, 1),
+    (9, "a", "ab", 0, 1, 1), (9, "", "a", 0, 1, 1), (10, "ab", "abc", 1, 1, 1),
+])  # fmt: skip
+def test_S1_a_round_of_ten_seconds_is_over_by_time_by_completion_or_by_either(
+    elapsed, alive, submitted, by_time, by_completion, by_either
+):
+    expected = {"time": by_time, "completion": by_completion, "hybrid": by_either}
+    for strategy, is_over in expected.items():
+        advance = coordinator.should_advance(strategy, elapsed, 10, list(alive), list(submitted))
+        assert advance == bool(is_over), strategy
 
 
 def test_S1_the_coordinator_holds_round_0_until_the_first_reward_then_goes_by_time_and_ends(drive):
     settings = {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.05, "MAX_ROUNDS": 4}
-    lead, store = Process(drive, "coordinator", **settings).start().wait_here(), by_hand(drive, "n1")
+    process = Process(drive, "coordinator", **settings).start().wait_until_registered()
+    store = store_of(drive, "n1")
     time.sleep(0.5)
-    assert clock(drive) == 0, "the worker lives, but it may be downloading its model"
-    pay(store, 0, "n1")
-    until(lambda: clock(drive) == 3)  # by time, rewarded or not
+    assert current_round(drive) == 0, "a living worker may still be downloading its model"
+
+    # After the first reward rounds advance by time, whether or not there are rewards.
+    submit_reward(store, 0, "n1")
+    wait_until(lambda: current_round(drive) == 3)
     time.sleep(0.3)
-    assert lead.child.is_alive(), "the last round waits for its worker"
-    pay(store, 3, "n1")
-    assert lead.end() == 0 and heartbeat(drive, "coordinator")["state"] == "done"
-    assert json.loads((base(drive) / "winners/round_000003.json").read_bytes()) == {"n1": 0.5}
+    assert process.child.is_alive(), "the last round waits for its worker"
+
+    submit_reward(store, 3, "n1")
+    assert process.wait_for_exit() == 0
+    assert read_heartbeat(drive, "coordinator")["state"] == "done"
+    winners = json.loads((experiment_dir(drive) / "winners/round_000003.json").read_bytes())
+    assert winners == {"n1": 0.5}
 
 
 @pytest.mark.parametrize("strategy", ["completion", "hybrid"])
-def test_S1_the_coordinator_waits_for_all_who_live_and_in_round_0_for_all_who_are_expected(drive, strategy):
-    settings = {"ROUND_ADVANCE": strategy, "NUM_WORKERS": 2, "COORDINATOR_ROUND_INTERVAL": 3600}
-    Process(drive, "coordinator", **settings).start().wait_here()
-    pay(store := by_hand(drive, "n1"), 0, "n1")
+def test_S1_the_coordinator_waits_for_all_living_workers_and_in_round_0_for_all_expected_ones(
+    drive, strategy
+):
+    settings = {
+        "ROUND_ADVANCE": strategy,
+        "NUM_WORKERS": 2,
+        "COORDINATOR_ROUND_INTERVAL": 3600,
+    }
+    Process(drive, "coordinator", **settings).start().wait_until_registered()
+
+    # Two workers are expected, and one has come.
+    store = store_of(drive, "n1")
+    submit_reward(store, 0, "n1")
     time.sleep(0.4)
-    assert clock(drive) == 0, "the second worker is expected"
+    assert current_round(drive) == 0
     store.register(["n2"], "worker", {})
-    pay(store, 0, "n2")
-    until(lambda: clock(drive) == 1)
-    pay(store, 1, "n2")
+    submit_reward(store, 0, "n2")
+    wait_until(lambda: current_round(drive) == 1)
+
+    # n1 is alive and has not submitted. When it exits it is not waited for.
+    submit_reward(store, 1, "n2")
     time.sleep(0.4)
-    assert clock(drive) == 1, "n1 lives and has not submitted"
-    store.heartbeat("n1", store.sessions()["n1"], 1, "stopped")
-    until(lambda: clock(drive) == 2)  # who leaves says so, and is not waited for
+    assert current_round(drive) == 1
+    store.write_heartbeat("n1", store.latest_sessions()["n1"], 1, "stopped")
+    wait_until(lambda: current_round(drive) == 2)
 
 
-def test_S2_who_comes_late_or_was_away_goes_on_with_the_clocks_round_and_says_what_it_missed(drive):
+# -------- S2: late and missing nodes --------------------------------------------------------------
+
+
+def test_S2_a_node_that_comes_late_or_was_away_joins_the_current_round_and_names_the_missed_ones(
+    drive,
+):
     settings = {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.3}
-    Process(drive, "coordinator", **settings).start()
-    Process(drive, "early", **settings).start()
-    until(lambda: clock(drive) >= 4)
+    for name in ("coordinator", "early"):
+        Process(drive, name, **settings).start()
+
+    # `late` comes four rounds late, works on two rounds or more, and is then suspended for four.
+    wait_until(lambda: current_round(drive) >= 4)
     late = Process(drive, "late", **settings).start()
-    until(lambda: len(rounds(drive, "late")) >= 2)
-    late.signal(signal.SIGSTOP)
-    asleep = clock(drive)
-    until(lambda: clock(drive) >= asleep + 4)
-    late.signal(signal.SIGCONT)
-    until(lambda: rounds(drive, "late")[-1] >= asleep + 4)
-    assert late.signal(signal.SIGINT).end() == 130
-    events = log_rows(drive, "late/training_events.jsonl")
-    skips = [(row["first"], row["last"]) for row in events if row["event"] == "skip"]
-    missed = [t for first, last in skips for t in range(first, last + 1)]
-    worked = rounds(drive, "late")
-    assert {*range(4)} <= {*missed} and {asleep + 1, asleep + 2} <= {*missed}
-    assert sorted(missed + worked) == [*range(worked[-1] + 1)], "each is worked on, or named as missed"
-    assert f"{skips[0][0]} to {skips[0][1]} " in late.text, "and a person is told"
+    wait_until(lambda: len(rounds_of(drive, "late")) >= 2)
+    late.send(signal.SIGSTOP)
+    suspended_at = current_round(drive)
+    wait_until(lambda: current_round(drive) >= suspended_at + 4)
+    late.send(signal.SIGCONT)
+    wait_until(lambda: rounds_of(drive, "late")[-1] >= suspended_at + 4)
+    assert late.send(signal.SIGINT).wait_for_exit() == 130
+
+    # Each round was worked on, or is named as missed in an event and on the screen.
+    missed = []
+    skips = [row for row in read_log(drive, "late/training_events.jsonl") if row["event"] == "skip"]
+    for skip in skips:
+        missed += range(skip["first"], skip["last"] + 1)
+    worked = rounds_of(drive, "late")
+    assert {0, 1, 2, 3, suspended_at + 1, suspended_at + 2} <= {*missed}
+    assert sorted(missed + worked) == [*range(worked[-1] + 1)]
+    assert f"{skips[0]['first']} to {skips[0]['last']} " in late.output
 
 
-def test_S2_workers_replace_a_dead_coordinator_after_stale_after_seconds_and_it_takes_over_again(drive):
+def test_S2_workers_replace_a_dead_coordinator_and_it_takes_over_again_when_it_is_back(drive):
     settings = {"ROUND_ADVANCE": "completion", "STALE_AFTER_SECONDS": 2, "NUM_WORKERS": 2}
-    lead, *_ = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1")]
-    until(lambda: clock(drive) >= 5)
-    lead.kill()
-    assert opened(drive).keys() == {"coordinator"}
-    beat = heartbeat(drive, "coordinator")["time"]
-    by_workers = until(lambda: [*base(drive).glob("state/rounds/*.w?.json")])
-    assert min(path.stat().st_mtime for path in by_workers) - beat > 2, "silence shorter than that is none"
-    before = clock(drive)
-    until(lambda: min(rounds(drive, name)[-1] for name in ("w0", "w1")) > before + 3)
-    lead.start()
-    until(lambda: {*opened(drive)["coordinator"]} >= {*range(clock(drive) - 4, clock(drive) + 1)})
-    assert min(set(opened(drive)["coordinator"]) - {*range(before)}) > before, "from where the clock stood"
+    process, *_ = [Process(drive, name, **settings).start() for name in ("coordinator", "w0", "w1")]
+    wait_until(lambda: current_round(drive) >= 5)
+    process.kill()
+    assert opened_rounds(drive).keys() == {"coordinator"}
+
+    # The workers open rounds themselves, but not before STALE_AFTER_SECONDS.
+    killed_at = read_heartbeat(drive, "coordinator")["time"]
+    markers = wait_until(lambda: [*experiment_dir(drive).glob("state/rounds/*.w?.json")])
+    assert min(path.stat().st_mtime for path in markers) - killed_at > 2
+    before = current_round(drive)
+    wait_until(lambda: min(rounds_of(drive, name)[-1] for name in ("w0", "w1")) > before + 3)
+
+    # A new coordinator goes on from the current round.
+    process.start()
+
+    def coordinator_leads():
+        newest = current_round(drive)
+        return {*opened_rounds(drive)["coordinator"]} >= {*range(newest - 4, newest + 1)}
+
+    wait_until(coordinator_leads)
+    later = [round_ for round_ in opened_rounds(drive)["coordinator"] if round_ >= before]
+    assert min(later) > before
+
+
+# -------- S3: waiting for peers -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("frequency", ["stage", "round"])
-def test_S3_a_round_waits_for_peers_once_and_not_for_who_did_not_publish_the_round_before(drive, frequency):
-    """`slow` publishes the last stage of round 1 and nothing else, `dead` that of round 2."""
-    store = by_hand(drive, "slow")
-    store.publish(1, 2, "slow", {}, {})
+def test_S3_a_round_waits_for_peers_once_and_only_for_those_that_published_the_round_before(
+    drive, frequency
+):
+    """`slow` publishes only the last stage of round 1, and `dead` only that of round 2."""
+    store = store_of(drive, "slow")
+    store.publish_rollouts(1, 2, "slow", {}, {})
     old = {"format": 1, "peer_id": "dead", "round": 2, "stage": 2, "timestamp": 1.0, "rollouts": {}}
-    store.write("rollouts/round_000002/stage_2/dead.json", old)
-    store.write("peers/dead.1000000000000-00000000.json", {"node_id": "dead"})
-    settings = {"MAX_STAGES": 3, "MAX_ROUNDS": 4, "FETCH_TIMEOUT_SECONDS": 1.5, "LOCAL_NODES": 2}
-    settings |= {"ROLLOUT_PUBLISH_FREQUENCY": frequency, "GDRIVE_PATH": drive, "NODE_ID": "n"}
-    assert main(words({**QUICK, **settings})) == 0
+    store.write_atomic("rollouts/round_000002/stage_2/dead.json", old)
+    store.write_atomic("peers/dead.1000000000000-00000000.json", {"node_id": "dead"})
+
+    settings = {**QUICK, "GDRIVE_PATH": drive, "NODE_ID": "n", "LOCAL_NODES": 2}
+    settings |= {"MAX_STAGES": 3, "MAX_ROUNDS": 4, "FETCH_TIMEOUT_SECONDS": 1.5}
+    settings |= {"ROLLOUT_PUBLISH_FREQUENCY": frequency}
+    assert sapo.main(to_environ(settings)) == 0
+
+    # Seconds that each round waited. If each stage waited anew, it would be 4.5 s.
     waits = [0.0] * 4
-    for row in log_rows(drive, "n_0/metrics.jsonl") + log_rows(drive, "n_1/metrics.jsonl"):
+    for row in read_log(drive, "n_0/metrics.jsonl") + read_log(drive, "n_1/metrics.jsonl"):
         waits[row["round"]] += row["wait_seconds"]
-    for round_, waited_for_slow in enumerate((True, False, True, False)):
-        low, high = (1.4, 2.8) if waited_for_slow else (0, 1.3)  # in each of its stages it would be 4.5 s
+    for round_, waits_for_slow in enumerate((True, False, True, False)):
+        low, high = (1.4, 2.8) if waits_for_slow else (0, 1.3)
         assert low <= waits[round_] < high, f"round {round_}: {waits}"
+
+
+# -------- S4: two processes of one name -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["twin", "coordinator"])
 def test_S4_of_two_processes_of_one_name_the_older_says_so_and_stops_with_status_3(drive, name):
-    older = Process(drive, name).start().wait_here()
+    older = Process(drive, name).start().wait_until_registered()
     if name == "twin":
-        until(lambda: rounds(drive, name))
-    newer = Process(drive, name).start().wait_here()
-    assert older.end(30) == 3 and "newer" in older.text
-    at_its_end = clock(drive)
+        wait_until(lambda: rounds_of(drive, name))
+    newer = Process(drive, name).start().wait_until_registered()
+    assert older.wait_for_exit(30) == 3
+    assert "newer" in older.output
+
+    # The newer one goes on.
+    before = current_round(drive)
     if name == "coordinator":
-        pay(by_hand(drive, "n1"), 0, "n1")
-    until(lambda: clock(drive) > at_its_end)
-    assert newer.child.is_alive() and heartbeat(drive, name)["state"] == "running", "the newer one goes on"
-    assert newer.signal(signal.SIGINT).end(30) == 130
+        submit_reward(store_of(drive, "n1"), 0, "n1")
+    wait_until(lambda: current_round(drive) > before)
+    assert newer.child.is_alive()
+    assert read_heartbeat(drive, name)["state"] == "running"
+    assert newer.send(signal.SIGINT).wait_for_exit(30) == 130
 
 
-def test_S5_an_engines_rank_is_the_nodes_name_and_rank_0_the_coordinator_with_auto():
-    for environ, name, role in [
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, "node_0", "coordinator"),
-        ({"SLURM_PROCID": "2", "RANK": "7"}, "node_2", "worker"),
-        ({"SLURM_ARRAY_TASK_ID": "4", "SLURM_PROCID": "0"}, "node_4", "worker"),
-        ({"SLURM_ARRAY_TASK_ID": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "node_4_1", "worker"),
-        ({"JOB_COMPLETION_INDEX": "0"}, "node_0", "coordinator"),
-        ({"SKYPILOT_NODE_RANK": "3"}, "node_3", "worker"),
-        ({"RANK": "x"}, "node_[0-9a-f]{8}", "worker"), ({}, "node_[0-9a-f]{8}", "worker"),
-    ]:  # fmt: skip
-        plain, auto, named = (
-            read_environment(environ | more)[0] for more in ({}, {"NODE_ROLE": "auto"}, {"NODE_ID": "anna"})
-        )
-        assert re.fullmatch(name, plain["NODE_ID"]) and plain.get("NODE_ROLE", "worker") == "worker"
-        assert auto["NODE_ROLE"] == role and named["NODE_ID"] == "anna", "a name that was set stands"
+# -------- S5: engines and signals -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("environ, node_id, auto_role", [
+    ({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}, "node_0", "coordinator"),
+    ({"SLURM_PROCID": "2", "RANK": "7"}, "node_2", "worker"),
+    ({"SLURM_ARRAY_TASK_ID": "4", "SLURM_PROCID": "0"}, "node_4", "worker"),
+    ({"SLURM_ARRAY_TASK_ID": "4", "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, "node_4_1", "worker"),
+    ({"JOB_COMPLETION_INDEX": "0"}, "node_0", "coordinator"),
+    ({"SKYPILOT_NODE_RANK": "3"}, "node_3", "worker"),
+    ({"RANK": "x"}, "node_[0-9a-f]{8}", "worker"),
+    ({}, "node_[0-9a-f]{8}", "worker"),
+])  # fmt: skip
+def test_S5_an_engines_rank_becomes_the_nodes_name_and_rank_0_the_coordinator_with_auto(
+    environ, node_id, auto_role
+):
+    env, _ = sapo.read_environment(environ)
+    assert re.fullmatch(node_id, env["NODE_ID"])
+    assert env.get("NODE_ROLE", "worker") == "worker"
+
+    env, _ = sapo.read_environment(environ | {"NODE_ROLE": "auto"})
+    assert env["NODE_ROLE"] == auto_role
+
+    env, _ = sapo.read_environment(environ | {"NODE_ID": "anna"})
+    assert env["NODE_ID"] == "anna", "a name that was set is kept"
 
 
 def test_S5_sigterm_and_sigusr1_stop_in_order_and_requeued_tasks_resume_under_their_names(drive):
-    names = {"coordinator": signal.SIGTERM, "node_1": signal.SIGTERM, "node_2": signal.SIGUSR1}
-    engine = {"NODE_ROLE": "auto", "NODE_ID": None, "SLURM_NTASKS": 3, "ROUND_ADVANCE": "completion"}
-    swarm = [Process(drive, name, **engine, SLURM_PROCID=rank).start() for rank, name in enumerate(names)]
-    until(lambda: min(len(rounds(drive, node)) for node in ("node_1", "node_2")) >= 4)
+    signals = {"coordinator": signal.SIGTERM, "node_1": signal.SIGTERM, "node_2": signal.SIGUSR1}
+    workers = ["node_1", "node_2"]
+    engine = {
+        "NODE_ROLE": "auto",
+        "NODE_ID": None,
+        "SLURM_NTASKS": 3,
+        "ROUND_ADVANCE": "completion",
+    }
+    swarm = []
+    for rank, name in enumerate(signals):
+        swarm.append(Process(drive, name, **engine, SLURM_PROCID=rank).start())
+    wait_until(lambda: min(len(rounds_of(drive, node_id)) for node_id in workers) >= 4)
+
+    # Each process finishes its round, saves and says goodbye.
     for process in swarm:
-        process.signal(names[process.name])
-    assert [process.end(30) for process in swarm] == [130] * 3
-    assert [heartbeat(drive, name)["state"] for name in names] == ["stopped"] * 3
-    saved = {node: newest_checkpoint(drive, node) for node in ("node_1", "node_2")}
-    assert all(round_ == rounds(drive, node)[-1] for node, round_ in saved.items()), "none is lost"
+        process.send(signals[process.name])
+    assert [process.wait_for_exit(30) for process in swarm] == [130] * 3
+    assert [read_heartbeat(drive, name)["state"] for name in signals] == ["stopped"] * 3
+    saved = {}
+    for node_id in workers:
+        saved[node_id] = latest_checkpoint_round(drive, node_id)
+        assert saved[node_id] == rounds_of(drive, node_id)[-1], "a round was lost"
+
+    # The engine starts the same tasks again.
     for process in swarm:
-        process.settings["MAX_ROUNDS"] = clock(drive) + 4
+        process.settings["MAX_ROUNDS"] = current_round(drive) + 4
         process.start()
-    assert [process.end() for process in swarm] == [0] * 3
+    assert [process.wait_for_exit() for process in swarm] == [0] * 3
     assert [process.resumed_from for process in swarm[1:]] == [*saved.values()]
-    assert sorted(name.split(".")[0] for name in sessions(drive)) == sorted([*names] * 2), "no other names"
+    registered = [name.split(".")[0] for name in session_files(drive)]
+    assert sorted(registered) == sorted([*signals] * 2), "a task came back under another name"
 
 
-def learner(drive: Path, nodes: int) -> Process:
-    return Process(drive, "n", **LEARNING, LOCAL_NODES=nodes)
+# -------- L5, F3: runs that repeat, also after SIGKILL --------------------------------------------
+
+
+def learning_process(drive: Path, num_nodes: int) -> Process:
+    return Process(drive, "n", **LEARNING, LOCAL_NODES=num_nodes)
 
 
 @functools.cache
-def unbroken(place: Path, nodes: int) -> Path:
-    """The folder of a run that nobody disturbed."""
-    process = learner(place / f"unbroken_{nodes}", nodes).start()
-    assert process.end() == 0, process.text
+def undisturbed_drive(parent: Path, num_nodes: int) -> Path:
+    process = learning_process(parent / f"undisturbed_{num_nodes}", num_nodes).start()
+    assert process.wait_for_exit() == 0, process.output
     return process.drive
 
 
 @pytest.fixture(params=[1, 2])
-def whole(request, tmp_path_factory, drive) -> Path:
-    """The folder of an unbroken run of so many nodes; `drive` gets its warm start."""
-    whole = unbroken(tmp_path_factory.getbasetemp(), request.param)
-    shutil.copytree(whole / "warmstart", drive / "warmstart")
-    return whole
+def undisturbed(request, tmp_path_factory, drive) -> Path:
+    """The folder of an undisturbed run of this many nodes. `drive` gets its warm start."""
+    undisturbed = undisturbed_drive(tmp_path_factory.getbasetemp(), request.param)
+    shutil.copytree(undisturbed / "warmstart", drive / "warmstart")
+    return undisturbed
 
 
-def is_equal(whole: Path, drive: Path):
-    """All that was shared, earned and learned, bit for bit."""
+def assert_equal_runs(drive: Path, undisturbed: Path):
+    """Rewards and metrics, rollouts and checkpoints of the two runs are equal bit for bit."""
 
-    def shared(place):
-        files = {path.relative_to(place): path.read_text() for path in place.rglob("rollouts/*/*/*")}
-        return {path: re.sub(r'"timestamp": [\d.]+', "", text) for path, text in files.items()}
+    def rollouts(folder):
+        texts = {}
+        for path in folder.rglob("rollouts/*/*/*"):
+            text = re.sub(r'"timestamp": [\d.]+', "", path.read_text())
+            texts[path.relative_to(folder)] = text
+        return texts
 
-    def learned(place):
-        return [path.read_bytes() for path in sorted(place.glob("experiments/*/checkpoints/*/*"))]
+    def checkpoints(folder):
+        return [path.read_bytes() for path in sorted(folder.glob("experiments/*/checkpoints/*/*"))]
 
-    ours, theirs = figures(drive), figures(whole)
-    assert ours == theirs and len({row["reward"] for row in ours.values()}) > 3
-    assert max(row["grad_norm"] for row in ours.values()) > 0, "something was learned"
-    assert shared(drive) == shared(whole)
-    assert learned(drive) == learned(whole) and len(learned(drive)) == 2
+    metrics = repeatable_metrics(drive)
+    assert metrics == repeatable_metrics(undisturbed)
+    assert len({row["reward"] for row in metrics.values()}) > 3
+    assert max(row["grad_norm"] for row in metrics.values()) > 0, "nothing was learned"
+    assert rollouts(drive) == rollouts(undisturbed)
+    assert checkpoints(drive) == checkpoints(undisturbed)
+    assert len(checkpoints(drive)) == 2
 
 
-@pytest.mark.parametrize("whole", [2], indirect=True)
-def test_L5_two_runs_of_one_command_are_equal_bit_for_bit(drive, whole):
-    environ = os.environ | words(learner(drive, 2).settings) | {"PYTHONHASHSEED": "7"}
+@pytest.mark.parametrize("undisturbed", [2], indirect=True)
+def test_L5_two_runs_of_one_command_are_equal_bit_for_bit(drive, undisturbed):
+    environ = os.environ | to_environ(learning_process(drive, 2).settings) | {"PYTHONHASHSEED": "7"}
     subprocess.run([sys.executable, ROOT / "sapo.py"], env=environ, timeout=120, check=True)
-    is_equal(whole, drive)
+    assert_equal_runs(drive, undisturbed)
 
 
-def test_F3_killed_at_random_moments_a_process_that_is_alone_repeats_the_unbroken_run(drive, whole):
-    nodes = sorted({node for _, _, node in figures(whole)})
-    process, rng, witness = learner(drive, len(nodes)), random.Random(1), Witness(drive)
+def test_F3_a_process_that_is_alone_and_killed_at_random_moments_repeats_the_undisturbed_run(
+    drive, undisturbed
+):
+    expected = repeatable_metrics(undisturbed)
+    node_ids = sorted({node_id for _, _, node_id in expected})
+    process = learning_process(drive, len(node_ids))
+    observer = Observer(drive)
+    rng = random.Random(1)
+
+    # Kill it eight times, twice of them soon after its start.
     for kill in range(8):
-        enough = lines(drive, "metrics.jsonl") + rng.randrange(1, 5) * len(nodes)
-        process.start().wait_here()
-        until(lambda: kill % 4 == 0 or lines(drive, "metrics.jsonl") >= enough)  # noqa: B023
+        num_lines = count_log_lines(drive, "metrics.jsonl") + rng.randrange(1, 5) * len(node_ids)
+        process.start().wait_until_registered()
+        if kill % 4 > 0:
+            wait_until(lambda: count_log_lines(drive, "metrics.jsonl") >= num_lines)  # noqa: B023
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
-        witness.look()
-    (left := base(drive) / "tmp/n/left").write_text("by a kill in the middle of a write")
-    assert process.start().wait_here() and not left.exists(), "temp files go at the next start"
-    assert process.end() == 0 and process.resumed_from is not None
-    witness.all_is_whole()
-    is_equal(whole, drive)
-    for node in nodes:  # the last row of a round counts
-        rows = {row["round"]: row["my_reward"] for row in log_rows(drive, f"{node}/metrics.jsonl")}
-        assert rows == {t: figures(whole)[t, 0, node]["reward"] for t in range(40)}
+        observer.check()
+
+    # The next start deletes a temporary file that a kill in the middle of a write left.
+    left_over = experiment_dir(drive) / "tmp/n/left_over"
+    left_over.write_text("half of a file")
+    process.start().wait_until_registered()
+    assert not left_over.exists()
+
+    # It ends like a run that was never killed.
+    assert process.wait_for_exit() == 0
+    assert process.resumed_from is not None
+    observer.check_that_all_is_complete()
+    assert_equal_runs(drive, undisturbed)
+
+    # A round that was repeated has several rows in the log; the last one counts.
+    for node_id in node_ids:
+        rows = read_log(drive, f"{node_id}/metrics.jsonl")
+        rewards = {row["round"]: row["my_reward"] for row in rows}
+        assert rewards == {t: expected[t, 0, node_id]["reward"] for t in range(40)}
 
 
 def test_F3_a_swarm_of_processes_survives_forty_kills_and_loses_nothing(drive):
-    """Coordinator and three workers in rounds of 0.4 s; one after another dies, some while they start."""
-    settings = {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 0.4, "STALE_AFTER_SECONDS": 5}
+    """A coordinator and three workers in rounds of 0.4 s. They are killed in random order, some of
+    them while they start."""
+    settings = {
+        "ROUND_ADVANCE": "time",
+        "COORDINATOR_ROUND_INTERVAL": 0.4,
+        "STALE_AFTER_SECONDS": 5,
+    }
     settings |= {"FETCH_TIMEOUT_SECONDS": 1, "CHECKPOINT_INTERVAL": 2}
-    names = ("w0", "w1", "w2")
+    names = ["w0", "w1", "w2"]
     swarm = [Process(drive, name, **settings).start() for name in ("coordinator", *names)]
-    workers, rng, witness = swarm[1:], random.Random(2), Witness(drive)
-    expected, published, resumes = dict.fromkeys(names), {name: [] for name in names}, 0
+    workers = swarm[1:]
+    observer = Observer(drive)
+    rng = random.Random(2)
 
-    def shared(name):
-        """Rounds of which it published rollouts in this life."""
-        return [t for t in rounds(drive, name, "rollouts") if t not in published[name]]
+    checkpoints = dict.fromkeys(names)  # worker -> round of its latest checkpoint
+    published = {name: [] for name in names}  # worker -> rounds that its earlier starts published
+    resumes = 0
 
-    def account_for(process) -> bool:
-        """A life has ended: on from the newest checkpoint, no reward missing between its rounds."""
-        name, mine = process.name, shared(process.name)
-        assert {*mine[:-1]} <= {*rounds(drive, name)}, f"{name}: {mine}"
-        assert not process.is_here() or process.resumed_from == expected[name], process.text[-2000:]
-        published[name] += mine
-        expected[name] = newest_checkpoint(drive, name)
+    def newly_published(name):
+        """Rounds of which this worker published rollouts since its latest start."""
+        rounds = rounds_of(drive, name, "rollouts")
+        return [round_ for round_ in rounds if round_ not in published[name]]
+
+    def check_ended_worker(process) -> bool:
+        """It went on from its latest checkpoint, and of the rounds that it published only the last
+        may lack its reward. Returns whether it had resumed from a checkpoint."""
+        name = process.name
+        rounds = newly_published(name)
+        assert {*rounds[:-1]} <= {*rounds_of(drive, name)}, f"{name}: {rounds}"
+        if process.is_registered():
+            assert process.resumed_from == checkpoints[name], process.output[-2000:]
+        published[name] += rounds
+        checkpoints[name] = latest_checkpoint_round(drive, name)
         return process.resumed_from is not None
 
+    # Kill: one in five at any moment, one in five once it has registered, the others once they
+    # have published.
     for kill in range(40):
         process = rng.choice(swarm)
-        if kill % 5:  # else it may die while it starts
-            process.wait_here()
-        if kill % 5 > 1 and process in workers:
-            until(lambda: shared(process.name))  # noqa: B023
+        is_worker = process in workers
+        if kill % 5 > 0:
+            process.wait_until_registered()
+        if kill % 5 > 1 and is_worker:
+            wait_until(lambda: newly_published(process.name))  # noqa: B023
         time.sleep(rng.uniform(0, 0.5))
         process.kill()
-        witness.look()
-        resumes += process in workers and account_for(process)
+        observer.check()
+        if is_worker:
+            resumes += check_ended_worker(process)
         process.start()
+
+    # Kill all of them, and let them run to the end.
     for process in swarm:
         process.kill()
-        resumes += process in workers and account_for(process)
+        if process in workers:
+            resumes += check_ended_worker(process)
+    last_round = observer.current_round + 7
     for process in swarm:
-        process.settings["MAX_ROUNDS"] = witness.clock + 8
+        process.settings["MAX_ROUNDS"] = last_round + 1
         process.start()
-    assert [process.end() for process in swarm] == [0] * 4
+    assert [process.wait_for_exit() for process in swarm] == [0] * 4
+
     for process in workers:
-        resumes += account_for(process)
-        last = process.settings["MAX_ROUNDS"] - 1
-        assert rounds(drive, process.name)[-1] == newest_checkpoint(drive, process.name) == last
-    witness.all_is_whole()
-    assert resumes >= 10, "most starts had something to go on from"
-    assert len({t for name in names for t in rounds(drive, name)}) > witness.clock / 2, "it was a swarm"
+        resumes += check_ended_worker(process)
+        assert rounds_of(drive, process.name)[-1] == last_round
+        assert latest_checkpoint_round(drive, process.name) == last_round
+    observer.check_that_all_is_complete()
+    assert resumes >= 10, "hardly a start had a checkpoint to go on from"
+    rewarded = {round_ for name in names for round_ in rounds_of(drive, name)}
+    assert len(rewarded) > observer.current_round / 2, "the swarm hardly worked"
