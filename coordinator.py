@@ -195,7 +195,7 @@ def format_metrics(
     parts = [  # (rank, text): the highest rank is dropped first, rank 0 never
         (0, label),
         (0, f"reward {metrics['reward']:.2f}"),
-        (4, f"{len(recent)} rounds: {mean_reward:.2f}"),
+        (4, f"{len(recent)} rounds: {mean_reward:.2f}" if len(recent) > 1 else ""),
         (2, f"tags {metrics['answer_tag_rate']:.0%}"),
         (0 if truncated > 0.1 else 5, f"cut {truncated:.0%}"),
         (0, groups),

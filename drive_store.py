@@ -10,12 +10,12 @@ Append-only files: logs. If a crash left an incomplete last line, the next appen
 
 Anyone with access to the folder may write anything into it. Readers therefore limit the size and
 check the type of every file; they return parsed data or raise `InvalidFileError`. Symbolic links
-below the experiment's folder are never followed. Every method does its work once and raises OSError
-if the folder cannot be reached; `RetryingStore` repeats it. A missing file is not an error: the
-result is None or [], as long as the experiment's folder itself exists.
+below the experiment's folder are never followed. Every method tries once and raises OSError if the
+folder cannot be reached; `RetryingStore` repeats it. A missing file is not an error: the result is
+None or [], as long as the experiment's folder itself exists.
 
-On a storage that several machines share, a stale or partial file may show for a while. It does not
-parse, and it is read again in the next round.
+A network drive may still show an old or an incomplete file for a while. An incomplete one does not
+parse, counts as invalid, and is read again in the next round.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ LAYOUT_VERSION = 3  # the key "layout" of config.json: where an experiment keeps
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens takes about 4 MiB
 MAX_JSON_ELEMENTS = 400_000  # 8 MiB of "[]," would parse to a gigabyte of Python objects
 MAX_METADATA_BYTES = 64 << 10  # a registration, heartbeat, reward or config
-MAX_LOG_BYTES = 1 << 40  # a larger log is somebody's sparse file, and nothing can be appended to it
+MAX_LOG_BYTES = 1 << 40  # no log grows so long; a larger file was planted and is replaced
 MAX_TEXT_CHARS = 32768  # of a question or a completion
 GROUP_SIZES = range(2, 65)  # completions per question in a peer's file; its G may differ from ours
 MAX_SEED = 2**53  # JSON readers in other languages round larger integers
@@ -82,12 +82,10 @@ class DriveStore:
         self.tmp = f"tmp/{owner}"
         self.invalid_files = Counter()  # reason -> number of files
 
-        self._checked_dirs = (
-            set()
-        )  # known to be no links; each is checked once, as a check is a call
+        self._checked_dirs = set()  # known to be no links; a check costs a file-system call
         self._append_offsets = {}  # log -> its length before an append that failed
         self._heartbeat_cache = {}  # node_id -> (when it was read, the heartbeat)
-        self._last_activity = {}  # node_id -> timestamp of the newest file of its that was read
+        self._last_activity = {}  # node_id -> timestamp in its rollout or reward file last read
 
     def create(self) -> None:
         """Create the experiment's folder and empty this owner's tmp folder.
@@ -122,13 +120,14 @@ class DriveStore:
             if saved is None and settings:
                 data = dump_json({"layout": LAYOUT_VERSION, **settings}, indent=1)
                 self.write_once("config.json", data, fsync=True)
-                saved = self.read_json("config.json")  # of two first writers, one counts for both
+                saved = self.read_json("config.json")  # of two simultaneous writers one has won
         except InvalidFileError as error:
             path = self.experiment_dir / "config.json"
             advice = "wait, restore it or start a new EXPERIMENT_NAME"
             raise StoreError(f"{path}: {error}; {advice}") from error
 
-        # rl-swarm's Google Drive mode names its folders round_5; this program pads the number.
+        # Folders named round_5 are those of rl-swarm's Google Drive mode. This program writes
+        # round_000005.
         names = self.list_names("rollouts") if self.experiment_dir.is_dir() else []
         is_unpadded = any(re.fullmatch(r"round_\d{1,5}", name) for name in names)
         if is_unpadded or (saved is not None and saved.get("layout") != LAYOUT_VERSION):
@@ -148,7 +147,8 @@ class DriveStore:
         return newest
 
     def open_round(self, round_: int, by: str) -> None:
-        """Declare that this round and all before it are open. Two nodes may open the same round."""
+        """Declare that this round and all before it are open. Several nodes may open the same round
+        without harm."""
         state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
         self.write_once(f"{round_dir('state/rounds', round_)}.{by}.json", state)
         self.write_atomic("state/current_state.json", state)  # for people
@@ -243,7 +243,7 @@ class DriveStore:
                 path = f"{round_dir('rewards', round_, stage)}/{node_id}.json"
                 data = self.read_json_matching(path) or {}
                 reward = parse_reward(data, node_id=node_id, round=round_, stage=stage)
-                if reward is not None:  # an invalid one may still be on its way
+                if reward is not None:  # an invalid file may not have arrived in full yet
                     self._last_activity[node_id] = reward["timestamp"]
                     rewards.append(reward)
         return rewards
@@ -302,8 +302,9 @@ class DriveStore:
         """Return "exited", "alive" or "dead".
 
         A node has exited if the heartbeat of its latest session says so. Otherwise it is alive if
-        its registration, its heartbeat or its newest file read here is younger than `stale_after`
-        seconds. Ages are taken by the wall clocks, which must agree within that time.
+        its registration, its heartbeat, or the last file of it that was read here is younger than
+        `stale_after` seconds. Ages are differences of wall-clock times, so the clocks of all
+        machines must agree within `stale_after`.
         """
         # Read the heartbeat again unless that was done a moment ago.
         read_at, heartbeat = self._heartbeat_cache.get(node_id, (-math.inf, {}))
@@ -311,11 +312,11 @@ class DriveStore:
             heartbeat = self.read_json_matching(f"heartbeats/{node_id}.json", node_id=node_id) or {}
             self._heartbeat_cache[node_id] = (time.monotonic(), heartbeat)
 
-        # A goodbye counts only if the latest session has said it.
+        # The state of an earlier session does not count.
         if heartbeat.get("session") == session and heartbeat.get("state") in ("done", "stopped"):
             return "exited"
 
-        # One recent sign of life is enough. The heartbeat alone may show late on a slow drive.
+        # One recent timestamp is enough, because on a slow drive the heartbeat may arrive late.
         registered_at = int(session[:13] or 0) / 1000
         for timestamp in (registered_at, heartbeat.get("time"), self._last_activity.get(node_id)):
             if is_finite_number(timestamp) and abs(time.time() - timestamp) < stale_after:
@@ -351,12 +352,12 @@ class DriveStore:
                 checkpoints[round_] = f"{round_dir('checkpoints', round_)}/{name}"
         return checkpoints
 
-    # -------- Atomic files ------------------------------------------------------------------------
+    # -------- Atomic files, and reading -----------------------------------------------------------
 
     def write_atomic(self, path: str, data, fsync: bool = False) -> None:
         """Write a file in place of an older one. Readers see the old file or the whole new one.
 
-        data: a dict, bytes, or a function that writes a file at the path that it is given.
+        data: a dict, bytes, or a function that is given a path and writes a file there.
         fsync: the contents reach the disk before the file gets its name.
         A link, a FIFO or a folder of this name is replaced.
         """
@@ -367,8 +368,9 @@ class DriveStore:
         """Write a file that must never change afterwards. Returns False if a valid file already has
         this name.
 
-        is_valid: decides, from the existing file's bytes, whether it counts; an invalid one is
-        replaced. The default is `parse_json`, which raises if the bytes are no JSON object.
+        is_valid: decides from its bytes whether the existing file is valid; an invalid one is
+        replaced. It may raise ValueError instead of returning False, as the default, `parse_json`,
+        does.
         """
         with self._temp_file(data, fsync) as temp:
             try:
@@ -376,7 +378,7 @@ class DriveStore:
             except OSError:  # the name is taken, or the storage has no hard links
                 if self._is_valid_file(path, is_valid or parse_json):
                     return False
-                self._replace(temp, path)
+                self._replace(temp, path)  # there is no valid file of this name
         return True
 
     def write_directory(self, path: str, write) -> None:
@@ -385,7 +387,7 @@ class DriveStore:
         write: a function that fills the empty directory that it is given, without subdirectories.
         """
         temp = f"{self.tmp}/{secrets.token_hex(8)}"
-        directory = self.resolve(f"{temp}/-", mkdir=True).parent
+        directory = self.resolve(f"{temp}/-", mkdir=True).parent  # "-" stands for any file in it
         try:
             write(directory)
             for file in sorted(directory.iterdir()):
@@ -411,7 +413,7 @@ class DriveStore:
                     os.fsync(file.fileno())
             yield temp
         except OSError:
-            self._checked_dirs.clear()  # a directory may have gone
+            self._checked_dirs.clear()  # a directory may have disappeared
             raise
         finally:
             with contextlib.suppress(OSError):
@@ -445,12 +447,12 @@ class DriveStore:
             file = self.open(path, "a+b")
 
         with file:
-            # The length before the first attempt stays known until an attempt succeeds.
+            # Remember the length before the first attempt until an attempt succeeds.
             size = self._append_offsets.setdefault(path, os.fstat(file.fileno()).st_size)
             file.truncate(size)
             is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             file.write(("\n" if is_torn else "").encode() + text.encode("utf-8", "replace"))
-        del self._append_offsets[path]  # only now: a full disk shows when the file is closed
+        del self._append_offsets[path]  # after the close, which is where a full disk raises
 
     def delete(self, path: str) -> None:
         """Delete a file, a link, or a directory with everything in it."""
@@ -468,7 +470,7 @@ class DriveStore:
         """Read one JSON object. Returns None if there is no such file.
 
         Raises InvalidFileError, and counts it, if the file cannot be used. That includes a file
-        that fails (EIO, ESTALE) while the experiment's folder can be listed.
+        that cannot be read (EIO, ESTALE) although the experiment's folder can be listed.
         """
         try:
             data = self.read_bytes(path, max_bytes)
@@ -508,7 +510,7 @@ class DriveStore:
         """Open a regular file to read ("rb") or to append ("a+b").
 
         Raises InvalidFileError for a FIFO, a link or a directory, FileNotFoundError if the file is
-        missing, and another OSError if the experiment's folder is missing, too.
+        missing, and another OSError if the experiment's folder is missing as well.
         """
         is_reading = mode == "rb"
         flags = os.O_RDONLY if is_reading else os.O_RDWR | os.O_APPEND | os.O_CREAT
@@ -531,7 +533,7 @@ class DriveStore:
         raise InvalidFileError("not a regular file that this user may use")
 
     def existing_file(self, path: str) -> Path | None:
-        """Full path of a regular file that a library will open itself. None if it is missing."""
+        """Full path of a regular file, for a library that opens files by path. None if missing."""
         try:
             target = self.resolve(path)
             return target if stat.S_ISREG(os.lstat(target).st_mode) else None
@@ -542,7 +544,7 @@ class DriveStore:
     def list_names(self, path: str) -> list[str]:
         """Names in a directory, sorted. An empty list if there is no such directory."""
         try:
-            return sorted(os.listdir(self.resolve(f"{path}/-").parent))
+            return sorted(os.listdir(self.resolve(f"{path}/-").parent))  # "-": any file in it
         except (FileNotFoundError, InvalidFileError):
             self.check_mounted()
             return []
@@ -551,8 +553,8 @@ class DriveStore:
         """Full path of a file in the experiment. Refuses symbolic links among its parents.
 
         Each parent is checked when it is first used, and again after an outage. With mkdir=True
-        missing parents are created, and a link or a file in the place of one makes room for it.
-        Without, it raises InvalidFileError.
+        missing parents are created, and a link or a file found in place of one is replaced by a
+        directory. Otherwise such a link or file raises InvalidFileError.
         """
         *parents, name = path.split("/")
         current = self.experiment_dir
@@ -576,7 +578,7 @@ class DriveStore:
 
     def check_mounted(self) -> None:
         """Raise OSError if the experiment's folder cannot be listed: the drive is not mounted."""
-        self._checked_dirs.clear()  # another drive may be mounted next
+        self._checked_dirs.clear()  # after an outage another drive may be mounted
         try:
             os.listdir(self.experiment_dir)
         except OSError as error:

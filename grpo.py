@@ -2,16 +2,16 @@
 gradient.
 
 Read from the top: advantages and loss, the update, log-probabilities, sampling. That is GRPO, and
-it ends at the banner "Speed only". Below the banner stand the same computations made faster, then
+it ends at the banner "Speed only". Below it come faster versions of the same computations, then
 memory, tasks and rewards, the tokenizer and the models, the warm start, and tensors in files.
 
 Symbols in the comments of this file:
-    N  questions (groups) in a batch        P  prompt length in tokens (left-padded to the longest)
-    G  completions of one question          T  completion length in tokens (right-padded)
+    N  questions (groups) in a batch        P  length of the longest prompt in tokens
+    G  completions of one question          T  length of the longest completion in tokens
     B  rows = all completions in a batch    V  vocabulary        H  hidden size
 
-Where this departs from a textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2
-and 4 are as in SAPO:
+Differences from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2 and 4
+follow the SAPO paper, point 3 does not:
 1. There is no KL penalty and no reference model.
 2. Clipping is asymmetric, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1).
 3. The default loss is a mean over all tokens of the batch, not over completions (DAPO, section
@@ -19,8 +19,8 @@ and 4 are as in SAPO:
 4. The old log-probabilities are those of the *current* policy at the start of the update, also for
    completions that another model wrote. These are treated as if this policy had sampled them.
 With NUM_ITERATIONS=1, the default, the ratio is therefore exactly 1 and nothing is clipped. The
-gradient equals REINFORCE's, that of A log p, and the value of the loss is not informative (it is 0
-for equally long completions); watch the reward.
+gradient is that of -A log p, as in REINFORCE. The value of the loss says nothing: with equally long
+completions it is exactly 0, because the advantages of a group sum to 0. Watch the reward instead.
 """
 
 import contextlib
@@ -55,10 +55,10 @@ class Group:
     prompt       (P,) token ids
     completions  G lists of token ids, none of them empty; an EOS, if there is one, is the last id
     rewards      (G,) in [0, 1]; computed in this process, never a peer's claim
-    question     the Question that was asked
+    question     the Question (defined below, under "Tasks and rewards")
     texts        G strings, the completions as text
     finished     G booleans, whether the model ended the completion itself
-    key          of an external group: (round, stage, node_id, index)
+    key          of an external group, one that a peer wrote: (round, stage, node_id, index)
     """
 
     prompt: list[int]
@@ -83,7 +83,7 @@ ADVANTAGE_EPSILON = 1e-4  # keeps advantages bounded where rewards hardly differ
 def group_advantages(rewards: list[float]) -> list[float]:
     """A_i = (r_i - mean) / (std + 1e-4) within one group; zeros if all rewards are equal.
 
-    The standard deviation has Bessel's correction (DeepSeekMath, section 4.1.2; details as in TRL).
+    The standard deviation has Bessel's correction (DeepSeekMath, section 4.1.2; TRL does the same).
     [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
     """
     if max(rewards) - min(rewards) <= 1e-6:
@@ -96,12 +96,14 @@ def group_advantages(rewards: list[float]) -> list[float]:
 def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
     """Per-token loss weight of each completion.
 
-    The weights are normalised over the whole update, so that the split into micro-batches does not
-    change the gradient.
+    The weights are normalised once, over the whole update. Micro-batches only add up their parts,
+    so the way in which the update is split does not change the gradient.
 
-    lengths: (B,) tokens of all completions of the *whole* update, groups without information
-    included. Returns (B,) float64.
-    dapo: 1 / all tokens; grpo: 1 / (B x own length); dr_grpo: 1 / (B x max_new_tokens).
+    lengths: (B,) tokens of all completions of the *whole* update, those of groups without
+    information included. Returns (B,) float64.
+        dapo      1 / (tokens of all completions)
+        grpo      1 / (B x tokens of this completion)
+        dr_grpo   1 / (B x max_new_tokens)
     """
     lengths = lengths.to(torch.float64)
     batch_size = len(lengths)
@@ -109,19 +111,19 @@ def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> 
         divisors = lengths.sum()
     elif loss_type == "grpo":
         divisors = batch_size * lengths
-    else:
+    else:  # dr_grpo
         divisors = batch_size * max_new_tokens
     return torch.ones_like(lengths) / divisors
 
 
 def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
-    """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), summed with `loss_weights`.
+    """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), weighted by `loss_weights` and summed.
 
     logprobs, old_logprobs, mask: (B, T); advantages, weights: (B,).
     Returns (loss, number of clipped tokens), both scalar tensors.
 
-    If old_logprobs is logprobs.detach(), the ratio is 1 and the gradient is A times that of
-    logprobs.
+    If old_logprobs is logprobs.detach(), the ratio is 1 and the gradient of the loss is that of
+    -weight * A * logprobs.
     """
     ratio = torch.exp(logprobs - old_logprobs)  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)
@@ -143,9 +145,9 @@ MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
 
 @dataclass
 class UpdateBatch:
-    """The completions of an update, B rows in the order of `groups`.
+    """The completions that an update trains on: K rows, in the order of `groups`.
 
-    advantages, weights: (B,); old_logprobs: (B, T), written in the first step.
+    advantages, weights: (K,); old_logprobs: (K, T), filled in the first optimizer step.
     """
 
     groups: list[Group]
@@ -157,7 +159,7 @@ class UpdateBatch:
 def update_policy(
     model, optimizer, groups: list[Group], config, pad_id: int, max_rows: int
 ) -> dict:
-    """One GRPO update on own and external groups alike: NUM_ITERATIONS steps on the same
+    """One GRPO update on own and external groups alike: NUM_ITERATIONS optimizer steps on the same
     completions.
 
     config: the update's settings (LOSS_TYPE, MAX_NEW_TOKENS, TEMPERATURE, CLIP_LOW, CLIP_HIGH,
@@ -165,20 +167,23 @@ def update_policy(
     no forward pass, but their tokens count in the loss's denominator.
 
     Returns metrics: loss of the first step, clip_fraction (mean), grad_norm of the last step before
-    clipping, trained_tokens, max_rows as it fitted into memory, and logprobs, the mean
+    clipping, trained_tokens, max_rows, which is lower if memory ran out, and logprobs, the mean
     log-probability per token of each completion that was trained on.
     """
-    # The loss weights are normalised over the whole update, so that the gradient does not depend
-    # on how it is split into micro-batches.
-    lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
-    informative = torch.tensor(
-        [group.is_informative for group in groups for _ in group.completions]
-    )
-    weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)[informative]  # (B,)
+    # The loss weights come from all B completions of the update.
+    lengths = []
+    gives_gradient = []  # for each completion: is its group informative?
+    for group in groups:
+        lengths += [len(ids) for ids in group.completions]
+        gives_gradient += [group.is_informative] * len(group.completions)
+    lengths = torch.tensor(lengths)  # (B,)
+    gives_gradient = torch.tensor(gives_gradient)  # (B,)
+    weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)  # (B,)
 
-    # From here on, B counts the completions of informative groups only. Without any, there is no
-    # step: one with a zero gradient would still move the weights, through Adam's momentum.
-    lengths = lengths[informative]
+    # The update itself needs only the K completions of informative groups. If there are none, skip
+    # the step: even with a zero gradient Adam's momentum would move the weights.
+    lengths = lengths[gives_gradient]  # (K,)
+    weights = weights[gives_gradient]  # (K,)
     groups = [group for group in groups if group.is_informative]
     metrics = {
         "loss": 0.0,
@@ -190,12 +195,13 @@ def update_policy(
         return metrics | {"max_rows": max_rows, "logprobs": []}
 
     advantages = torch.tensor([a for group in groups for a in group_advantages(group.rewards)])
-    old_logprobs = torch.zeros(len(lengths), int(lengths.max()))  # (B, T)
+    old_logprobs = torch.zeros(len(lengths), int(lengths.max()))  # (K, T)
     batch = UpdateBatch(groups, advantages, weights, old_logprobs)
     model.eval()  # dropout off: log-probabilities of one policy must not depend on chance
 
+    num_clippable = metrics["trained_tokens"] * config.NUM_ITERATIONS  # tokens x steps
     for step in range(config.NUM_ITERATIONS):
-        # Gradient of the whole batch, in smaller pieces if memory runs out.
+        # Gradient of the whole batch: attempt(max_rows=…), with smaller pieces if memory runs out.
         attempt = functools.partial(
             accumulate_gradients, model, optimizer, batch, config, pad_id, is_first_step=step == 0
         )
@@ -213,8 +219,7 @@ def update_policy(
         if step == 0:
             metrics["loss"] = loss
         metrics["grad_norm"] = grad_norm.item()
-        num_trained = metrics["trained_tokens"] * config.NUM_ITERATIONS
-        metrics["clip_fraction"] += num_clipped / num_trained
+        metrics["clip_fraction"] += num_clipped / num_clippable
     optimizer.zero_grad()
 
     mean_logprobs = batch.old_logprobs.sum(1) / lengths
@@ -226,13 +231,13 @@ def accumulate_gradients(
 ) -> list[float]:
     """Compute the gradient of the whole batch, `max_rows` completions at a time.
 
-    Returns [loss, number of clipped tokens]. On the first step the policy has not moved yet, so its
-    log-probabilities become the old ones for every later step.
+    Returns [loss, number of clipped tokens]. In the first step the policy has not moved yet, so its
+    log-probabilities are the old ones of this step and of all later ones.
     """
     optimizer.zero_grad()
     totals = torch.zeros(2, dtype=torch.float64)
     for prompts_and_completions, rows in micro_batches(batch.groups, max_rows):
-        # The same numbers as `completion_logprobs` below, with each prompt computed once.
+        # This returns what `completion_logprobs` (below) returns, but computes each prompt once.
         logprobs, mask = completion_logprobs_shared_prompt(
             model, prompts_and_completions, config, pad_id
         )  # (b, t): the rows of this micro-batch, as long as the longest of them
@@ -260,12 +265,16 @@ def accumulate_gradients(
 def completion_logprobs(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
     """Log-probability of each token of B completions, each in a row with its own prompt.
 
-    Returns logprobs (B, T) and mask (B, T), with zeros where the mask is False. Prompt and
-    completion are contiguous, and padding stands on the right only, so no token is scored from a
-    padding position. `completion_logprobs_shared_prompt` computes the same numbers faster.
+    Returns logprobs (B, T) and mask (B, T), with zeros where the mask is False. Padding is only on
+    the right, so no scored token follows a padding token, and the model needs no attention mask.
+
+    This is the version to read, and the warm start uses it. The update calls
+    `completion_logprobs_shared_prompt`, which computes the same numbers faster.
     """
+    # What is the next token at each position? -1 means that it is not scored.
+    # prompt [5, 6], completion [7, 8]: row [5, 6, 7, 8], targets [-1, 7, 8, -1]
     rows = []
-    targets = []  # the token that each position predicts, -1 where that is not scored
+    targets = []
     for prompt, completion in zip(prompts, completions, strict=True):
         rows.append(prompt + completion)
         targets.append([-1] * (len(prompt) - 1) + completion + [-1])
@@ -283,9 +292,9 @@ def completion_logprobs(model, prompts, completions, temperature: float = 1.0, p
 def token_logprobs(model, hidden, targets, temperature: float):
     """log p(target) under softmax(logits / temperature), in float32.
 
-    hidden: (S, H), targets: (S,) -> (S,). The temperature must be the one that sampled. With more
-    than MAX_LOGIT_ELEMENTS logits they are computed in chunks, and once more in the backward pass
-    instead of being kept.
+    hidden: (S, H), targets: (S,) -> (S,). The temperature must be that of sampling. Large inputs
+    are scored in chunks of at most MAX_LOGIT_ELEMENTS logits. The logits of a chunk are not stored
+    but computed again in the backward pass.
     """
     chunk = max(1, MAX_LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
     if len(targets) <= chunk:
@@ -308,7 +317,8 @@ def chunk_logprobs(model, hidden, targets, temperature: float):
 def lm_head_logits(model, hidden):
     """(..., H) -> logits (..., V) in float32.
 
-    A softmax of bfloat16 logits would be off by 0.025; of logits that are cast first, by 0.004.
+    Casting bfloat16 logits before the softmax reduces the mean error of a log-probability from
+    0.025 to 0.004.
     """
     logits = model.get_output_embeddings()(hidden).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
@@ -350,9 +360,10 @@ def sample_tokens(logits, uniforms, temperature: float):
     numbers come from outside, so that the draw of a row does not depend on the other rows.
     """
     cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
-    target = uniforms.unsqueeze(1) * cumulative[:, -1:]  # the last entry is 1 up to rounding
+    # The last entry should be 1 but is rounded. Scaled by it, no target lies beyond the vocabulary.
+    target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True).squeeze(1)  # (B,)
-    return token.clamp(max=logits.shape[1] - 1)
+    return token.clamp(max=logits.shape[1] - 1)  # in case the product is rounded up
 
 
 @torch.no_grad()
@@ -369,10 +380,10 @@ def generate(
 ) -> list[list[list[int]]]:
     """Sample G completions for each of N prompts. Returns N lists of G lists of token ids.
 
-    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. A completion ends with any of eos_ids, which is
-    then its last id, or where stop_fn(its ids so far) is true. max_rows: completions decoded
-    together (None: all); a group is never split. The result does not depend on it, up to rounding,
-    because each row has its own column of random numbers.
+    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. A completion ends after an EOS id, which is kept
+    as its last id, when stop_fn(its ids so far) is true, or after MAX_NEW_TOKENS tokens.
+    max_rows: completions decoded together (None: all); a group is never split. The result does not
+    depend on max_rows, up to rounding, because each row has its own column of random numbers.
     """
     # Draw on the CPU, so that every device samples with the same random numbers.
     num_rows = len(prompts) * num_generations
@@ -397,8 +408,8 @@ def generate_batch(model, prompts, uniforms, temperature, eos_ids, pad_id=0, sto
     """Sample one completion per row, token by token. Returns B lists of token ids.
 
     uniforms: (T, B) numbers in [0, 1), one column per row. Each prompt is prefilled once and its
-    KV cache is repeated for the G completions of its group. Finished rows leave the batch a
-    quarter at a time.
+    KV cache is repeated for the G completions of its group. Finished rows are removed from the
+    batch as soon as they are a quarter of it.
     """
     max_tokens, batch_size = uniforms.shape
     num_generations = batch_size // len(prompts)  # G
@@ -408,15 +419,17 @@ def generate_batch(model, prompts, uniforms, temperature, eos_ids, pad_id=0, sto
     eos = torch.tensor(sorted(eos_ids), device=model.device)
     tokens = torch.full((batch_size, max_tokens), -1, device=model.device)  # -1: not sampled
     unfinished = torch.ones(batch_size, dtype=torch.bool, device=model.device)
-    # Which row of `tokens` does each row of the batch fill? The batch shrinks, `tokens` does not.
+    # rows[i] is the row of `tokens` that row i of the batch fills. The batch shrinks, `tokens` does
+    # not.
     rows = torch.arange(batch_size, device=model.device)
 
     for step in range(max_tokens):
-        # Sample. A finished row that is still in the batch computes along; its token is dropped.
+        # Sample. Finished rows that are still in the batch are computed, too, but their token is
+        # discarded.
         token = sample_tokens(logits, uniforms[step, rows], temperature)
         tokens[rows, step] = torch.where(unfinished, token, -1)
 
-        # A row ends with an EOS token or, after solved examples, with its answer tag.
+        # A row ends with an EOS token or, with a few-shot prompt, with its closing answer tag.
         unfinished &= ~torch.isin(token, eos)
         if stop_fn is not None:
             so_far = tokens[rows, : step + 1].tolist()
@@ -434,8 +447,9 @@ def generate_batch(model, prompts, uniforms, temperature, eos_ids, pad_id=0, sto
             mask = None if mask is None else mask[unfinished]
             rows = rows[unfinished]
             token = token[unfinished]
-            unfinished = unfinished[unfinished]
+            unfinished = unfinished[unfinished]  # all True
 
+        # The mask may end before the new token; tokens beyond its end count as real.
         hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
         logits = lm_head_logits(model, hidden[:, -1])
 
@@ -454,7 +468,7 @@ if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
 
 
 def completion_logprobs_shared_prompt(model, prompts_and_completions, config, pad_id: int = 0):
-    """`completion_logprobs` with G times less work on prompts.
+    """Compute what `completion_logprobs` computes, with G times less work on prompts.
 
     prompts_and_completions: [(prompt, its completions), …]; config: TEMPERATURE and DTYPE.
     Returns logprobs (B, T) and mask (B, T).

@@ -20,12 +20,12 @@ decoded rollouts, plain text, through one shared folder. Settings are environmen
     NUM_TRAIN_SAMPLES      I, a node's own questions in a round
     NUM_TRANSPLANT_TREES   J, its peers' groups in a round; 0 is plain GRPO
 
-`train` is the paper's Algorithm 1, and its six steps stand below it. Then come rounds, settings,
+`train` is the paper's Algorithm 1, and its six steps follow it. Then come rounds, settings,
 checkpoints and export, starting, logging and signals, and functions for notebooks.
 
 One thread makes all calls to the folder, in order, and retries a failed call until it succeeds
-(`RetryingStore` in drive_store.py). A killed process therefore leaves a prefix of its writes, never
-a gap.
+(`RetryingStore` in drive_store.py). A killed process has therefore done its first writes and none
+of the later ones; there is never a gap.
 """
 
 import contextlib
@@ -58,7 +58,8 @@ missing_packages = [name for name in packages if importlib.util.find_spec(name) 
 if missing_packages:
     advice = "pip install torch transformers reasoning-gym"
     raise SystemExit(f"missing packages: {', '.join(missing_packages)}; {advice}")
-if sys.orig_argv[-1].endswith("sapo.py") and "IPython" not in sys.modules:
+is_script = sys.orig_argv[-1].endswith("sapo.py") and "IPython" not in sys.modules
+if is_script:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import huggingface_hub  # comes with transformers, and so does tqdm
@@ -107,7 +108,7 @@ class Node:
     used_external: set = field(default_factory=set)
     # Its own groups of the current stage.
     groups: "list[grpo.Group]" = field(default_factory=list)
-    # Its own groups of this round that are not published yet, as they will be written.
+    # Its own groups of this round that are still to be published, in the form of the file.
     pending: list = field(default_factory=list)
     # Numbers about the current stage, for the log and for the reward file.
     metrics: dict = field(default_factory=dict)
@@ -130,7 +131,7 @@ class Run:
     # Completions generated at once; lowered when memory runs out.
     max_generation_rows: int = 2**30
 
-    # This process's session id, in peers/.
+    # The session id under which this process is registered in peers/.
     session: str = ""
     # Latest session id of each node, refreshed on every poll.
     sessions: dict = field(default_factory=dict)
@@ -159,8 +160,10 @@ class Run:
 
 
 def sample_batch(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Question]":
-    """Step 1: draw I questions (times LOCAL_OVERSAMPLE), each with a uniformly random task and a
-    seed from a hash."""
+    """Step 1: draw I questions, with LOCAL_OVERSAMPLE k times as many.
+
+    Each has a hash as its seed, and the seed chooses one of the tasks uniformly.
+    """
     send_heartbeats(run)
     seeds = []
     for i in range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE):
@@ -173,8 +176,8 @@ def derive_seed(
 ) -> int:
     """Derive a seed by hashing the arguments.
 
-    There is nothing to checkpoint, streams do not overlap, and a resumed node draws the same
-    numbers. The result lies below the seeds of held-out questions.
+    No random state has to be saved, different purposes get different numbers, and a resumed node
+    draws the same ones again. The result lies below HELD_OUT_SEEDS.
     """
     text = f"{config.SEED}|{node_id}|{round_}|{stage}|{purpose}|{i}"
     digest = hashlib.sha256(text.encode()).digest()
@@ -198,7 +201,7 @@ def generate_groups(
     seed = derive_seed(run.config, node.id, t, stage, "generate")
     groups = answer_questions(run, node, questions, run.config.NUM_GENERATIONS, seed)
 
-    # Measure what explains a flat curve later: answer tags, truncation, informative groups.
+    # Record what can explain a flat learning curve: answer tags, truncation, informative groups.
     lengths = [len(ids) for group in groups for ids in group.completions]
     has_tag = []
     is_truncated = []
@@ -229,7 +232,9 @@ def answer_questions(
     codec = run.codec
     prompts = [codec.encode_prompt(question) for question in questions]
 
-    # Generate, with smaller batches if memory runs out.
+    # Generate, with smaller batches if memory runs out. Only a few-shot model may end with its
+    # answer instead of an EOS; for others no look at each token is needed.
+    stop_fn = codec.ends_with_answer if codec.few_shot else None
     attempt = functools.partial(
         grpo.generate,
         node.model,
@@ -239,9 +244,7 @@ def answer_questions(
         seed,
         codec.eos_ids,
         codec.pad_id,
-        stop_fn=codec.ends_with_answer
-        if codec.few_shot
-        else None,  # None saves a look at each token
+        stop_fn=stop_fn,
     )
     generated, run.max_generation_rows = grpo.retry_with_smaller_batch(
         attempt,
@@ -263,8 +266,8 @@ def answer_questions(
 def mean_reward(groups: "list[grpo.Group]") -> float:
     """Mean reward of all completions of these groups.
 
-    A node's reward of a round is that of its own groups: never of external ones, and never after
-    filtering, because both would bias it.
+    The reward of a round is the mean over the node's own groups, unfiltered. External groups or a
+    filter would bias it.
     """
     rewards = []
     for group in groups:
@@ -275,8 +278,9 @@ def mean_reward(groups: "list[grpo.Group]") -> float:
 def publish_groups(run: Run, node: Node, t: int, stage: int) -> None:
     """Step 3: publish this stage's groups as text, before training on them.
 
-    Peers get the bare question, the decoded completions and this node's own rewards. With
-    ROLLOUT_PUBLISH_FREQUENCY=round the groups of all stages are published with the last one.
+    Peers get the question without chat template or examples, the decoded completions and this
+    node's own rewards. With ROLLOUT_PUBLISH_FREQUENCY=round the groups of all stages are published
+    together, in the last stage.
     """
     for group in node.groups:
         completions = []
@@ -308,7 +312,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
     """Step 4: verify and score the peers' groups here, drop those without information, and draw J
     of the rest uniformly.
 
-    What is missing is drawn from older rounds, up to ROLLOUT_MAX_AGE back.
+    If fewer than J are left, the rest is drawn from older rounds, at most ROLLOUT_MAX_AGE rounds
+    back.
     """
     config = run.config
     started = time.monotonic()
@@ -330,7 +335,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
     node.used_external = {key for key in node.used_external if key[0] >= oldest}
     node.used_external |= {group.key for group in external}
 
-    newest_file = max((file[0] for file, groups in run.fetched.items() if groups), default=t)
+    rounds_of_files = [round_ for (round_, _, _), groups in run.fetched.items() if groups]
+    newest_file = max(rounds_of_files, default=t)
     node.metrics |= {
         "external_ages": [t - group.key[0] for group in external],
         "external_short": config.NUM_TRANSPLANT_TREES - len(external),
@@ -341,11 +347,11 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
 
 
 def wait_for_peers(run: Run, t: int, stage: int) -> None:
-    """Step 4, first: wait for the live peers that have not published this stage yet, at most
-    FETCH_TIMEOUT_SECONDS in a round.
+    """Step 4a: wait for the live peers that have not published this stage yet, at most
+    FETCH_TIMEOUT_SECONDS (30) in a round.
 
-    A peer that missed the previous round is not waited for, so a dead peer delays the swarm by at
-    most one round. In round 0 all live peers are waited for.
+    A peer that published nothing in the previous round is not waited for, so a peer that dies costs
+    the swarm at most one timeout. In round 0 all live peers are waited for.
     """
     config = run.config
     store = run.store
@@ -379,24 +385,24 @@ def wait_for_peers(run: Run, t: int, stage: int) -> None:
         run.fetch_budget_seconds -= drive_store.poll_sleep(poll_started)
 
 
-MAX_VERIFY_SECONDS_PER_PEER = 20.0  # in a round; a verifier can be made slow
+MAX_VERIFY_SECONDS_PER_PEER = 20.0  # in each draw; a peer can send text that is slow to score
 
 
 def external_candidates(
     run: Run, node: Node, t: int, stage: int, age: int, rng: random.Random
 ) -> "list[grpo.Group]":
-    """Step 4, then: the peers' groups that `node` may draw from, verified, informative and not yet
+    """Step 4b: the peers' groups that `node` may draw from, verified, informative and not yet
     trained on.
 
-    age: 0 means this round and this stage; 1, 2, … means all stages of the round that many rounds
-    ago.
+    age: 0 means this stage of round t; a > 0 means all stages of round t - a.
     """
     config = run.config
     round_ = t - age
     stages = [stage] if age == 0 else config.publishing_stages
 
-    # Which peers have published? A random subset is read if there are more than FETCH_MAX_PEERS, so
-    # that the cost of a round does not grow with the swarm.
+    # Which peers have published? If there are more than FETCH_MAX_PEERS (10), a random subset is
+    # read, so that the cost of a round does not grow with the swarm. (For older rounds the peers
+    # are shuffled in any case; the draws after it depend on that.)
     files = []
     for s in stages:
         files += [(round_, s, peer) for peer in run.store.list_nodes("rollouts", round_, s)]
@@ -408,22 +414,24 @@ def external_candidates(
 
     candidates = []
     for peer in peers:
-        # Read the peer's files. Each of its groups is trained on at most once.
+        # Read the peer's files.
         groups = []
         for file in files:
             if file[2] == peer:
                 groups += fetch_peer_groups(run, node, file)
+
+        # A node trains on each group at most once.
         groups = [group for group in groups if group["key"] not in node.used_external]
 
-        # A fair share: one peer contributes at most I groups, so publishing thousands gains it
-        # nothing.
+        # A peer contributes at most I groups here, chosen before they are verified, so it gains
+        # nothing by publishing thousands.
         if len(groups) > config.NUM_TRAIN_SAMPLES:
             groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
 
-        # Verification makes the question again and scores every completion here. A hostile peer
-        # can make that slow, so each peer has a time budget. All nodes of this process share the
-        # result.
-        started = time.thread_time()  # does not run while this process is suspended
+        # Verification makes the question again and scores every completion. A hostile peer can make
+        # that slow, so each peer has a time budget. The results, groups or rejections, are kept in
+        # run.verified_groups for all nodes of this process.
+        started = time.thread_time()  # CPU time, so a suspended process is not charged
         for group in groups:
             key = group["key"]
             if key not in run.verified_groups:
@@ -472,8 +480,8 @@ class Rejected(Exception):
 def verify(run: Run, external: dict) -> "grpo.Group":
     """Re-tokenize and re-score a peer's group. Raises Rejected if it cannot be used.
 
-    Of the peer's file only task, seed, response and finished are used. The question is made again
-    here, and the peer's prompt must agree with it.
+    Of the peer's file task, seed, response and finished are used. The question is made again here,
+    and the peer's prompt is only compared with it.
     """
     codec = run.codec
 
@@ -489,7 +497,7 @@ def verify(run: Run, external: dict) -> "grpo.Group":
     if external["prompt"] != question.text:
         raise Rejected("prompt differs from the question")
 
-    # A larger group than G would weigh more than one of this node's own.
+    # A group of more than G completions would have more weight than an own one, so draw G of them.
     completions = external["completions"]
     if len(completions) > run.config.NUM_GENERATIONS:
         rng = random.Random(str(external["key"]))
@@ -497,16 +505,16 @@ def verify(run: Run, external: dict) -> "grpo.Group":
     texts = [completion["response"] for completion in completions]
     finished = [completion["finished"] for completion in completions]
 
-    # Encode the texts with this model's tokenizer. The model must be able to say all of it.
+    # Encode the texts with this model's tokenizer. The model must be able to generate every token.
     token_ids = codec.encode_completions(texts, finished)
     if not all(1 <= len(ids) <= codec.max_completion for ids in token_ids):
         raise Rejected(f"completion is empty or longer than {codec.max_completion} tokens here")
     if max(map(max, token_ids)) >= codec.vocabulary:
         raise Rejected("contains a token that this model does not have")
     if not all(codec.eos_ids.isdisjoint(ids[:-1]) for ids in token_ids):
-        raise Rejected("contains this model's end-of-turn token")
+        raise Rejected("contains this model's EOS token")
 
-    # Score what these tokens say, because they are what the update trains on.
+    # Score the text that these tokens decode to, because the update trains on the tokens.
     texts = [codec.decode(ids) for ids in token_ids]
     rewards = grpo.group_rewards(question, texts, run.config.REWARD)
     prompt = codec.encode_prompt(question)
@@ -514,7 +522,7 @@ def verify(run: Run, external: dict) -> "grpo.Group":
 
 
 def policy_gradient(run: Run, node: Node, external: "list[grpo.Group]") -> None:
-    """Step 5: one GRPO update on I own groups and on the external ones alike."""
+    """Step 5: one GRPO update on I of the own groups and on all drawn external groups."""
     config = run.config
     started = time.monotonic()
 
@@ -529,8 +537,9 @@ def policy_gradient(run: Run, node: Node, external: "list[grpo.Group]") -> None:
         node.model, node.optimizer, groups, config, run.codec.pad_id, run.max_rows
     )
 
-    # How likely are own completions under this policy, and how likely external ones?
     run.max_rows = metrics.pop("max_rows")
+
+    # How likely were own completions under this policy, and how likely external ones?
     logprobs = metrics.pop("logprobs")  # of the informative groups' completions, own ones first
     num_own = sum(len(group.completions) for group in own if group.is_informative)
     node.metrics |= metrics | {
@@ -545,8 +554,8 @@ def policy_gradient(run: Run, node: Node, external: "list[grpo.Group]") -> None:
 
 
 def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 6: publish the stage's reward and metrics, every EVAL_INTERVAL rounds with the held-out
-    accuracy."""
+    """Step 6: submit the stage's reward and metrics. Every EVAL_INTERVAL rounds they include the
+    held-out accuracy."""
     config = run.config
     is_last_stage = stage == config.MAX_STAGES - 1
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and is_last_stage:
@@ -580,11 +589,11 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
 
 def drop_unlikely(run: Run, node: Node, groups: "list[grpo.Group]") -> "list[grpo.Group]":
     """Drop external completions whose mean token log-probability is below the EXTERNAL_FLOOR
-    quantile of this node's own. Off by default.
+    quantile of this node's own completions. Off by default.
 
     Very unlikely text can dominate the gradient, up to 90% of it in our study (cf.
-    arXiv:2605.22537). It is dropped before advantages are computed, because otherwise the rest of
-    its group would only be pushed down.
+    arXiv:2605.22537). It is dropped before advantages are computed. If an unlikely right answer
+    were dropped afterwards, only the negative advantages of its group would be left.
     """
     if not groups or run.config.EXTERNAL_FLOOR == 0:
         return groups
@@ -599,7 +608,7 @@ def drop_unlikely(run: Run, node: Node, groups: "list[grpo.Group]") -> "list[grp
         attempt, run.max_rows, num_own + num_external, "EXTERNAL_FLOOR"
     )
 
-    # The quantile of the own ones is the floor. A share of 1 drops all external completions.
+    # The floor is the quantile of the own completions. With EXTERNAL_FLOOR=1 all external ones go.
     rank = int(run.config.EXTERNAL_FLOOR * num_own)
     floor = sorted(means[:num_own])[rank] if rank < num_own else math.inf
     is_likely = [mean >= floor for mean in means[num_own:]]
@@ -646,15 +655,18 @@ def next_round(run: Run) -> int | None:
 
 
 def wait_for_round(run: Run, own: int) -> int:
-    """Block until round `own` or a later one is open, and return it. Without a live coordinator
-    this process opens `own` itself after a delay:
+    """Block until round `own` or a later one is open, and return it.
 
-        COORDINATOR_ROUND_INTERVAL   at its first round, if fewer than NUM_WORKERS have registered
-        2 s                          if other nodes exist and this process runs a single node
-        0 s                          otherwise
+    This process opens `own` itself once it has seen no live coordinator, since it started or since
+    it last saw one, for
 
-    A killed coordinator counts as alive for STALE_AFTER_SECONDS (see `DriveStore.node_status`). If
-    no other node ever registered, a resumed process repeats the rounds since its checkpoint.
+        COORDINATOR_ROUND_INTERVAL   (60 s) in its first round, while fewer than NUM_WORKERS workers
+                                     have registered,
+        2 s                          if other nodes exist and this process runs a single node,
+        0 s                          otherwise.
+
+    A killed coordinator counts as alive for STALE_AFTER_SECONDS (300 s; `DriveStore.node_status`).
+    If no other node ever registered, a resumed process repeats the rounds since its checkpoint.
     """
     config = run.config
     store = run.store
@@ -665,15 +677,17 @@ def wait_for_round(run: Run, own: int) -> int:
         send_heartbeats(run)
         check_superseded(run)
 
-        # The swarm's round counts, unless this process is the whole swarm.
+        # In a swarm, work on the newest open round. A process that is alone decides itself.
         others = run.sessions.keys() - own_ids
         current = store.current_round()
         if others and current >= own:
             return current
 
+        # How long must no coordinator have been seen before this process opens the round?
         delay = 2.0 if others and config.LOCAL_NODES == 1 else 0.0
         num_registered = len(drive_store.worker_ids(run.sessions))
-        if num_registered < config.NUM_WORKERS and not run.history:
+        is_first_round = not run.history
+        if num_registered < config.NUM_WORKERS and is_first_round:
             delay = config.COORDINATOR_ROUND_INTERVAL
         if is_alive(run, drive_store.COORDINATOR_ID):
             run.coordinator_last_seen = poll_started
@@ -715,7 +729,7 @@ def finish_round(run: Run, t: int) -> None:
     config = run.config
     last = config.MAX_ROUNDS - 1
     interval = config.CHECKPOINT_INTERVAL
-    # A checkpoint is due, too, if the round in which it was due has been skipped.
+    # A checkpoint is also due if the round in which it was due has been skipped.
     checkpoint_is_due = (run.last_finished_round + 1) // interval < (t + 1) // interval
     run.last_finished_round = t
 
