@@ -256,7 +256,8 @@ def draw_picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -
     figure = Figure((10, 4), dpi=120, layout="constrained")
     by_round, by_completions = figure.subplots(1, 2, sharey=True)
     shown = {arm: runs for arm, runs in reported_runs(folder).items() if arm in arms}
-    for k, (arm, runs) in enumerate(shown.items()):
+    ends = {}  # arm -> (last mean, color)
+    for arm, runs in shown.items():
         # Mean and standard error of each round.
         curves = [coordinator.moving_average(run["curve"]) for run in runs]
         mean = []
@@ -268,8 +269,7 @@ def draw_picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -
             low.append(mean[-1] - error)
             high.append(mean[-1] + error)
 
-        # Once over rounds and once over completions. The arm's name stands at the end of its line;
-        # names are set apart, because two lines may end at one place.
+        # Once over rounds and once over completions.
         rounds = range(len(mean))
         completions_per_round = runs[0]["completions"] / len(mean)
         completions = [completions_per_round * (t + 1) for t in rounds]
@@ -277,9 +277,19 @@ def draw_picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -
             (line,) = axis.plot(x, mean)
             color = line.get_color()
             axis.fill_between(x, low, high, alpha=0.2, color=color)
-            offset = (3, 6 - 9 * k)  # in points
-            axis.annotate(arm, (x[-1], mean[-1]), offset, textcoords="offset points", color=color)
+        ends[arm] = (mean[-1], color)
+        by_completions.annotate(
+            arm, (completions[-1], mean[-1]), (0, 7), textcoords="offset points", color=color
+        )
 
+    # Over rounds all lines end at one place, so their names are spread out beside it.
+    height = -1.0
+    for arm, (end, color) in sorted(ends.items(), key=lambda item: item[1][0]):
+        height = max(end, height + 0.03)
+        by_round.annotate(
+            arm, (len(mean) - 1, height), (4, -3), textcoords="offset points", color=color
+        )
+    by_round.margins(x=0.08)
     by_completions.margins(x=0.08)
     by_round.set(xlabel="round", ylabel="mean reward, smoothed", ylim=(0, None))
     by_completions.set(xlabel="completions generated per node")
