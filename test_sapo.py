@@ -40,7 +40,7 @@ torch.set_num_threads(1)
 # The plain_ functions do the same slowly: one sequence, one token at a time, no cache, no padding.
 
 
-def tiny_lm(dropout=0.0):
+def small_gpt2(dropout=0.0):
     """A model with a peaked softmax. Other architectures: .ci/test_numbers.py."""
     torch.manual_seed(1)
     sizes = dict(
@@ -61,21 +61,21 @@ def ragged_groups(sizes=(2, 3, 5, 4), flat=()) -> list[Group]:
     return groups
 
 
-def weights_of(model):
+def flat_weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def near(ours, expected, atol=2e-5, rtol=1e-4):
+def assert_close(ours, expected, atol=2e-5, rtol=1e-4):
     torch.testing.assert_close(ours, expected, atol=atol, rtol=rtol)
 
 
-def plain_logps(model, prompt, completion, temperature=1.0):
+def reference_logprobs(model, prompt, completion, temperature=1.0):
     """(T,) by the model's own logits."""
     logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits / temperature, -1)[range(len(completion)), completion]
 
 
-def plain_loss(logps, olds, advantages, loss_type, max_new_tokens):
+def reference_loss(logps, olds, advantages, loss_type, max_new_tokens):
     """The definition, token by token. Returns (loss, clipped tokens)."""
     loss, clipped, rows, tokens = 0.0, 0, len(logps), sum(map(len, logps))
     for row, old_row, a in zip(logps, olds, advantages, strict=True):
@@ -90,20 +90,20 @@ def plain_loss(logps, olds, advantages, loss_type, max_new_tokens):
     return loss, clipped
 
 
-def plain_update(model, groups, loss_type, iterations):
-    """Gradient descent on plain_loss, flat groups and all -> (new weights, first loss, clipped tokens)."""
+def reference_update(model, groups, loss_type, iterations):
+    """Gradient descent on reference_loss, flat groups and all -> (new weights, first loss, clipped tokens)."""
     optimizer, olds, losses, advantages = torch.optim.SGD(model.parameters(), lr=0.5), None, [], []
     for g in groups:
         mean, std = statistics.mean(g.rewards), statistics.stdev(g.rewards)
         advantages += [(r - mean) / (std + 1e-4) for r in g.rewards]
     for _ in range(iterations):
-        logps = [plain_logps(model, g.prompt, c, 0.7) for g in groups for c in g.completions]
+        logps = [reference_logprobs(model, g.prompt, c, 0.7) for g in groups for c in g.completions]
         olds = olds or [row.detach() for row in logps]
-        losses.append(plain_loss(logps, olds, advantages, loss_type, 9))
+        losses.append(reference_loss(logps, olds, advantages, loss_type, 9))
         optimizer.zero_grad()
         losses[-1][0].backward()
         optimizer.step()
-    return weights_of(model), losses[0][0].item(), sum(clipped for _, clipped in losses)
+    return flat_weights(model), losses[0][0].item(), sum(clipped for _, clipped in losses)
 
 
 def update_settings(**changes) -> SimpleNamespace:
@@ -125,7 +125,7 @@ def our_update(model, groups, lr=0.5, pad_id=0, max_rows=2**30, **changes):
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = update_settings(**changes)
     metrics = grpo.update_policy(model, optimizer, groups, config, pad_id, max_rows)
-    return weights_of(model), metrics
+    return flat_weights(model), metrics
 
 
 def test_L1_advantages_equal_the_reference_values_and_are_zero_in_a_flat_group():
@@ -149,11 +149,11 @@ def test_L1_loss_and_gradient_equal_the_reference_values(loss_type, loss, gradie
     lengths, a = torch.tensor([5, 3, 4, 1]), torch.tensor([1, -0.5, 0.25, -1.5]).double()
     mask, weights = t < lengths.unsqueeze(1), grpo.loss_weights(lengths, loss_type, 8)
     ours, _ = grpo.grpo_loss(logp, old, a, mask, weights)
-    near(ours.item(), loss, 1e-9, 0)
-    near(torch.autograd.grad(ours, logp)[0].abs().sum().item(), gradient, 1e-9, 0)
+    assert_close(ours.item(), loss, 1e-9, 0)
+    assert_close(torch.autograd.grad(ours, logp)[0].abs().sum().item(), gradient, 1e-9, 0)
     ours, clipped = grpo.grpo_loss(logp, logp.detach(), a, mask, weights)
-    near(ours.item(), loss_on_policy, 1e-9, 0)
-    near(torch.autograd.grad(ours, logp)[0], -(a * weights).unsqueeze(1) * mask, 1e-9, 0)  # ratio 1
+    assert_close(ours.item(), loss_on_policy, 1e-9, 0)
+    assert_close(torch.autograd.grad(ours, logp)[0], -(a * weights).unsqueeze(1) * mask, 1e-9, 0)  # ratio 1
     assert clipped == 0
 
 
@@ -164,11 +164,11 @@ def test_L1_update_is_plain_gradient_descent_for_any_micro_batch(kind, rows, ste
     groups = ragged_groups(
         (4, 2, 7, 3, 5), flat=(0, 3)
     )  # one larger than any micro-batch, two flat
-    expected, loss, clipped = plain_update(tiny_lm(), groups, kind, steps)
+    expected, loss, clipped = reference_update(small_gpt2(), groups, kind, steps)
     settings = dict(LOSS_TYPE=kind, max_rows=rows, NUM_ITERATIONS=steps)
-    weights, stats = our_update(tiny_lm(), groups, **settings)
-    near(weights, expected, 1e-4, 1e-3)
-    near(
+    weights, stats = our_update(small_gpt2(), groups, **settings)
+    assert_close(weights, expected, 1e-4, 1e-3)
+    assert_close(
         stats["loss"], loss
     )  # of the first iteration; later ones clip against the policy of the start
     assert stats["trained_tokens"] == sum(
@@ -184,20 +184,20 @@ def test_L1_a_flat_group_costs_no_forward_but_counts_in_the_dapo_denominator(mon
         Group([3], [[4, 5], [6]], [1.0, 0.0]),
         Group([20], [[21] * 6, [21] * 3], [1.0, 1.0]),
     )
-    model, start, seen = tiny_lm(), weights_of(tiny_lm()), set()
+    model, start, seen = small_gpt2(), flat_weights(small_gpt2()), set()
     see = lambda module, args, given: seen.update(given["input_ids"].flatten().tolist())  # noqa: E731
     model.base_model.register_forward_pre_hook(see, with_kwargs=True)
     step = our_update(model, [group, flat])[0] - start
-    near(step, (our_update(tiny_lm(), [group])[0] - start) * 3 / 12)  # the tokens: 3 of 12
+    assert_close(step, (our_update(small_gpt2(), [group])[0] - start) * 3 / 12)  # the tokens: 3 of 12
     assert seen == {3, 4, 6}  # the informative group's tokens only
 
 
 @pytest.mark.parametrize("temperature, pad_id", [(1.0, 0), (0.7, 20)])
 def test_L1_logps_are_the_models_own_and_none_is_taken_from_a_pad_position(temperature, pad_id):
-    model, groups = tiny_lm(), ragged_groups()
+    model, groups = small_gpt2(), ragged_groups()
     rows = [(g.prompt, c) for g in groups for c in g.completions]
     expected = pad_sequence(
-        [plain_logps(model, *row, temperature) for row in rows], batch_first=True
+        [reference_logprobs(model, *row, temperature) for row in rows], batch_first=True
     )
     pairs = [(g.prompt, g.completions) for g in groups]
     shared, mask = grpo.completion_logprobs_shared_prompt(
@@ -206,14 +206,14 @@ def test_L1_logps_are_the_models_own_and_none_is_taken_from_a_pad_position(tempe
     plain, plain_mask = grpo.completion_logprobs(
         model, *zip(*rows, strict=True), temperature, pad_id
     )
-    near(shared, expected)
-    near(plain, expected)
+    assert_close(shared, expected)
+    assert_close(plain, expected)
     assert torch.equal(mask, plain_mask) and mask.sum(1).tolist() == [len(c) for _, c in rows]
 
 
 @pytest.mark.parametrize("pad_id", [0, 2])
 def test_L2_the_eos_is_in_the_mask_and_learned_even_when_it_is_the_pad_token(pad_id):
-    model, eos, group = tiny_lm(), 2, Group([3, 4], [[9, 2], [9, 8, 7]], [1.0, 0.0])
+    model, eos, group = small_gpt2(), 2, Group([3, 4], [[9, 2], [9, 8, 7]], [1.0, 0.0])
     logp, mask = grpo.completion_logprobs_shared_prompt(
         model, [(group.prompt, group.completions)], update_settings(TEMPERATURE=1.0), pad_id
     )
@@ -222,40 +222,40 @@ def test_L2_the_eos_is_in_the_mask_and_learned_even_when_it_is_the_pad_token(pad
     )
     our_update(model, [group], lr=0.1, pad_id=pad_id)
     assert (
-        plain_logps(model, [3, 4], [9, eos])[1] > logp[0, 1]
+        reference_logprobs(model, [3, 4], [9, eos])[1] > logp[0, 1]
     )  # stopping was rewarded: likelier now
 
 
 def test_L1_log_softmax_of_bfloat16_logits_is_taken_in_float32():
-    model, targets = tiny_lm().bfloat16(), torch.arange(23)
+    model, targets = small_gpt2().bfloat16(), torch.arange(23)
     hidden = torch.randn(23, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = torch.log_softmax(model.lm_head(hidden).float() / 0.7, -1)[targets, targets]
-    near(grpo.token_logprobs(model, hidden, targets, 0.7), expected, 1e-6)
+    assert_close(grpo.token_logprobs(model, hidden, targets, 0.7), expected, 1e-6)
 
 
 def test_L1_dropout_and_recomputation_are_off_in_a_model_left_in_train_mode():
-    left, clean = tiny_lm(dropout=0.5), tiny_lm()
+    left, clean = small_gpt2(dropout=0.5), small_gpt2()
     left.gradient_checkpointing_enable()  # in train mode it would also switch the KV cache off
     prompts, config = [[3, 4], [5]], update_settings(MAX_NEW_TOKENS=10, TEMPERATURE=1.0)
     draws = [generate(m, prompts, 4, config, 5, {2}) for m in (left.train(), clean)]
     assert draws[0] == draws[1]
-    near(our_update(left.train(), ragged_groups())[0], our_update(clean, ragged_groups())[0], 0, 0)
+    assert_close(our_update(left.train(), ragged_groups())[0], our_update(clean, ragged_groups())[0], 0, 0)
 
 
 def test_L2_what_is_sampled_is_what_is_scored_the_full_softmax_at_the_temperature():
-    model, draws = tiny_lm(), 20_000
+    model, draws = small_gpt2(), 20_000
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
     p = grpo.token_logprobs(
         model, hidden.expand(23, -1), torch.arange(23), 0.7
     ).exp()  # as the loss sees it
     noise = (torch.arange(draws) + 0.5) / draws  # evenly spread: frequencies are exact to one draw
     drawn = grpo.sample_tokens(grpo.lm_head_logits(model, hidden).expand(draws, -1), noise, 0.7)
-    near(drawn.bincount(minlength=23) / draws, p, 1.5 / draws, 0)  # no top-k, no top-p
+    assert_close(drawn.bincount(minlength=23) / draws, p, 1.5 / draws, 0)  # no top-k, no top-p
 
 
 @pytest.mark.parametrize("max_rows", [None, 1, 9])
 def test_L2_generate_equals_a_token_by_token_loop_with_the_same_noise(max_rows):
-    model, eos_ids, steps, expected = tiny_lm(), {2, 7, 11}, 10, []
+    model, eos_ids, steps, expected = small_gpt2(), {2, 7, 11}, 10, []
     prompts = [g.prompt for g in ragged_groups((2,) * 5)]
     for row, noise in enumerate(
         torch.rand(steps, 20, generator=torch.Generator().manual_seed(5)).T
@@ -279,7 +279,7 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_noise(max_rows):
 # ======== Questions, rewards, tokens ======================================================================
 
 
-def config_of(**environ) -> Config:
+def make_config(**environ) -> Config:
     return resolve_config(
         read_environment({"NODE_ID": "n", **{k: str(v) for k, v in environ.items()}})[0], {}, []
     )
@@ -291,7 +291,7 @@ def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeat
             ("n", "n1", "n11"), range(40), range(2), ("question", "external"), range(4)
         )
     ]
-    ours, again, another = config_of(), config_of(NODE_ID="another"), config_of(SEED=43)
+    ours, again, another = make_config(), make_config(NODE_ID="another"), make_config(SEED=43)
     seeds = [derive_seed(ours, *key) for key in keys]
     assert len(set(seeds)) == len(seeds) and not any(seed in HELD_OUT_SEEDS for seed in seeds)
     assert seeds == [derive_seed(again, *key) for key in keys], "no hidden state"
@@ -348,7 +348,7 @@ def put(store, path, content=b"{}") -> Path:
     return path
 
 
-def wire_file(node="p", **changes) -> dict:
+def rollout_file(node="p", **changes) -> dict:
     """A rollout file with one group of two completions; changes wherever there is a field of that name."""
     completions = [
         {"response": "<answer>1</answer>", "reward": 0.5, "finished": True} for _ in range(2)
@@ -434,15 +434,15 @@ def test_X3_a_strangers_broken_file_is_a_rejection_with_a_reason_and_costs_no_ti
     )
     for content in [
         b"", b"[]", b'{"a": NaN}', b'{"torn', b'{"a":' * 99_999, b'{"a": "\\ud800"}', b" " * 9_000_000,
-        b'{"a": [' + b"[]," * 500_000 + b"[]]}", wire_file("q"), wire_file(round=2), wire_file(rollouts=[]),
-        wire_file(task=1), wire_file(seed=2**53), wire_file(prompt="x" * 40_000), wire_file(finished=1),
-        wire_file(completions=[{"response": "", "finished": True}] * 65), wire_file(response=None),
+        b'{"a": [' + b"[]," * 500_000 + b"[]]}", rollout_file("q"), rollout_file(round=2), rollout_file(rollouts=[]),
+        rollout_file(task=1), rollout_file(seed=2**53), rollout_file(prompt="x" * 40_000), rollout_file(finished=1),
+        rollout_file(completions=[{"response": "", "finished": True}] * 65), rollout_file(response=None),
     ]:  # fmt: skip
         put(store, path, content)
         with pytest.raises(InvalidFileError, match=r"\w+ \w+"):
             store.fetch_rollouts(1, 0, "p")
     assert time.monotonic() - began < 2
-    put(store, path, {**wire_file(), "new": 1})  # keys of a newer writer do no harm
+    put(store, path, {**rollout_file(), "new": 1})  # keys of a newer writer do no harm
     assert [group["key"] for group in store.fetch_rollouts(1, 0, "p")] == [(1, 0, "p", 0)]
 
 
@@ -595,7 +595,7 @@ def test_U1_a_bad_value_is_refused_by_name_value_and_what_is_allowed(spec):
         good = {word: word for word in allowed.split() if word != "auto"}
         bad, hint = ["no such"], allowed.split()[-1]
     for text, value in good.items():
-        found = getattr(config_of(**{spec.name: text}), spec.name)
+        found = getattr(make_config(**{spec.name: text}), spec.name)
         assert found == value and type(found) is spec.type
     for text in bad:
         message = config_error(**{spec.name: text})
@@ -605,7 +605,7 @@ def test_U1_a_bad_value_is_refused_by_name_value_and_what_is_allowed(spec):
 def test_U1_all_mistakes_are_reported_together_and_a_blank_value_counts_as_unset():
     mistakes = dict(SEED="x", TEST_MODE="maybe", LOSS_TYPE="ppo", NODE_ID="../x", TASKS="gdc")
     assert all(text in config_error(**mistakes) for text in (*mistakes, *mistakes.values()))
-    assert config_of(**{f.name: " " for f in fields(Config) if f.name != "NODE_ID"}) == config_of()
+    assert make_config(**{f.name: " " for f in fields(Config) if f.name != "NODE_ID"}) == make_config()
 
 
 def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variables_are_not():
@@ -650,16 +650,16 @@ def drive(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def unbroken(drive):
-    assert swarm(drive, "unbroken") == 0
+    assert run_swarm(drive, "unbroken") == 0
     return drive / "experiments" / "unbroken"
 
 
-def swarm(drive, name, **settings) -> int:
+def run_swarm(drive, name, **settings) -> int:
     """Run sapo.main with SMALL and these settings; returns its exit status."""
     return sapo.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name} | SMALL | settings)
 
 
-def rows_of(drive, name, node="") -> list[dict]:
+def read_rewards(drive, name, node="") -> list[dict]:
     """The reward files of an experiment, by round, stage and node."""
     paths = sorted(drive.glob(f"experiments/{name}/rewards/*/*/{node}*.json"))
     return [json.loads(path.read_text()) for path in paths]
@@ -667,18 +667,18 @@ def rows_of(drive, name, node="") -> list[dict]:
 
 def outcome_of(drive, name) -> tuple:
     """All rewards, and the last checkpoint's bytes: weights, optimizer, totals, externals used."""
-    rewards = [(row["round"], row["node_id"], row["reward"]) for row in rows_of(drive, name)]
+    rewards = [(row["round"], row["node_id"], row["reward"]) for row in read_rewards(drive, name)]
     return rewards, max(drive.glob(f"experiments/{name}/checkpoints/*/*")).read_bytes()
 
 
-def events_of(drive, name, kind) -> list[dict]:
+def read_events(drive, name, kind) -> list[dict]:
     path = drive / "experiments" / name / "logs/node/training_events.jsonl"
     return [
         row for line in path.read_text().splitlines() if kind in (row := json.loads(line))["event"]
     ]
 
 
-def used_externals(drive, name, round_=5) -> set:
+def used_external_keys(drive, name, round_=5) -> set:
     path = drive / f"experiments/{name}/checkpoints/round_{round_:06d}/node.safetensors"
     with safetensors.safe_open(path, "pt") as file:
         return set(map(tuple, json.loads(file.metadata()["about"])["nodes"]["node_0"]["trained"]))
@@ -694,7 +694,7 @@ def write_peer(drive, name, peer, groups, round_=0, **changes) -> None:
     put(
         DriveStore(drive, name),
         f"{round_dir('rollouts', round_, 0)}/{peer}.json",
-        wire_file(peer, **changes),
+        rollout_file(peer, **changes),
     )
 
 
@@ -720,16 +720,16 @@ def at_call(monkeypatch, step, number, action) -> None:
 def test_L6_a_swarm_learns_far_beyond_noise(drive):
     """Mean reward of the last third of the rounds minus the first: 0.21 to 0.28 with six seeds."""
     sizes = dict(LOCAL_NODES=4, NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, NUM_GENERATIONS=8)
-    assert swarm(drive, "learns", **sizes, MAX_ROUNDS=24, CHECKPOINT_INTERVAL=100) == 0
-    rewards = [row["reward"] for row in rows_of(drive, "learns")]
+    assert run_swarm(drive, "learns", **sizes, MAX_ROUNDS=24, CHECKPOINT_INTERVAL=100) == 0
+    rewards = [row["reward"] for row in read_rewards(drive, "learns")]
     assert len(rewards) == 4 * 24 and sum(rewards[-32:]) / 32 - sum(rewards[:32]) / 32 > 0.12
 
 
 def test_L4_external_groups_change_the_weights_even_where_all_own_groups_are_flat(drive):
     write_peer(drive, "taught", "human", [group_by_hand(1), group_by_hand(2, TASKS[1])])
     names = ("alone", "taught")
-    assert [swarm(drive, name, MAX_ROUNDS=1, **UNTRAINED) for name in names] == [0, 0]
-    alone, taught = (rows_of(drive, name)[0] for name in names)
+    assert [run_swarm(drive, name, MAX_ROUNDS=1, **UNTRAINED) for name in names] == [0, 0]
+    alone, taught = (read_rewards(drive, name)[0] for name in names)
     assert alone["informative_groups"] == alone["grad_norm"] == alone["trained_tokens"] == 0
     assert (
         taught["external_groups"] == taught["informative_groups"] == 2 and taught["grad_norm"] > 0
@@ -737,15 +737,15 @@ def test_L4_external_groups_change_the_weights_even_where_all_own_groups_are_fla
     assert alone["reward"] == taught["reward"] == 0, (
         "a node's reward is that of its own completions"
     )
-    load, start = AutoModelForCausalLM.from_pretrained, weights_of(grpo.build_tiny_model(TASKS)[0])
-    ends = [weights_of(load(drive / f"experiments/{name}/models/node_0")) for name in names]
+    load, start = AutoModelForCausalLM.from_pretrained, flat_weights(grpo.build_tiny_model(TASKS)[0])
+    ends = [flat_weights(load(drive / f"experiments/{name}/models/node_0")) for name in names]
     assert [torch.equal(end, start) for end in ends] == [True, False]
 
 
 def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive, unbroken):
-    assert swarm(drive, "again") == 0
+    assert run_swarm(drive, "again") == 0
     assert outcome_of(drive, "again") == outcome_of(drive, "unbroken")
-    assert len({row["reward"] for row in rows_of(drive, "again")}) > 2, (
+    assert len({row["reward"] for row in read_rewards(drive, "again")}) > 2, (
         "there is something to learn from"
     )
     files = [
@@ -766,10 +766,10 @@ def test_F3_a_killed_run_goes_on_as_if_nothing_had_happened(drive, unbroken, mon
         pytest.raises(SystemExit),
     ):  # nothing in the program handles it
         at_call(patch, step, 2 if step == "save_checkpoint" else 6, sys.exit)
-        swarm(drive, name)
+        run_swarm(drive, name)
     published = contents(drive / "experiments" / name / "rollouts")
-    assert swarm(drive, name) == 0
-    assert [event["round"] for event in events_of(drive, name, "resume")] == [1]
+    assert run_swarm(drive, name) == 0
+    assert [event["round"] for event in read_events(drive, name, "resume")] == [1]
     assert outcome_of(drive, name) == outcome_of(drive, "unbroken")
     assert published.items() <= contents(drive / "experiments" / name / "rollouts").items()
 
@@ -781,7 +781,7 @@ def test_U2_a_stop_prints_a_line_that_goes_on(
     name = f"stopped_in_{step}"
     with monkeypatch.context() as patch:
         at_call(patch, step, call, lambda: os.kill(os.getpid(), signal.SIGINT))
-        assert swarm(drive, name) == 130
+        assert run_swarm(drive, name) == 130
     line = capfd.readouterr().out.split("to go on:\n")[1].split("python sapo.py")[0]
     assert (drive / f"experiments/{name}/checkpoints/round_{done:06d}/node.safetensors").exists()
     assert sapo.main(dict(word.split("=", 1) for word in line.split())) == 0
@@ -792,11 +792,11 @@ def test_F6_a_joining_node_takes_the_swarms_settings_and_one_that_disagrees_is_r
     drive, capfd
 ):
     alone = dict(LOCAL_NODES=1, MAX_ROUNDS=2, SEED=7, NODE_ID="first", **UNTRAINED)
-    assert swarm(drive, "joined", **alone) == 0 and capfd.readouterr()
+    assert run_swarm(drive, "joined", **alone) == 0 and capfd.readouterr()
     assert (
         sapo.main(three := dict(GDRIVE_PATH=drive, EXPERIMENT_NAME="joined", NODE_ID="second")) == 0
     )
-    (row,) = rows_of(drive, "joined", "second")
+    (row,) = read_rewards(drive, "joined", "second")
     assert (row["round"], row["completions"]) == (1, 8), (
         "it goes on with the clock's round, and I x G"
     )
@@ -822,16 +822,16 @@ def test_X4_strangers_are_verified_and_lies_gain_nothing(drive):
     settings = dict(
         NUM_TRANSPLANT_TREES=100, ROLLOUT_MAX_AGE=3, CHECKPOINT_INTERVAL=1, CHECKPOINT_KEEP=9
     )
-    assert swarm(drive, "strangers", **settings, **UNTRAINED) == 0
-    rows, used = rows_of(drive, "strangers", "node_0"), used_externals(drive, "strangers", 0)
+    assert run_swarm(drive, "strangers", **settings, **UNTRAINED) == 0
+    rows, used = read_rewards(drive, "strangers", "node_0"), used_external_keys(drive, "strangers", 0)
     assert Counter(key[2] for key in used) == {"human": 2, "flood": 2}, "a fair share is I = 2"
     assert [row["external_groups"] for row in rows] == [4, 2, 2, 2, 0, 0], (
         "old ones fill gaps for a while"
     )
-    assert len(used_externals(drive, "strangers", 3)) == 10, "and no group is trained on twice"
+    assert len(used_external_keys(drive, "strangers", 3)) == 10, "and no group is trained on twice"
     assert (rows[0]["rejected"], rows[0]["reward"]) == (5, 0)
     reasons = dict(
-        event["text"].split(": ", 1) for event in events_of(drive, "strangers", "reject")
+        event["text"].split(": ", 1) for event in read_events(drive, "strangers", "reject")
     )
     expected = dict(
         rewriter="prompt", cheat="held-out", foreign="task", broken="not a string", impostor="path"
@@ -845,8 +845,8 @@ def test_L4_peers_are_drawn_at_random_never_the_first_of_the_listing(drive):
     for peer, round_ in itertools.product("abcdefghijkl", range(6)):
         write_peer(drive, "listing", peer, [group_by_hand(1000 * round_ + ord(peer))], round_)
     settings = dict(FETCH_MAX_PEERS=2, ROLLOUT_MAX_AGE=100, NUM_TRANSPLANT_TREES=1, **UNTRAINED)
-    assert swarm(drive, "listing", **settings) == 0
-    assert {key[2] for key in used_externals(drive, "listing")} - {"a", "b"}
+    assert run_swarm(drive, "listing", **settings) == 0
+    assert {key[2] for key in used_external_keys(drive, "listing")} - {"a", "b"}
 
 
 def test_L2_own_rollouts_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
@@ -859,7 +859,7 @@ def test_L2_own_rollouts_are_trained_on_with_the_ids_that_were_sampled(drive, mo
         grpo, "generate", lambda _, prompts, g, *__, **___: [[spelled] * g for _ in prompts]
     )
     monkeypatch.setattr(grpo, "update_policy", lambda *a: trained.extend(a[2]) or update(*a))
-    assert swarm(drive, "spelled", MAX_ROUNDS=1, NUM_TRANSPLANT_TREES=0, **UNTRAINED) == 0
+    assert run_swarm(drive, "spelled", MAX_ROUNDS=1, NUM_TRANSPLANT_TREES=0, **UNTRAINED) == 0
     assert len(trained) == 4 and all(group.completions == [spelled] * 4 for group in trained)
 
 
@@ -870,9 +870,9 @@ def test_X4_the_access_token_is_shown_nowhere_and_a_failing_hub_stops_nothing(
     monkeypatch.setattr(
         "huggingface_hub.HfApi.whoami", Mock(side_effect=OSError(f"401 for token {secret}"))
     )
-    assert swarm(drive, "hub", **given, MAX_ROUNDS=2, **UNTRAINED) == 0
-    assert "push failed" in str(events_of(drive, "hub", "hub"))
-    config = config_of(**given)
+    assert run_swarm(drive, "hub", **given, MAX_ROUNDS=2, **UNTRAINED) == 0
+    assert "push failed" in str(read_events(drive, "hub", "hub"))
+    config = make_config(**given)
     shown = [
         repr(config),
         sapo.format_config(config, given),

@@ -289,7 +289,7 @@ def draw_picture(folder: Path, file: str, arms: tuple = ("8/0", "4/4", "2/6")) -
         by_round.annotate(
             arm, (len(mean) - 1, height), (4, -3), textcoords="offset points", color=color
         )
-    by_round.margins(x=0.08)
+    by_round.margins(x=0.08, y=0.1)
     by_completions.margins(x=0.08)
     by_round.set(xlabel="round", ylabel="mean reward, smoothed", ylim=(0, None))
     by_completions.set(xlabel="completions generated per node")
