@@ -735,11 +735,16 @@ def format_report(rows: list[dict]) -> str:
     )
 
     # Reward per task at the end, a column for each arm.
-    tasks = sorted({task for row in rows for run in row["runs"] for task in run["tasks"]})
+    tasks = set()
+    for row in rows:
+        for run in row["runs"]:
+            tasks |= run["tasks"].keys()
     cells = []
-    for task in tasks:
-        means = [nanmean(run["tasks"].get(task) for run in row["runs"]) for row in rows]
-        cells.append([drive_store.printable(task, 40), *means])
+    for task in sorted(tasks):
+        cell = [drive_store.printable(task, 40)]
+        for row in rows:
+            cell.append(nanmean(run["tasks"].get(task) for run in row["runs"]))
+        cells.append(cell)
     headers = ["reward at the end", *(row["label"][:30] for row in rows)]
     by_task = tabulate(cells, headers, "simple", floatfmt=".2f", missingval="-")
     return f"{arms}\n\n{by_task}"
@@ -774,14 +779,20 @@ def plot_run(rewards: list[dict], name: str) -> bytes | None:
 
     def plot_mean(axis, value, *style, **options):
         """Plot the smoothed mean of value(row) over the rows of each round."""
-        means = [nanmean(value(row) for row in rows) for rows in by_round.values()]
+        means = []
+        for rows in by_round.values():
+            means.append(nanmean(value(row) for row in rows))
         axis.plot(rounds, moving_average(means), *style, **options)
 
     # Reward of each node, and of all.
     for node_id, rows in group_by("node_id", rewards).items():
-        curve = moving_average([row["reward"] for row in rows])
+        own_rounds = []
+        own_rewards = []
+        for row in rows:
+            own_rounds.append(row["round"])
+            own_rewards.append(row["reward"])
         label = drive_store.printable(node_id, 20)
-        nodes_axis.plot([row["round"] for row in rows], curve, alpha=0.4, label=label)
+        nodes_axis.plot(own_rounds, moving_average(own_rewards), alpha=0.4, label=label)
     plot_mean(nodes_axis, lambda row: row["reward"], "k", label="mean")
 
     # Reward of each task.
@@ -818,13 +829,15 @@ def plot_comparison(rows: list[dict]) -> bytes | None:
         # Mean and standard error of each round. A run may be longer than another.
         curves = [moving_average(run["curve"]) for run in row["runs"]]
         mean = []
-        error = []
+        low = []
+        high = []
         for values in zip(*curves, strict=False):
+            error = 0.0
+            if len(values) > 1:
+                error = statistics.stdev(values) / math.sqrt(len(values))
             mean.append(nanmean(values))
-            is_several = len(values) > 1
-            error.append(statistics.stdev(values) / math.sqrt(len(values)) if is_several else 0.0)
-        low = [m - e for m, e in zip(mean, error, strict=True)]
-        high = [m + e for m, e in zip(mean, error, strict=True)]
+            low.append(mean[-1] - error)
+            high.append(mean[-1] + error)
 
         spent = row["runs"][0]["spent"][: len(mean)]
         for axis, x in ((by_round, range(len(mean))), (by_completions, spent)):

@@ -162,6 +162,7 @@ class DriveStore:
 
         groups: {"0": {"task", "seed", "prompt", "answer", "completions"}, "1": …}
         """
+        # What the file says of itself comes first, so that a person sees it at once.
         data = {
             "format": ROLLOUT_FORMAT_VERSION,
             "peer_id": node_id,
@@ -172,6 +173,7 @@ class DriveStore:
             "rollouts": groups,
         }
 
+        # An existing file counts if a peer could use it.
         def is_valid(existing: bytes) -> bool:
             parse_rollouts(parse_json(existing), round_, stage, node_id)
             return True
@@ -190,6 +192,8 @@ class DriveStore:
         data = self.read_json(path, max_bytes)
         if data is None:
             raise InvalidFileError("listed but not readable yet")
+
+        # A file that was published a moment ago shows that its node is alive.
         groups = parse_rollouts(data, round_, stage, node_id)
         self._last_activity[node_id] = data["timestamp"]
         return groups
@@ -264,7 +268,7 @@ class DriveStore:
         milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
         session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
 
-        # One file for each node, under a name that nobody else uses.
+        # One file for each node, under a name that no other process uses.
         for node_id in node_ids:
             data = {
                 "node_id": node_id,
@@ -372,6 +376,7 @@ class DriveStore:
         replaced. It may raise ValueError instead of returning False, as the default, `parse_json`,
         does.
         """
+        # A hard link either gets the name or fails; a rename would replace the other node's file.
         with self._temp_file(data, fsync) as temp:
             try:
                 os.link(temp, self.resolve(path, mkdir=True))  # atomic; fails if the name is taken
@@ -386,10 +391,13 @@ class DriveStore:
 
         write: a function that fills the empty directory that it is given, without subdirectories.
         """
+        # Let the function fill a directory in tmp/, where no reader looks.
         temp = f"{self.tmp}/{secrets.token_hex(8)}"
         directory = self.resolve(f"{temp}/-", mkdir=True).parent  # "-" stands for any file in it
         try:
             write(directory)
+
+            # Move the files to their places, one by one.
             for file in sorted(directory.iterdir()):
                 with open(file, "rb") as written:
                     os.fsync(written.fileno())
@@ -440,6 +448,7 @@ class DriveStore:
         First truncate what a failed attempt left behind, and terminate a line that a crash cut off.
         A link, a FIFO or a folder of this name is replaced.
         """
+        # Open the log. If something else has its name, make room for it.
         try:
             file = self.open(path, "a+b")
         except InvalidFileError:
@@ -476,7 +485,7 @@ class DriveStore:
             data = self.read_bytes(path, max_bytes)
             return None if data is None else parse_json(data)
         except OSError as error:
-            self.check_mounted()
+            self.check_mounted()  # raises if it is the folder that fails, not the file
             reason = f"cannot be read ({error.strerror})"
         except InvalidFileError as error:
             reason = str(error)
@@ -512,9 +521,10 @@ class DriveStore:
         Raises InvalidFileError for a FIFO, a link or a directory, FileNotFoundError if the file is
         missing, and another OSError if the experiment's folder is missing as well.
         """
+        # Follow no link, and do not wait for the other end of a FIFO.
         is_reading = mode == "rb"
         flags = os.O_RDONLY if is_reading else os.O_RDWR | os.O_APPEND | os.O_CREAT
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO would wait for its other end
+        flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             descriptor = os.open(self.resolve(path, mkdir=not is_reading), flags, 0o666)
         except FileNotFoundError:
