@@ -77,7 +77,7 @@ def run_coordinator(config, store, log, signals) -> str:
 
         # Hold the first round, end after the last one, or open the next when this one is over.
         if waiting_to_begin:
-            has_reward = bool(store.list_rounds("rewards"))
+            has_reward = bool(store.list_progress("rewards"))
             enough_workers = len(alive) >= config.NUM_WORKERS or elapsed >= interval
             waiting_to_begin = not (has_reward and enough_workers)
             if not has_reward:
@@ -85,13 +85,17 @@ def run_coordinator(config, store, log, signals) -> str:
             started_at = opened_at
         elif current >= last_round:
             if not pending or elapsed > interval + config.STALE_AFTER_SECONDS:
-                log_round(store, config, log, current, submitted, pending, started_at, history)
+                log_round(
+                    store, config, log, current, num_stages, submitted, pending, started_at, history
+                )
                 log.event("end", learning_summary(history, "all nodes"))
                 store.write_heartbeat(coordinator_id, session, current, "done")
                 return "finished"
         elif should_advance(config.ROUND_ADVANCE, elapsed, interval, alive, submitted):
             store.open_round(current + 1, coordinator_id)
-            log_round(store, config, log, current, submitted, pending, started_at, history)
+            log_round(
+                store, config, log, current, num_stages, submitted, pending, started_at, history
+            )
             current += 1
             opened_at = poll_started
 
@@ -154,13 +158,21 @@ LINE_METRICS = (
 
 
 def log_round(
-    store, config, log, round_: int, submitted, pending, start_time: float, history: list[dict]
+    store,
+    config,
+    log,
+    round_: int,
+    num_stages: int,
+    submitted,
+    pending,
+    start_time: float,
+    history: list[dict],
 ) -> None:
     """Log one line for a round that has ended, and write its winners.
 
     history: metrics of the rounds that ended since start_time; the round's are appended.
     """
-    rewards = write_winners(store, round_, submitted)
+    rewards = write_winners(store, round_, submitted, num_stages)
     metrics = {name: nanmean(row.get(name) for row in rewards) or 0.0 for name in LINE_METRICS}
     history.append(metrics | {"ended": time.monotonic()})
 
@@ -226,12 +238,12 @@ def format_timing(start_time: float, history: list[dict], rounds_left: int) -> t
     return seconds, f"eta {format_duration(seconds_per_round * rounds_left)}"
 
 
-def write_winners(store, round_: int, node_ids) -> list[dict]:
+def write_winners(store, round_: int, node_ids, num_stages: int) -> list[dict]:
     """Write winners/round_000012.json, {node_id: its mean reward}, the best first. For people.
 
     Returns the rewards of the round.
     """
-    rewards = store.read_rewards(round_, node_ids)
+    rewards = store.read_rewards(round_, node_ids, num_stages)
     means = {}
     for node_id, rows in group_by("node_id", rewards).items():
         means[node_id] = nanmean(row["reward"] for row in rows)
@@ -265,23 +277,21 @@ def format_duration(seconds: float) -> str:
 def all_rewards(store, cache: dict | None = None) -> list[dict]:
     """Every reward of a registered node, in order, with the columns that pandas users expect.
 
-    cache: {round: rewards}, to be passed again; old rounds are then not read a second time.
+    cache: {(round, stage, node_id): reward}, to be passed again. Reward files never change, so each
+    is read once.
     """
     cache = {} if cache is None else cache
-    sessions = store.latest_sessions()
     newest = store.current_round()
-    rewards = []
-    for round_ in store.list_rounds("rewards"):
-        if round_ > newest:
-            continue
-        is_settled = round_ in cache and round_ <= newest - 8  # a slow node may still add to others
-        if not is_settled:
-            cache[round_] = []
-            for row in store.read_rewards(round_, sessions):
-                row |= {"experiment": store.experiment_dir.name, "my_reward": row["reward"]}
-                cache[round_].append(row)
-        rewards += cache[round_]
-    return rewards
+    for node_id in store.latest_sessions():
+        for round_, stage in store.list_stages("rewards", node_id):
+            key = (round_, stage, node_id)
+            if round_ <= newest and key not in cache:
+                reward = store.read_reward(round_, stage, node_id)
+                if reward is not None:
+                    reward["experiment"] = store.experiment_dir.name
+                    reward["my_reward"] = reward["reward"]
+                    cache[key] = reward
+    return [cache[key] for key in sorted(cache)]
 
 
 def saved_setting(store, name: str, default: int) -> int:
@@ -301,11 +311,12 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
     for node_id, rows in group_by("node_id", rewards).items():
         cumulative[node_id] = sum(row["reward"] for row in rows)
 
-    checkpoints = store.list_rounds("checkpoints")
+    checkpoints = {}  # round -> path
+    for process in node_ids:
+        checkpoints |= store.list_checkpoints(process)
     latest_checkpoint = None
     if checkpoints:
-        path = drive_store.round_dir("checkpoints", checkpoints[-1])
-        latest_checkpoint = str(store.experiment_dir / path)
+        latest_checkpoint = str(store.experiment_dir / checkpoints[max(checkpoints)])
 
     timestamps = [row["timestamp"] for row in rewards]
     return {
@@ -340,12 +351,12 @@ def validate_experiment(store, max_rounds: int, num_nodes: int) -> list[str]:
     without_rewards = sorted(set(range(max_rounds)) - {row["round"] for row in rewards})
     if without_rewards:
         problems.append(f"rounds without rewards: {without_rewards[:9]}")
-    if not store.list_rounds("rollouts"):
+    if not store.list_progress("rollouts"):
         problems.append("no rollouts")
     unfinished = [node_id for node_id, rows in by_node.items() if rows[-1]["round"] < last]
     if unfinished:
         problems.append(f"no reward for the last round {last}: {join_names(unfinished)}")
-    if not store.list_names(drive_store.round_dir("checkpoints", last)):
+    if not any(last in store.list_checkpoints(process) for process in by_node):
         problems.append(f"no checkpoint after the last round {last}")
 
     # Something must have been learned, and from peers if there are any.
@@ -538,9 +549,12 @@ def latest_group(store, current: int, width: int) -> list[str]:
     """The newest group that can be read, as lines, with three of its completions."""
     for node_id in reversed(store.list_nodes("rollouts", current, 0)):
         try:
-            group = store.fetch_rollouts(current, 0, node_id)[0]
-        except (IndexError, drive_store.InvalidFileError):  # empty, or damaged
+            groups = store.fetch_rollouts(current, 0, node_id)
+        except drive_store.InvalidFileError:
             continue
+        if not groups:
+            continue
+        group = groups[0]
         lines = [f"{node_id} was asked:"]
         lines += format_question(group["prompt"], group["answer"], width)
         lines += format_completions(group["completions"][:3], width)

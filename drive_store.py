@@ -1,18 +1,23 @@
 """The shared folder is the swarm's only means of communication. This module reads and writes it.
 
-Write-once files: the markers of open rounds, registrations, rollouts, rewards and the experiment's
+Write-once files: the names of open rounds, registrations, rollouts, rewards and the experiment's
     config. Each is written to a temporary file and then hard-linked to its final name, so that a
     reader sees either no file or the complete one, and the first writer wins. (Without hard links
     the file is renamed; of two simultaneous writers the last one wins.)
 Replaceable files: heartbeats, checkpoints, exported models and what is written for people. Written
     to a temporary file, then renamed.
 Append-only files: logs. If a crash left an incomplete last line, the next append starts a new one.
+Progress markers: empty files whose names say how far a node has got. They are renamed.
+Folders: each is made by one process only. On Google Drive a name is no identity, so a folder that
+    two processes make at once exists twice, and a mount shows only one of the two. The process that
+    begins an experiment makes all folders that several nodes write into (`create`); below them a
+    node makes those of its own name. No other call makes a folder.
 
 Anyone with access to the folder may write anything into it. Readers therefore limit the size and
 check the type of every file; they return parsed data or raise `InvalidFileError`. Symbolic links
 below the experiment's folder are never followed. Every method tries once and raises OSError if the
-folder cannot be reached; `RetryingStore` repeats it. A missing file is not an error: the result is
-None or [], as long as the experiment's folder itself exists.
+folder cannot be reached; `RetryingStore` repeats it. A missing file, or a missing folder of a node,
+is not an error: the result is None or [], as long as the experiment's own folders exist.
 
 A network drive may still show an old or an incomplete file for a while. An incomplete one does not
 parse, counts as invalid, and is read again in the next round.
@@ -32,7 +37,15 @@ from collections import Counter
 from pathlib import Path
 
 ROLLOUT_FORMAT_VERSION = 1  # the key "format" of a rollout file
-LAYOUT_VERSION = 3  # the key "layout" of config.json: where an experiment keeps its files
+LAYOUT_VERSION = 4  # in layout.json: where an experiment keeps its files
+ROOT_DIRS = ("experiments", "warmstart", "reports", "archives", "tmp")  # below the shared folder
+SHARED_DIRS = (  # below an experiment's folder; several nodes write into each of them
+    "peers", "heartbeats", "progress", "state", "state/rounds", "winners", "rollouts", "rewards",
+    "checkpoints", "models", "logs", "tmp",
+)  # fmt: skip
+WORKER_DIRS = ("rollouts", "rewards", "checkpoints", "models", "logs", "tmp")  # each holds NODE/
+COORDINATOR_DIRS = ("logs", "tmp")
+LAYOUT_TIMEOUT_SECONDS = 30.0  # how long the process that begins an experiment may take
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens takes about 4 MiB
 MAX_JSON_ELEMENTS = 400_000  # 8 MiB of "[]," would parse to a gigabyte of Python objects
 MAX_METADATA_BYTES = 64 << 10  # a registration, heartbeat, reward or config
@@ -57,82 +70,173 @@ class InvalidFileError(ValueError):
 # -------- The experiment's records ----------------------------------------------------------------
 
 
-def round_dir(kind: str, round_: int, stage: int | None = None) -> str:
-    """Directory of a round or stage. ("rewards", 12, 0) -> "rewards/round_000012/stage_0"."""
-    path = f"{kind}/round_{round_:06d}"
-    return path if stage is None else f"{path}/stage_{stage}"
+def round_file(kind: str, node_id: str, round_: int, stage: int) -> str:
+    """Path of a node's file of a round and stage.
+
+    ("rewards", "anna", 12, 0) -> "rewards/anna/round_000012.stage_0.json"
+    """
+    return f"{kind}/{node_id}/round_{round_:06d}.stage_{stage}.json"
+
+
+def marker_file(kind: str, node_id: str, round_: int, stage: int) -> str:
+    """Path of a progress marker: the node has written all its files of this kind up to here.
+
+    ("rewards", "anna", 12, 0) -> "progress/anna.rewards.000012.0"
+    """
+    return f"progress/{node_id}.{kind}.{round_:06d}.{stage}"
 
 
 class DriveStore:
     """One experiment's files. Paths are relative to `experiment_dir`.
 
     experiment=None stands for what all experiments share: warmstart/, archives/ and reports/.
-    owner: the node that writes; its temporary files lie in tmp/OWNER. invalid_files counts, by
-    reason, the files that could not be used.
+    owner: the node that writes; its temporary files lie in tmp/OWNER. A reader has none.
+    invalid_files counts, by reason, the files that could not be used.
 
-    All methods but `create` and `load_or_create_config` raise OSError if `experiment_dir` is
-    missing, because that means a drive that is not mounted.
+    All methods but `create` and `load_config` raise OSError if `experiment_dir` is missing, because
+    that means a drive that is not mounted. For a node the same holds for a missing folder among
+    SHARED_DIRS, which may not have arrived yet.
     """
 
-    def __init__(self, root, experiment: str | None, owner: str = "reader"):
+    def __init__(self, root, experiment: str | None, owner: str = ""):
         self.root = Path(root)
         self.experiment_dir = self.root
         if experiment is not None:
             self.experiment_dir = self.root / "experiments" / experiment
-        self.tmp = f"tmp/{owner}"
+        self.owner = owner
+        self.is_root = experiment is None
         self.invalid_files = Counter()  # reason -> number of files
 
         self._checked_dirs = set()  # known to be no links; a check costs a file-system call
         self._append_offsets = {}  # log -> its length before an append that failed
         self._heartbeat_cache = {}  # node_id -> (when it was read, the heartbeat)
         self._last_activity = {}  # node_id -> timestamp in its rollout or reward file last read
+        self._markers = {}  # (kind, node_id) -> (round, stage) of this process's marker
+        self._is_maker = False  # whether this process begins the experiment
+        self._waiting_since = None  # when it first waited for another process that begins it
 
-    def create(self) -> None:
-        """Create the experiment's folder and empty this owner's tmp folder.
+    # -- the experiment
 
-        This happens only here: at any later time a missing folder means that the drive is not
-        mounted. Raises StoreError if the storage cannot append to files.
+    def create(self, node_ids: list[str] = (), kinds: tuple = WORKER_DIRS) -> None:
+        """Begin the experiment unless another process has, and make the folders of these nodes.
+
+        kinds: the folders of a node. Raises StoreError if the folder cannot be used, and OSError
+        while another process is still making the experiment, so that the caller tries again.
         """
-        self.experiment_dir.mkdir(parents=True, exist_ok=True)
+        # The one whose mkdir succeeds makes all folders that several nodes write into. Others wait
+        # for layout.json. If it does not come, its maker was killed.
+        self.create_root_dirs()
+        if self.experiment_dir.is_symlink():
+            raise StoreError(f"{self.experiment_dir} is a link: choose another EXPERIMENT_NAME")
+        if not self.experiment_dir.is_dir():
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.experiment_dir)
+                self._is_maker = True
+        if not self.is_complete():
+            if not self._is_maker:
+                self._waiting_since = self._waiting_since or time.monotonic()
+                if time.monotonic() - self._waiting_since < LAYOUT_TIMEOUT_SECONDS:
+                    reason = "another process is still creating this experiment"
+                    raise OSError(errno.EAGAIN, reason, str(self.experiment_dir))
+            self._create_shared_dirs()
 
-        # Find out now, not after the first round, whether logs can be written. Append twice: the
-        # first call creates the file, and every storage can do that.
+        self._create_node_dirs(node_ids, kinds)
+        if self.owner not in node_ids:
+            self._make_dir(self.experiment_dir / "tmp" / self.owner)
+        self._check_append()
+
+    def create_root_dirs(self) -> None:
+        """Make what is missing of the folders that all experiments share. Raises StoreError if the
+        shared folder cannot be used."""
+        try:
+            self.root.mkdir(exist_ok=True)
+            for name in ROOT_DIRS:
+                self._make_dir(self.root / name)
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise StoreError(f"GDRIVE_PATH={self.root} cannot be used: {error.strerror}") from error
+
+    def _create_shared_dirs(self) -> None:
+        for name in SHARED_DIRS:
+            self._make_dir(self.experiment_dir / name)
+        self._make_dir(self.root / "archives" / self.experiment_dir.name)
+        if self.owner:
+            self._make_dir(self.experiment_dir / "tmp" / self.owner)
+        data = {"layout": LAYOUT_VERSION, "created_by": self.owner}
+        self.write_atomic("layout.json", data, fsync=True)  # last: all folders are there
+
+    def _create_node_dirs(self, node_ids: list[str], kinds: tuple) -> None:
+        """Make the folders of nodes that never registered. Those of a node that did exist already,
+        but may not have arrived here yet."""
+        known = self.latest_sessions()
+        for node_id in node_ids:
+            for kind in kinds:
+                path = self.experiment_dir / kind / node_id
+                if path.is_dir() and not path.is_symlink():
+                    continue
+                if node_id in known and not os.path.lexists(path):
+                    raise OSError(errno.EAGAIN, f"{kind}/{node_id} is not here yet", str(path))
+                self._make_dir(path)
+
+    def _make_dir(self, path: Path) -> None:
+        """Make a directory unless it exists. A link or a file in its place is replaced."""
+        if path.is_dir() and not path.is_symlink():
+            return
+        if os.path.lexists(path):
+            path.unlink()
+        os.mkdir(path)
+
+    def _check_append(self) -> None:
+        """Find out now, not after the first round, whether logs can be written."""
+        # Append twice: the first call creates the file, and every storage can do that.
+        path = f"tmp/{self.owner}/try"
         try:
             for _ in range(2):
-                self.append(f"{self.tmp}/try", "x\n")
+                self.append(path, "x\n")
         except (InvalidFileError, PermissionError) as error:
             advice = "an rclone mount needs --vfs-cache-mode writes"
             raise StoreError(
                 f"{self.experiment_dir}: files cannot be appended to there: {advice}"
             ) from error
-        self.delete(self.tmp)  # with everything that a killed process left in it
+        self.delete(path)
 
-    def load_or_create_config(self, settings: dict | None = None) -> dict | None:
-        """Return the settings that the experiment began with: those in config.json, or else
-        `settings`, which are written to it. Returns None if there are neither.
+    def is_complete(self) -> bool:
+        """Whether the experiment exists with all its shared folders."""
+        if not self.experiment_dir.is_dir() or self.experiment_dir.is_symlink():
+            return False
+        return self.read_json_matching("layout.json", layout=LAYOUT_VERSION) is not None
 
-        Raises StoreError if the file cannot be used or the folder belongs to another program.
+    def load_config(self) -> dict | None:
+        """Return the settings that the experiment began with, None if there are none yet.
+
+        Raises StoreError if config.json cannot be used, or if the folder belongs to another program
+        or to an older version of this one.
         """
-        # Read the config, or be the first to write it.
-        exists = self.experiment_dir.is_dir()
+        if not self.experiment_dir.is_dir():
+            return None
         try:
-            saved = self.read_json("config.json") if exists else None
-            if saved is None and settings:
-                data = dump_json({"layout": LAYOUT_VERSION, **settings}, indent=1)
-                self.write_once("config.json", data, fsync=True)
-                saved = self.read_json("config.json")  # of two simultaneous writers one has won
+            saved = self.read_json("config.json")
         except InvalidFileError as error:
             path = self.experiment_dir / "config.json"
             advice = "wait, restore it or start a new EXPERIMENT_NAME"
             raise StoreError(f"{path}: {error}; {advice}") from error
 
-        # Folders named round_5 are those of rl-swarm's Google Drive mode. This program writes
-        # round_000005.
-        names = self.list_names("rollouts") if self.experiment_dir.is_dir() else []
-        is_unpadded = any(re.fullmatch(r"round_\d{1,5}", name) for name in names)
-        if is_unpadded or (saved is not None and saved.get("layout") != LAYOUT_VERSION):
+        # Older layouts have a key in config.json, and folders of rounds below rollouts/, as has
+        # rl-swarm's Google Drive mode.
+        is_older = saved is not None and "layout" in saved
+        for name in DriveStore(self.root, self.experiment_dir.name).list_names("rollouts"):
+            is_older = is_older or re.fullmatch(r"round_\d+", name) is not None
+        if is_older:
             reason = "was written by another program, or another version; nothing was changed"
             raise StoreError(f"{self.experiment_dir} {reason}: start a new EXPERIMENT_NAME")
+        return saved
+
+    def load_or_create_config(self, settings: dict) -> dict:
+        """Return the settings that the experiment began with: those in config.json, or else
+        `settings`, which are written to it. Raises StoreError as `load_config` does."""
+        saved = self.load_config()
+        if saved is None:
+            self.write_once("config.json", dump_json(settings, indent=1), fsync=True)
+            saved = self.load_config()  # of two simultaneous writers one has won
         return saved
 
     # -- rounds
@@ -150,7 +254,7 @@ class DriveStore:
         """Declare that this round and all before it are open. Several nodes may open the same round
         without harm."""
         state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
-        self.write_once(f"{round_dir('state/rounds', round_)}.{by}.json", state)
+        self.write_once(f"state/rounds/round_{round_:06d}.{by}.json", state)
         self.write_atomic("state/current_state.json", state)  # for people
 
     # -- rollouts
@@ -158,7 +262,8 @@ class DriveStore:
     def publish_rollouts(
         self, round_: int, stage: int, node_id: str, metadata: dict, groups: dict
     ) -> bool:
-        """Write a node's rollout file. Returns False if a valid one exists already.
+        """Write a node's rollout file, then move its marker. Returns False if a valid file exists
+        already.
 
         groups: {"0": {"task", "seed", "prompt", "answer", "completions"}, "1": …}
         """
@@ -178,79 +283,138 @@ class DriveStore:
             parse_rollouts(parse_json(existing), round_, stage, node_id)
             return True
 
-        path = f"{round_dir('rollouts', round_, stage)}/{node_id}.json"
-        return self.write_once(path, data, is_valid)
+        path = round_file("rollouts", node_id, round_, stage)
+        is_new = self.write_once(path, data, is_valid)
+        self.advance_marker("rollouts", node_id, round_, stage)
+        return is_new
 
     def fetch_rollouts(
         self, round_: int, stage: int, node_id: str, max_bytes: int = MAX_JSON_BYTES
-    ) -> list[dict]:
+    ) -> list[dict] | None:
         """Read a peer's groups. Their structure is checked here, their content is not.
 
-        Raises InvalidFileError with the reason if they cannot be used.
+        Returns None if there is no file: the peer has skipped this round, or its file has not
+        arrived yet. Raises InvalidFileError with the reason if the file cannot be used.
         """
-        path = f"{round_dir('rollouts', round_, stage)}/{node_id}.json"
-        data = self.read_json(path, max_bytes)
+        data = self.read_json(round_file("rollouts", node_id, round_, stage), max_bytes)
         if data is None:
-            raise InvalidFileError("listed but not readable yet")
+            return None
 
         # A file that was published a moment ago shows that its node is alive.
         groups = parse_rollouts(data, round_, stage, node_id)
         self._last_activity[node_id] = data["timestamp"]
         return groups
 
-    def prune_rollouts(self, before_round: int, archive: bool) -> None:
-        """Delete the rollouts of all rounds before this one, or move them to archives/."""
-        shared = DriveStore(self.root, None)
-        for round_ in self.list_rounds("rollouts"):
+    def prune_rollouts(self, node_id: str, before_round: int, archive: bool) -> None:
+        """Delete a node's own rollouts of all rounds before this one, or move them to
+        archives/EXPERIMENT/NODE/."""
+        for round_, stage in self.list_stages("rollouts", node_id):
             if round_ >= before_round:
-                continue
-            path = round_dir("rollouts", round_)
-
-            # Move the whole round aside. Every node may try; the first one succeeds.
+                break
+            path = round_file("rollouts", node_id, round_, stage)
             if archive:
-                name = self.experiment_dir.name
-                target = shared.resolve(f"archives/{name}/{path}", mkdir=True)
-                if os.path.lexists(target):  # from a deleted experiment of the same name
-                    target = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
-                with contextlib.suppress(FileNotFoundError):  # another node was faster
-                    self.resolve(path).rename(target)
-
+                self._archive(path, node_id)
             self.delete(path)
+
+    def _archive(self, path: str, node_id: str) -> None:
+        shared = DriveStore(self.root, None)
+        folder = f"archives/{self.experiment_dir.name}/{node_id}"
+        self._make_dir(shared.resolve(folder, for_writing=True))  # only this node makes it
+        target = shared.resolve(f"{folder}/{Path(path).name}", for_writing=True)
+        if os.path.lexists(target):  # from a deleted experiment of the same name
+            target = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
+        with contextlib.suppress(FileNotFoundError):  # moved before, by a call that then failed
+            self.resolve(path).rename(target)
 
     # -- rewards
 
     def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
-        """Publish a node's reward and metrics. Returns False if a valid file exists already."""
+        """Publish a node's reward and metrics, then move its marker. Returns False if a valid file
+        exists already."""
         metadata = {"node_id": node_id, "round": round_, "stage": stage}
 
         def is_valid(existing: bytes) -> bool:
             return parse_reward(parse_json(existing), **metadata) is not None
 
-        path = f"{round_dir('rewards', round_, stage)}/{node_id}.json"
-        return self.write_once(path, {**metadata, "timestamp": time.time(), **data}, is_valid)
+        path = round_file("rewards", node_id, round_, stage)
+        data = {**metadata, "timestamp": time.time(), **data}
+        is_new = self.write_once(path, data, is_valid)
+        self.advance_marker("rewards", node_id, round_, stage)
+        return is_new
 
-    def read_rewards(self, round_: int, node_ids) -> list[dict]:
-        """The valid reward files that `node_ids` submitted in a round, stage by stage."""
-        # How many stages the round has is known from the names of its directories.
-        stages = []
-        for name in self.list_names(round_dir("rewards", round_)):
-            match = re.fullmatch(r"stage_(0|[1-9]\d?)", name, re.ASCII)
-            if match:
-                stages.append(int(match[1]))
+    def read_reward(self, round_: int, stage: int, node_id: str) -> dict | None:
+        """A node's reward and metrics, None if there is no valid file. It may not have arrived."""
+        data = self.read_json_matching(round_file("rewards", node_id, round_, stage)) or {}
+        reward = parse_reward(data, node_id=node_id, round=round_, stage=stage)
+        if reward is not None:
+            self._last_activity[node_id] = reward["timestamp"]
+        return reward
 
-        # Read the file of each node that has one.
+    def read_rewards(self, round_: int, node_ids, num_stages: int) -> list[dict]:
+        """The valid rewards that `node_ids` submitted in a round, stage by stage."""
         rewards = []
-        for stage in sorted(stages):
-            for node_id in self.list_nodes("rewards", round_, stage):
-                if node_id not in node_ids:
-                    continue
-                path = f"{round_dir('rewards', round_, stage)}/{node_id}.json"
-                data = self.read_json_matching(path) or {}
-                reward = parse_reward(data, node_id=node_id, round=round_, stage=stage)
-                if reward is not None:  # an invalid file may not have arrived in full yet
-                    self._last_activity[node_id] = reward["timestamp"]
-                    rewards.append(reward)
+        progress = self.list_progress("rewards")
+        for stage in range(num_stages):
+            for node_id in sorted(node_ids):
+                if progress.get(node_id, (-1, 0)) >= (round_, stage):
+                    reward = self.read_reward(round_, stage, node_id)
+                    if reward is not None:
+                        rewards.append(reward)
         return rewards
+
+    # -- progress
+
+    def list_progress(self, kind: str) -> dict[str, tuple[int, int]]:
+        """{node_id: (round, stage)} up to which each node has written files of this kind: rollouts
+        or rewards. Only names count, so one listing is enough."""
+        progress = {}
+        for node_id, marker_kind, round_, stage in self._list_markers():
+            if marker_kind == kind:
+                progress[node_id] = max((round_, stage), progress.get(node_id, (-1, 0)))
+        return dict(sorted(progress.items()))
+
+    def list_nodes(self, kind: str, round_: int, stage: int) -> list[str]:
+        """The nodes that have got as far as this round and stage, sorted."""
+        progress = self.list_progress(kind)
+        return [node_id for node_id in progress if progress[node_id] >= (round_, stage)]
+
+    def advance_marker(self, kind: str, node_id: str, round_: int, stage: int) -> None:
+        """Move a node's marker forward, after its file has been written. Never moves it back."""
+        known = self._markers.get((kind, node_id)) or self.list_progress(kind).get(node_id)
+        if known is not None and known >= (round_, stage):
+            return
+        path = marker_file(kind, node_id, round_, stage)
+        try:
+            if known is None:
+                raise FileNotFoundError
+            self._replace(self.resolve(marker_file(kind, node_id, *known)), path)
+        except FileNotFoundError:  # there is no marker yet, or it has been moved or deleted
+            self.write_atomic(path, b"")
+        self._markers[kind, node_id] = (round_, stage)
+
+    def reset_markers(self, node_id: str) -> None:
+        """Set a node's markers to its newest files, and delete its other ones: those that an
+        earlier session left, or that somebody planted."""
+        newest_open = self.current_round()
+        for kind in ("rollouts", "rewards"):
+            written = [at for at in self.list_stages(kind, node_id) if at[0] <= newest_open]
+            for other, marker_kind, round_, stage in self._list_markers():
+                is_right = bool(written) and (round_, stage) == written[-1]
+                if (other, marker_kind) == (node_id, kind) and not is_right:
+                    self.delete(marker_file(kind, node_id, round_, stage))
+            self._markers.pop((kind, node_id), None)
+            if written:
+                self.advance_marker(kind, node_id, *written[-1])
+
+    def _list_markers(self) -> list[tuple[str, str, int, int]]:
+        """(node_id, kind, round, stage) of all markers. Copies such as "… (1)" do not match."""
+        pattern = re.compile(r"(.+)\.(rollouts|rewards)\.(\d{6})\.(0|[1-9]\d?)", re.ASCII)
+        markers = []
+        for name in self.list_names("progress"):
+            match = pattern.fullmatch(name)
+            if match and is_safe_name(match[1]):
+                markers.append((match[1], match[2], int(match[3]), int(match[4])))
+        return markers
 
     # -- nodes
 
@@ -329,31 +493,21 @@ class DriveStore:
 
     # -- listings
 
-    def list_rounds(self, kind: str) -> list[int]:
-        """Rounds that have a directory below `kind` (rollouts, rewards, checkpoints), ascending."""
-        names = self.list_names(kind)
-        return [int(name[6:]) for name in names if re.fullmatch(r"round_\d{6}", name, re.ASCII)]
-
-    def list_nodes(self, kind: str, round_: int, stage: int) -> list[str]:
-        """Nodes that have a file NODE.json in a stage's directory, sorted.
-
-        The copies that sync clients make, "n1 (1).json" or "n1.sync-conflict-….json", do not count.
-        """
-        node_ids = []
-        for name in self.list_names(round_dir(kind, round_, stage)):
-            node_id = name.removesuffix(".json")
-            is_copy = ".sync-conflict-" in name
-            if name.endswith(".json") and is_safe_name(node_id) and not is_copy:
-                node_ids.append(node_id)
-        return node_ids
+    def list_stages(self, kind: str, node_id: str) -> list[tuple[int, int]]:
+        """(round, stage) of a node's files of this kind, ascending."""
+        stages = []
+        for name in self.list_names(f"{kind}/{node_id}"):
+            match = re.fullmatch(r"round_(\d{6})\.stage_(0|[1-9]\d?)\.json", name, re.ASCII)
+            if match:
+                stages.append((int(match[1]), int(match[2])))
+        return sorted(stages)
 
     def list_checkpoints(self, process: str) -> dict[int, str]:
         """{round: path} of this process's checkpoints, the newest first."""
-        name = f"{process}.safetensors"
         checkpoints = {}
-        for round_ in reversed(self.list_rounds("checkpoints")):
-            if name in self.list_names(round_dir("checkpoints", round_)):
-                checkpoints[round_] = f"{round_dir('checkpoints', round_)}/{name}"
+        for name in reversed(self.list_names(f"checkpoints/{process}")):
+            if re.fullmatch(r"round_\d{6}\.safetensors", name, re.ASCII):
+                checkpoints[int(name[6:12])] = f"checkpoints/{process}/{name}"
         return checkpoints
 
     # -------- Atomic files, and reading -----------------------------------------------------------
@@ -379,7 +533,7 @@ class DriveStore:
         # A hard link either gets the name or fails; a rename would replace the other node's file.
         with self._temp_file(data, fsync) as temp:
             try:
-                os.link(temp, self.resolve(path, mkdir=True))  # atomic; fails if the name is taken
+                os.link(temp, self.resolve(path, for_writing=True))  # fails if the name is taken
             except OSError:  # the name is taken, or the storage has no hard links
                 if self._is_valid_file(path, is_valid or parse_json):
                     return False
@@ -392,8 +546,9 @@ class DriveStore:
         write: a function that fills the empty directory that it is given, without subdirectories.
         """
         # Let the function fill a directory in tmp/, where no reader looks.
-        temp = f"{self.tmp}/{secrets.token_hex(8)}"
-        directory = self.resolve(f"{temp}/-", mkdir=True).parent  # "-" stands for any file in it
+        temp = self._temp_path()
+        directory = self.resolve(temp, for_writing=True)
+        os.mkdir(directory)
         try:
             write(directory)
 
@@ -408,7 +563,7 @@ class DriveStore:
     @contextlib.contextmanager
     def _temp_file(self, data, fsync: bool):
         """Write `data` to a new file in tmp/ and yield its path. The file is deleted at the end."""
-        temp = self.resolve(f"{self.tmp}/{secrets.token_hex(8)}", mkdir=True)
+        temp = self.resolve(self._temp_path(), for_writing=True)
         try:
             if callable(data):
                 data(temp)
@@ -427,8 +582,23 @@ class DriveStore:
             with contextlib.suppress(OSError):
                 os.unlink(temp)
 
+    def _temp_path(self) -> str:
+        """A new name below tmp/. Beside the experiments no node has a folder of its own in it."""
+        name = secrets.token_hex(8)
+        return f"tmp/{self.owner}.{name}" if self.is_root else f"tmp/{self.owner}/{name}"
+
+    def delete_temp_files(self) -> None:
+        """Delete what a killed process of this owner left in tmp/."""
+        if self.is_root:
+            for name in self.list_names("tmp"):
+                if name.startswith(f"{self.owner}."):
+                    self.delete(f"tmp/{name}")
+        else:
+            for name in self.list_names(f"tmp/{self.owner}"):
+                self.delete(f"tmp/{self.owner}/{name}")
+
     def _replace(self, temp: Path, path: str) -> None:
-        target = self.resolve(path, mkdir=True)
+        target = self.resolve(path, for_writing=True)
         try:
             os.replace(temp, target)
         except IsADirectoryError:
@@ -526,9 +696,10 @@ class DriveStore:
         flags = os.O_RDONLY if is_reading else os.O_RDWR | os.O_APPEND | os.O_CREAT
         flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            descriptor = os.open(self.resolve(path, mkdir=not is_reading), flags, 0o666)
+            target = self.resolve(path, for_writing=not is_reading)
+            descriptor = os.open(target, flags, 0o666)
         except FileNotFoundError:
-            self.check_mounted()
+            self.check_mounted(path)
             raise
         except OSError as error:
             if error.errno in NOT_REGULAR_FILE_ERRNOS:
@@ -548,7 +719,7 @@ class DriveStore:
             target = self.resolve(path)
             return target if stat.S_ISREG(os.lstat(target).st_mode) else None
         except (FileNotFoundError, InvalidFileError):
-            self.check_mounted()
+            self.check_mounted(path)
             return None
 
     def list_names(self, path: str) -> list[str]:
@@ -556,15 +727,15 @@ class DriveStore:
         try:
             return sorted(os.listdir(self.resolve(f"{path}/-").parent))  # "-": any file in it
         except (FileNotFoundError, InvalidFileError):
-            self.check_mounted()
+            self.check_mounted(path)
             return []
 
-    def resolve(self, path: str, mkdir: bool = False) -> Path:
+    def resolve(self, path: str, for_writing: bool = False) -> Path:
         """Full path of a file in the experiment. Refuses symbolic links among its parents.
 
-        Each parent is checked when it is first used, and again after an outage. With mkdir=True
-        missing parents are created, and a link or a file found in place of one is replaced by a
-        directory. Otherwise such a link or file raises InvalidFileError.
+        Each parent is checked when it is first used, and again after an outage. A link or a file in
+        place of a directory raises InvalidFileError; for_writing=True replaces it by a directory. A
+        missing parent raises FileNotFoundError: it is made elsewhere, or has not arrived yet.
         """
         *parents, name = path.split("/")
         current = self.experiment_dir
@@ -573,27 +744,34 @@ class DriveStore:
             if current in self._checked_dirs:
                 continue
 
-            if mkdir:
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(current)
-
             # A planted link would lead outside the experiment.
             if not stat.S_ISDIR(os.lstat(current).st_mode):
-                if not mkdir:
+                if not for_writing:
                     raise InvalidFileError("not in a folder of this experiment")
                 current.unlink()
                 os.mkdir(current)
             self._checked_dirs.add(current)
         return current / name
 
-    def check_mounted(self) -> None:
-        """Raise OSError if the experiment's folder cannot be listed: the drive is not mounted."""
+    def check_mounted(self, path: str = "") -> None:
+        """Raise OSError if the experiment's folder cannot be listed: the drive is not mounted.
+
+        For a node also if `path` lies in a shared folder that is missing.
+        """
         self._checked_dirs.clear()  # after an outage another drive may be mounted
         try:
             os.listdir(self.experiment_dir)
         except OSError as error:
             reason = f"{error.strerror}: not mounted?"
             raise OSError(errno.ENOTCONN, reason, str(self.experiment_dir)) from error
+        if self.is_root or not self.owner:
+            return
+        for name in SHARED_DIRS:
+            is_inside = path == name or path.startswith(f"{name}/")
+            if is_inside and not os.path.lexists(self.experiment_dir / name):
+                raise OSError(
+                    errno.ENOENT, "this folder is missing", str(self.experiment_dir / name)
+                )
 
 
 # -------- Parsing untrusted files -----------------------------------------------------------------

@@ -403,23 +403,25 @@ def external_candidates(
     # Which peers have published? If there are more than FETCH_MAX_PEERS (10), a random subset is
     # read, so that the cost of a round does not grow with the swarm. (For older rounds the peers
     # are shuffled in any case; the draws after it depend on that.)
-    files = []
-    for s in stages:
-        files += [(round_, s, peer) for peer in run.store.list_nodes("rollouts", round_, s)]
-    peers = sorted({peer for _, _, peer in files} - {node.id})
+    published = run.store.list_nodes("rollouts", round_, stages[0])
+    peers = [peer for peer in published if peer != node.id]
     if age > 0 or len(peers) >= config.FETCH_MAX_PEERS:
-        peers = sorted(rng.sample(peers, min(config.FETCH_MAX_PEERS, len(peers))))
+        peers = rng.sample(peers, len(peers))
+
+    # Read the peers' files. For a peer that has skipped the round, another one is read.
+    groups_of_peer = {}
+    for peer in peers[: 4 * config.FETCH_MAX_PEERS]:
+        if len(groups_of_peer) == config.FETCH_MAX_PEERS:
+            break
+        for s in stages:
+            groups = fetch_peer_groups(run, node, (round_, s, peer))
+            if groups is not None:
+                groups_of_peer.setdefault(peer, []).extend(groups)
     if age == 0:
-        node.metrics["external_peers"] = len(peers)
+        node.metrics["external_peers"] = len(groups_of_peer)
 
     candidates = []
-    for peer in peers:
-        # Read the peer's files.
-        groups = []
-        for file in files:
-            if file[2] == peer:
-                groups += fetch_peer_groups(run, node, file)
-
+    for peer, groups in sorted(groups_of_peer.items()):
         # A node trains on each group at most once.
         groups = [group for group in groups if group["key"] not in node.used_external]
 
@@ -450,8 +452,9 @@ def external_candidates(
     return candidates
 
 
-def fetch_peer_groups(run: Run, node: Node, file: tuple) -> list[dict]:
-    """The groups of a peer's rollout file (round, stage, node_id), [] if it cannot be used."""
+def fetch_peer_groups(run: Run, node: Node, file: tuple) -> list[dict] | None:
+    """The groups of a peer's rollout file (round, stage, node_id), [] if it cannot be used, None if
+    there is no such file."""
     if file not in run.fetched:
         try:
             run.fetched[file] = run.store.fetch_rollouts(*file, run.config.max_rollout_bytes)
@@ -693,7 +696,7 @@ def wait_for_round(run: Run, own: int) -> int:
             run.coordinator_last_seen = poll_started
         elif poll_started - run.coordinator_last_seen >= delay:
             store.open_round(own, run.nodes[0].id)
-            coordinator.write_winners(store, own - 1, run.sessions)
+            coordinator.write_winners(store, own - 1, run.sessions, config.MAX_STAGES)
             return own
         drive_store.poll_sleep(poll_started)
 
@@ -746,7 +749,8 @@ def finish_round(run: Run, t: int) -> None:
     if config.ROLLOUT_CLEANUP_ENABLED:
         needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE
         num_kept = max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
-        run.store.prune_rollouts(t + 1 - num_kept, config.ROLLOUT_ARCHIVE_OLD)
+        for node in run.nodes:
+            run.store.prune_rollouts(node.id, t + 1 - num_kept, config.ROLLOUT_ARCHIVE_OLD)
 
     # Forget what no later round draws from. A file that could not be used is read again.
     oldest = t - config.ROLLOUT_MAX_AGE
@@ -906,6 +910,11 @@ class Config:
         if self.LOCAL_NODES == 1:
             return [self.NODE_ID]
         return [f"{self.NODE_ID}_{i}" for i in range(self.LOCAL_NODES)]
+
+    @property
+    def process_id(self) -> str:
+        """The name of this process in checkpoints/, logs/ and tmp/: that of its first node."""
+        return self.node_ids[0] if self.NODE_ROLE == "worker" else self.NODE_ID
 
     @property
     def max_rollout_bytes(self) -> int:
@@ -1253,13 +1262,14 @@ def save_checkpoint(run: Run) -> None:
     }
 
     # Write the new one before the old ones are deleted.
-    path = f"{drive_store.round_dir('checkpoints', round_)}/{config.NODE_ID}.safetensors"
+    path = f"checkpoints/{config.process_id}/round_{round_:06d}.safetensors"
     write = functools.partial(grpo.save_tensors, tensors, json.dumps(metadata))
     run.store.write_atomic(path, write, fsync=True)
     run.last_checkpoint_round = round_
     run.log.event("checkpoint", f"after round {round_}", file_only=True, round=round_)
-    paths = list(run.store.list_checkpoints(config.NODE_ID).values())  # the newest first
-    for path in paths[config.CHECKPOINT_KEEP :]:
+    checkpoints = run.store.list_checkpoints(config.process_id)  # the newest first
+    own = [path for saved_round, path in checkpoints.items() if saved_round <= round_]
+    for path in own[config.CHECKPOINT_KEEP :]:
         run.store.delete(path)
 
 
@@ -1276,11 +1286,15 @@ def load_latest_checkpoint(run: Run) -> None:
     """Load this process's newest readable checkpoint. Without any checkpoint, training begins at
     round 0.
 
-    Raises StoreError if there are checkpoints but none can be used: a node never starts over by
-    accident.
+    Raises StoreError if a node that has registered before has checkpoints but none can be used, or
+    if its rewards show that there must be one: a node never starts over by accident.
     """
     reason = None
-    for round_, path in run.store.list_checkpoints(run.config.NODE_ID).items():
+    checkpoints = run.store.list_checkpoints(run.config.process_id)
+    is_known = bool(run.store.latest_sessions().keys() & set(run.config.node_ids))
+    if is_known and not checkpoints and must_have_checkpoint(run):
+        reason = "no checkpoint is here, although a node's rewards show that one was written"
+    for round_, path in checkpoints.items():
         file = run.store.existing_file(path)
         try:
             run.store.retry(load_checkpoint, run, file, round_)
@@ -1292,9 +1306,25 @@ def load_latest_checkpoint(run: Run) -> None:
         text = f"from the checkpoint after round {round_}"
         run.log.event("resume", text, topic="start", round=round_)
         return
-    if reason is not None:
+    if reason is not None and is_known:
         advice = "restore one, or take another NODE_ID or EXPERIMENT_NAME. Nothing was changed"
         raise drive_store.StoreError(f"{run.store.experiment_dir}: {reason}; {advice}")
+
+
+def must_have_checkpoint(run: Run) -> bool:
+    """Whether a node's own rewards show that a checkpoint has been written.
+
+    The first one is due at the end of the round in which CHECKPOINT_INTERVAL is reached. If there is
+    a reward of a later round, that round has ended.
+    """
+    saved_interval = coordinator.saved_setting(run.store, "CHECKPOINT_INTERVAL", default=1)
+    interval = max(run.config.CHECKPOINT_INTERVAL, saved_interval)
+    for node in run.nodes:
+        rounds = sorted({round_ for round_, _ in run.store.list_stages("rewards", node.id)})
+        ended = rounds[:-1]
+        if ended and ended[-1] + 1 >= interval:
+            return True
+    return False
 
 
 def load_checkpoint(run: Run, file: Path | None, round_: int) -> None:
@@ -1392,11 +1422,11 @@ def run_role(env: dict, notes: list[str], signals: "SignalHandler") -> str:
     """Run a worker, the coordinator or prepare. Returns how it ended: "finished", "stopped" or
     "superseded"."""
     experiment = env.get("EXPERIMENT_NAME", "default")
-    store = drive_store.DriveStore(env["GDRIVE_PATH"], experiment, env["NODE_ID"])
-    saved = store.load_or_create_config() or {}
+    saved = drive_store.DriveStore(env["GDRIVE_PATH"], experiment).load_config() or {}
     config = resolve_config(env, saved, notes)
+    store = drive_store.DriveStore(config.GDRIVE_PATH, experiment, config.process_id)
     signals.is_quiet = config.QUIET != "False"
-    log = Log(config.NODE_ID, config.HUGGINGFACE_ACCESS_TOKEN, config.QUIET)
+    log = Log(config.process_id, config.HUGGINGFACE_ACCESS_TOKEN, config.QUIET)
 
     for note in notes:
         log.info(f"note: {note}", topic="start")
@@ -1427,8 +1457,7 @@ def log_experiment_state(config: "Config", store: "drive_store.DriveStore", log:
     auto-generated NODE_ID would join a finished experiment.
     """
     name = config.EXPERIMENT_NAME
-    exists = store.experiment_dir.is_dir()
-    sessions = store.latest_sessions() if exists else {}
+    sessions = store.latest_sessions() if store.is_complete() else {}
     if not sessions:
         others = [other for other in list_experiments(config.GDRIVE_PATH) if other != name]
         text = f"new experiment {name}"
@@ -1439,13 +1468,16 @@ def log_experiment_state(config: "Config", store: "drive_store.DriveStore", log:
 
     # Is the last round's checkpoint there, and the model of each node concerned?
     workers = drive_store.worker_ids(sessions)
-    saved = store.list_names(drive_store.round_dir("checkpoints", config.MAX_ROUNDS - 1))
-    node_ids = []
-    if config.NODE_ROLE == "coordinator" and saved:
-        node_ids = workers
-    elif f"{config.NODE_ID}.safetensors" in saved:
-        node_ids = config.node_ids
-    if node_ids and all(store.list_names(f"models/{node_id}") for node_id in node_ids):
+    node_ids = workers if config.NODE_ROLE == "coordinator" else config.node_ids
+    last_round = config.MAX_ROUNDS - 1
+    is_finished = bool(node_ids)
+    if config.NODE_ROLE == "worker":
+        is_finished = last_round in store.list_checkpoints(config.process_id)
+    for node_id in node_ids:
+        has_reward = (last_round, config.MAX_STAGES - 1) in store.list_stages("rewards", node_id)
+        has_model = bool(store.list_names(f"models/{node_id}"))
+        is_finished = is_finished and has_reward and has_model
+    if is_finished:
         text = f"{name}: already finished, all {config.MAX_ROUNDS} rounds (MAX_ROUNDS)"
         log.info(f"{text}; raise it, or choose another EXPERIMENT_NAME", topic="start")
         return "finished"
@@ -1476,8 +1508,8 @@ def start_coordinator(
     config: "Config", store: "drive_store.DriveStore", log: "Log", signals: "SignalHandler"
 ) -> str:
     """Open rounds for the swarm (`run_coordinator` in coordinator.py), then draw the plot."""
-    store.create()
     retrying = drive_store.RetryingStore(store, log.event, signals)
+    retrying.create([drive_store.COORDINATOR_ID], drive_store.COORDINATOR_DIRS)
     outcome = coordinator.run_coordinator(config, retrying, log, signals)
     suffix = " by a newer coordinator" if outcome == "superseded" else ""
     log.info(f"coordinator: {outcome}{suffix}")
@@ -1501,7 +1533,7 @@ def run_worker(
     run, _ = grpo.retry_with_smaller_batch(build, max_rows=1, num_rows=1, where="the start")
 
     # Begin the experiment, or agree with the node that was faster.
-    store.create()
+    retrying.create(config.node_ids)
     settings = {}
     for name, value in asdict(config).items():
         if name not in PROCESS_SETTINGS:
@@ -1543,7 +1575,8 @@ def finish_run(run: Run) -> None:
     """After the last round: write checkpoint, models and winners, and say what was learned."""
     save_checkpoint(run)  # in case this start found the last one missing
     export_models(run)
-    coordinator.write_winners(run.store, run.config.MAX_ROUNDS - 1, run.sessions)
+    config = run.config
+    coordinator.write_winners(run.store, config.MAX_ROUNDS - 1, run.sessions, config.MAX_STAGES)
     if run.history:
         log_summary(run)
     if drive_store.COORDINATOR_ID not in run.sessions:  # a coordinator draws the plot for all
@@ -1588,10 +1621,10 @@ def load_or_make_warm_start(
     config: "Config", model, codec, tasks, log: "Log", signals: "SignalHandler"
 ) -> None:
     """Load the warm start of this model from warmstart/, or make it and write it there."""
-    Path(config.GDRIVE_PATH).mkdir(exist_ok=True)
-    store = drive_store.DriveStore(config.GDRIVE_PATH, None, config.NODE_ID)
+    store = drive_store.DriveStore(config.GDRIVE_PATH, None, config.process_id)
     store = drive_store.RetryingStore(store, log.event, signals)
-    store.delete(store.tmp)  # what a killed process left there
+    store.create_root_dirs()
+    store.delete_temp_files()
 
     # The hash of everything that the weights depend on is the name of the file.
     recipe = json.dumps(grpo.warm_start_recipe(model, codec, config, tasks))
@@ -1655,6 +1688,9 @@ def register_nodes(run: Run) -> None:
     }
     run.session = store.register(list(nodes), "worker", metadata)
     run.sessions = store.latest_sessions()
+    store.delete_temp_files()
+    for node_id in nodes:
+        store.reset_markers(node_id)
     send_heartbeats(run)
     for node_id in nodes:
         data = {"node_id": node_id, **metadata}
@@ -1664,7 +1700,7 @@ def register_nodes(run: Run) -> None:
     is_whole_swarm = run.sessions.keys() == nodes.keys()
     end = 0 if is_whole_swarm else min(store.current_round(), config.MAX_ROUNDS)
     for t in range(run.last_finished_round + 1, end):
-        for row in store.read_rewards(t, nodes):
+        for row in store.read_rewards(t, nodes, config.MAX_STAGES):
             nodes[row["node_id"]].total_reward += row["reward"]
 
     if config.NUM_TRANSPLANT_TREES == 0:
@@ -1732,7 +1768,8 @@ def run_report(path: str, names: list[str], pattern: str) -> str:
     text = coordinator.format_report(rows)
     print(text)
 
-    shared = drive_store.DriveStore(path, None)
+    shared = drive_store.DriveStore(path, None, "reader")
+    shared.create_root_dirs()
     shared.write_atomic("reports/report.md", text.encode())
     plot = coordinator.plot_comparison(rows)
     if plot:
@@ -1943,7 +1980,7 @@ def write_plot(store: "drive_store.DriveStore", log: Log) -> None:
     name = store.experiment_dir.name
     plot = coordinator.plot_run(coordinator.all_rewards(store), name)
     if plot:
-        shared = drive_store.DriveStore(store.root, None)
+        shared = drive_store.DriveStore(store.root, None, store.owner)
         shared.write_atomic(f"reports/{name}.png", plot)
         log.info(f"picture: {shared.experiment_dir / 'reports' / name}.png")
 
@@ -2013,8 +2050,11 @@ def list_experiments(path) -> list[str]:
     """Names of the experiments below `path`."""
     if not os.path.isdir(path):
         return []
-    names = drive_store.DriveStore(path, None).list_names("experiments")
-    return [name for name in names if drive_store.is_safe_name(name)]
+    names = []
+    for name in drive_store.DriveStore(path, None).list_names("experiments"):
+        if drive_store.is_safe_name(name) and drive_store.DriveStore(path, name).is_complete():
+            names.append(name)
+    return names
 
 
 def compare_experiments(path, names=None) -> list[dict]:

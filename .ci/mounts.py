@@ -42,9 +42,9 @@ def missing_files(store: drive_store.DriveStore, node_id: str, metrics: list[dic
     for row in metrics:
         round_ = row["round"]
         groups = store.fetch_rollouts(round_, 0, node_id)
-        rewards = [reward["reward"] for reward in store.read_rewards(round_, [node_id])]
-        if len(groups) != 4 or rewards != [row["reward"]]:
-            missing.append(f"{node_id}: {drive_store.round_dir('rollouts', round_)} or its reward")
+        rewards = [reward["reward"] for reward in store.read_rewards(round_, [node_id], 1)]
+        if groups is None or len(groups) != 4 or rewards != [row["reward"]]:
+            missing.append(f"{node_id}: rollouts of round {round_} or its reward")
     return missing
 
 

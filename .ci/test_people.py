@@ -219,7 +219,7 @@ def test_U3_each_round_has_a_line_and_the_end_says_what_was_learned_and_where_th
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
     # Samples: questions with the model's answers.
-    events = read_log(finished.drive, "n/training_events.jsonl")
+    events = read_log(finished.drive, "n_0/training_events.jsonl")
     samples = [row for row in events if row["event"] == "sample"]
     assert len(samples) >= 2
     answer = samples[-1]["groups"][0]["completions"][0]["response"]
@@ -244,7 +244,7 @@ def test_U3_a_flat_curve_is_explained_and_a_terminal_gets_a_progress_bar(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     assert run(tmp_path, MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0) == 0
 
-    events = read_log(tmp_path, "n/training_events.jsonl")
+    events = read_log(tmp_path, "n_0/training_events.jsonl")
     (event,) = [row for row in events if row["event"] == "no signal"]
     assert has_variable(event["text"])
     screen = capsys.readouterr()
@@ -282,12 +282,12 @@ def test_U3_run_swarm_puts_a_name_before_each_line_and_prints_once_what_all_woul
 
 def test_U4_each_node_has_its_metrics_and_system_and_each_process_its_events_and_output(finished):
     # Of the process: events, and everything that it printed.
-    events = read_log(finished.drive, "n/training_events.jsonl")
+    events = read_log(finished.drive, "n_0/training_events.jsonl")
     for row in events:
         assert {"timestamp", "event", "node_id", "text"} <= row.keys()
     assert {"start", "checkpoint", "end"} <= {row["event"] for row in events}
     logs = experiment_dir(finished.drive) / "logs"
-    written = (logs / "n/stdout.log").read_text().splitlines()
+    written = (logs / "n_0/stdout.log").read_text().splitlines()
     assert {*finished.output.splitlines()} <= {*written}
 
     # Of each node: the metrics of every round, as in its reward files, and the system.
@@ -322,6 +322,7 @@ def test_U5_the_monitor_shows_living_nodes_rewards_the_latest_rollout_and_what_l
     for node_id, state in (("gone", "stopped"), ("ended", "done")):
         session = store.register([node_id], "worker", {})
         store.write_heartbeat(node_id, session, 1, state)
+    store.create(["silent"])
     store.write_atomic("peers/silent.1000000000000-00000000.json", {"node_id": "silent"})
 
     # Twelve rounds without any informative group.
@@ -351,7 +352,7 @@ def test_U5_the_monitor_shows_living_nodes_rewards_the_latest_rollout_and_what_l
 def write_experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **settings):
     """Write a finished experiment of two nodes. Returns its store."""
     store = DriveStore(drive, name, "by_hand")
-    store.create()
+    store.create(["n1", "n2"])
     config = {spec.name: spec.default for spec in dataclasses.fields(sapo.Config)}
     config |= {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4} | settings
     store.load_or_create_config(config)
@@ -361,7 +362,7 @@ def write_experiment(drive, name="x", rewards=(0.25, 0.25), completions=16, **se
     for node_id in ("n1", "n2"):
         session = store.register([node_id], "worker", {})
         store.write_heartbeat(node_id, session, len(rewards), "done")
-        files = ["checkpoints/round_000001/n1.safetensors", f"logs/{node_id}/metrics.jsonl"]
+        files = ["checkpoints/n1/round_000001.safetensors", f"logs/{node_id}/metrics.jsonl"]
         for file in ("config.json", "tokenizer.json", "model.safetensors"):
             files.append(f"models/{node_id}/{file}")
         for file in files:
@@ -385,9 +386,9 @@ def test_U5_validate_passes_a_finished_run_and_names_each_missing_thing(tmp_path
     problems = {
         "config.json": "config.json",
         "state/rounds/round_000001.n1.json": "the open round is 0",
-        "rollouts": "rollouts",
-        "rewards/round_000001/stage_0/n2.json": "n2",
-        "checkpoints": "checkpoint",
+        "progress": "rollouts",
+        "rewards/n2/round_000001.stage_0.json": "n2",
+        "checkpoints/n1": "checkpoint",
         "logs/n2": "metrics.jsonl",
         "models/n2/config.json": "config.json",
         "models/n2/tokenizer.json": "tokenizer.json",
@@ -460,7 +461,7 @@ def test_U5_the_functions_for_notebooks_return_what_is_in_the_folder(tmp_path):
         "experiment": "x", "current_round": 1, "current_stage": 0, "num_active_peers": 0,
         "peer_ids": ["n1", "n2"], "last_updated": 101.0, "duration_seconds": 1.0,
         "cumulative_rewards": {"n1": 0.5, "n2": 0.5},
-        "latest_checkpoint": str(store.experiment_dir / "checkpoints/round_000001"),
+        "latest_checkpoint": str(store.experiment_dir / "checkpoints/n1/round_000001.safetensors"),
     }  # fmt: skip
     assert sapo.list_experiments(tmp_path) == ["x"]
     assert sapo.list_experiments(tmp_path / "no") == []
@@ -555,7 +556,7 @@ def test_U8_models_are_pushed_once_at_the_end_and_a_push_that_fails_changes_noth
     tmp_path, monkeypatch, capfd, is_down
 ):
     drive = tmp_path / "drive"
-    last_reward = experiment_dir(drive) / "rewards/round_000004/stage_0/n_1.json"
+    last_reward = experiment_dir(drive) / "rewards/n_1/round_000004.stage_0.json"
     pushes = []
 
     class Hub(huggingface_hub.HfApi):
@@ -578,7 +579,7 @@ def test_U8_models_are_pushed_once_at_the_end_and_a_push_that_fails_changes_noth
     monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert run(drive, MAX_ROUNDS=5, HUGGINGFACE_ACCESS_TOKEN=SECRET) == 0
     screen = capfd.readouterr()
-    events = read_log(drive, "n/training_events.jsonl")
+    events = read_log(drive, "n_0/training_events.jsonl")
     (event,) = [row for row in events if row["event"] == "hub"]
     assert without_spaces(event["text"]) in without_spaces(screen.out)
 

@@ -27,6 +27,7 @@ SMALL = {
     "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "MAX_ROUNDS": 6,
     "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1, "EXTERNAL_FILTER": False,
 }  # fmt: skip
+PROCESS_EVENTS = "n_0/training_events.jsonl"  # the process's log is that of its first node
 JOINING = dict.fromkeys(SMALL) | {"NODE_ID": "late"}  # a node that joins sets its name and no more
 
 
@@ -45,10 +46,10 @@ def repeatable_results(experiment_dir: Path) -> dict:
     log row of each round, without times, sessions and the experiment's name."""
     results = {}
     for path in experiment_dir.glob("checkpoints/*/*"):
-        results[path.parent.name] = path.read_bytes()
+        results[path.name] = path.read_bytes()
 
     varying = ("seconds", "timestamp", "session", "experiment")
-    json_files = experiment_dir.glob("r*/*/*/n_?.json")
+    json_files = experiment_dir.glob("r*/n_?/*.json")
     logs = experiment_dir.glob("logs/n_?/metrics.jsonl")
     for path in [*json_files, *logs]:
         for row in map(json.loads, path.open()):
@@ -96,7 +97,7 @@ def test_F1_readers_beside_several_writers_see_either_no_file_or_the_complete_on
     def write(store, owner):
         for i in range(80):
             data = {"by": owner, "text": "x" * 60_000}
-            if store.write_once(f"once/{i}.json", data):
+            if store.write_once(f"winners/{i}.json", data):
                 successes.add((f"{i}.json", owner))
             store.write_atomic("heartbeats/shared.json", data)
 
@@ -168,15 +169,15 @@ def do_everything(store, before_each=lambda: None, in_outage=lambda: None) -> li
 
         for t in range(5):
             calls = [
-                ("prune_rollouts", t - 1, t < 3),
+                ("prune_rollouts", "n", t - 1, t < 3),
                 ("open_round", t, "n"),
                 ("write_heartbeat", "n", "s", t),
                 ("publish_rollouts", t, 0, "n", {}, {"0": group_by_hand(1)}),
                 ("append", "logs/n/b", f"{t}\n"),
                 ("submit_reward", t, 0, "n", {"reward": 0.5}),
                 ("append", "logs/n/a", f"{t}\n" * 9999),
-                ("write_atomic", f"checkpoints/{t}/n", b"x" * 9000),
-                ("delete", f"checkpoints/{t - 1}/n"),
+                ("write_atomic", f"checkpoints/n/{t}", b"x" * 9000),
+                ("delete", f"checkpoints/n/{t - 1}"),
             ]
             for name, *args in calls:
                 before_each()
@@ -228,7 +229,7 @@ def test_F2_an_outage_of_any_kind_loses_nothing_and_doubles_nothing(
 
     # A file that could not be deleted during an outage is deleted by a later call.
     for folder in (sound, broken):
-        DriveStore(folder, "x").prune_rollouts(3, False)
+        DriveStore(folder, "x", "n").prune_rollouts("n", 3, False)
         shutil.rmtree(folder / "experiments/x/tmp")
 
     assert contents(broken) == contents(sound)
@@ -284,7 +285,7 @@ def test_F2_training_waits_for_the_folder_and_goes_on_unless_it_is_stopped(
 
     # The outage is logged once. (A stopped run repeats rounds, so its logs have more rows.)
     if fault != "stopped":
-        events = [row["event"] for row in read_log(experiment_dir, "n/training_events.jsonl")]
+        events = [row["event"] for row in read_log(experiment_dir, PROCESS_EVENTS)]
         assert (events.count("outage"), events.count("outage over")) == (1, 1)
         for node_id in ("n_0", "n_1"):
             assert len(read_log(experiment_dir, f"{node_id}/metrics.jsonl")) == 6
@@ -292,13 +293,13 @@ def test_F2_training_waits_for_the_folder_and_goes_on_unless_it_is_stopped(
 
 def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(drive, monkeypatch):
     store = DriveStore(drive, "y", "p")
-    store.create()
+    store.create(["p", "q"])
     for peer in "pq":
         store.publish_rollouts(0, 0, peer, {}, {"0": group_by_hand(ord(peer))})
 
     # The first two reads of p's file fail.
     reads = itertools.count()
-    fail_below(monkeypatch, "stage_0/p.json", lambda: "before" if next(reads) < 2 else None)
+    fail_below(monkeypatch, "rollouts/p/round_000000", lambda: "before" if next(reads) < 2 else None)
     assert run(drive, LOCAL_NODES=1, MAX_ROUNDS=3) == 0
 
     metrics = read_log(store.experiment_dir, "n/metrics.jsonl")
@@ -339,7 +340,7 @@ def test_F4_the_newest_readable_checkpoint_is_loaded_and_if_there_is_none_the_st
     assert run(drive, MAX_ROUNDS=4) == 0
     capsys.readouterr()
     experiment_dir = drive / "experiments/y"
-    older, newer = sorted(experiment_dir.glob("checkpoints/*/n.safetensors"))
+    older, newer = sorted(experiment_dir.glob("checkpoints/n_0/*.safetensors"))
     sound = older.read_bytes()
     for path in (older, newer):
         path.write_bytes(damage(path.read_bytes()))
@@ -356,7 +357,7 @@ def test_F4_the_newest_readable_checkpoint_is_loaded_and_if_there_is_none_the_st
     older.write_bytes(sound)
     assert run(drive) == 0
     assert f"{newer.relative_to(experiment_dir)} cannot be used" in capsys.readouterr().out
-    log = (experiment_dir / "logs/n/stdout.log").read_text()
+    log = (experiment_dir / "logs/n_0/stdout.log").read_text()
     assert "from the checkpoint after round 1" in log
     assert repeatable_results(experiment_dir) == repeatable_results(undisturbed / "experiments/x")
 
@@ -365,15 +366,14 @@ def test_F4_the_newest_readable_checkpoint_is_loaded_and_if_there_is_none_the_st
 
 
 def rollouts_in(folder: Path) -> set[tuple]:
-    """{(round, node)} of the rollout files in an experiment or in an archive."""
-    paths = folder.glob("rollouts/*/*/*.json")
-    return {(int(path.parts[-3].removeprefix("round_")), path.stem) for path in paths}
+    """{(round, node)} of the rollout files in rollouts/ or in an archive."""
+    return {(int(path.name[6:12]), path.parent.name) for path in folder.glob("*/*.json")}
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_F5_retention_deletes_or_archives_whole_rounds_that_no_node_needs(drive, archive):
+def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(drive, archive):
     store = DriveStore(drive, "y", "human")
-    store.create()
+    store.create(["human"])
     for t in (0, 4, 7):
         store.publish_rollouts(t, 0, "human", {}, {"0": group_by_hand(t)})
 
@@ -382,13 +382,14 @@ def test_F5_retention_deletes_or_archives_whole_rounds_that_no_node_needs(drive,
     assert run(drive, **settings) == 0
 
     # A node that resumes may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds.
+    # The files of another node stay.
     published = {*itertools.product(range(9), ("n_0", "n_1"))}
-    published |= {(t, "human") for t in (0, 4, 7)}
     needed = {(t, node_id) for t, node_id in published if t >= 6}
-    assert rollouts_in(store.experiment_dir) == needed
+    of_others = {(t, "human") for t in (0, 4, 7)}
+    assert rollouts_in(store.experiment_dir / "rollouts") == needed | of_others
     assert rollouts_in(drive / "archives/y") == (published - needed if archive else set())
-    assert store.list_rounds("rollouts") == [6, 7, 8]
-    assert store.list_rounds("rewards") == [*range(9)]
+    for node_id in ("n_0", "n_1"):
+        assert store.list_stages("rewards", node_id) == [(t, 0) for t in range(9)]
 
 
 # -------- F6: new, joined, resumed, finished or refused -------------------------------------------

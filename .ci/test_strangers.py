@@ -60,7 +60,7 @@ def is_safe_to_print(text: str) -> bool:
 def store_with_peers(drive) -> DriveStore:
     """The experiment y with what an honest peer q and a hostile peer p left in it long ago."""
     store = DriveStore(drive, "y", "q")
-    store.create()
+    store.create(["p", "q"])
     for t in range(3):
         for name in "pq":
             groups = {str(i): group_by_hand(10 * t + i + ord(name)) for i in range(3)}
@@ -84,13 +84,13 @@ def outcome(experiment_dir: Path) -> tuple:
     """What the nodes earned and learned: their rewards, and their checkpoints' bytes (weights,
     optimizer, total rewards and external groups used)."""
     rewards = []
-    for path in sorted(experiment_dir.glob("rewards/*/*/n_?.json")):
+    for path in sorted(experiment_dir.glob("rewards/n_?/*.json")):
         row = json.loads(path.read_bytes())
         rewards.append((row["round"], row["node_id"], row["reward"]))
 
     checkpoints = {}
-    for path in experiment_dir.glob("checkpoints/*/n.safetensors"):
-        checkpoints[path.parent.name] = path.read_bytes()
+    for path in experiment_dir.glob("checkpoints/n_0/*.safetensors"):
+        checkpoints[path.name] = path.read_bytes()
     return rewards, checkpoints
 
 
@@ -110,17 +110,18 @@ def run_all_roles(drive, monkeypatch, **more) -> None:
 
 # -------- X2, X3: files of every kind in every place ----------------------------------------------
 
-STAGE_DIRS = [f"{kind}/round_{t:06d}/stage_0" for t in range(4) for kind in ("rollouts", "rewards")]
-PEER_FILES = [f"{folder}/p.json" for folder in STAGE_DIRS[:6]] + f"""
+STAGES = [(kind, f"round_{t:06d}.stage_0.json") for t in range(4) for kind in ("rollouts", "rewards")]
+PEER_FILES = [f"{kind}/p/{name}" for kind, name in STAGES[:6]] + f"""
     peers/p.{OLD_SESSION}.json peers/coordinator.{OLD_SESSION}.json heartbeats/p.json
     heartbeats/coordinator.json models/p state/rounds/round_000000.p.json junk""".split()  # fmt: skip
-OWN_FILES = [f"{folder}/n_0.json" for folder in STAGE_DIRS] + """
+OWN_FILES = [f"{kind}/n_0/{name}" for kind, name in STAGES] + """
     winners/round_000001.json models/n_0/config.json models/n_0/model.safetensors heartbeats/n_0.json
     state/current_state.json""".split()  # fmt: skip
-OWN_LOGS = """logs/n/stdout.log logs/n/training_events.jsonl logs/n_0/metrics.jsonl
+OWN_LOGS = """logs/n_0/stdout.log logs/n_0/training_events.jsonl logs/n_0/metrics.jsonl
     logs/coordinator/stdout.log""".split()  # fmt: skip
-SHARED_FILES = """../../reports/report.md ../../reports/report.png ../../reports/y.png ../../archives tmp/n
-    tmp/reader ../../tmp/n ../../warmstart/WARM.safetensors""".split()  # fmt: skip
+SHARED_FILES = """../../reports/report.md ../../reports/report.png ../../reports/y.png ../../archives tmp/n_0
+    progress/n_0.rollouts.000009.0 progress/p.rewards.000009.0 progress/n_1.rollouts.000000.0
+    ../../tmp/n_0.1 ../../warmstart/WARM.safetensors""".split()  # fmt: skip
 
 BYTES = {
     "empty": b"", "torn": b'{"format": 1, "peer_id": "p', "no text": b"\xff\xfe\0" * 99, "no object": b"[1]",
@@ -156,7 +157,7 @@ def outside(tmp_path):
             found.append((path, path.lstat().st_mtime_ns, text))
         return found
 
-    for name in ("n_0", "n/n_0", "y/rollouts/round_000000/stage_0/n_0", "stage_0/n_0"):
+    for name in ("n_0", "n_0/round_000000.stage_0", "y/n_0/round_000000.stage_0", "n/n_0"):
         path = folder / f"{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
@@ -178,7 +179,7 @@ def honest_run(tmp_path_factory):
     """(the outcome of a run without p's rollouts and rewards, the name of its warm start)"""
     drive = tmp_path_factory.mktemp("honest_run")
     store = store_with_peers(drive)
-    for path in store.experiment_dir.glob("r*/*/*/p.json"):
+    for path in store.experiment_dir.glob("r*/p/*.json"):
         path.unlink()
     assert run(drive, **SHORT) == 0
     return outcome(store.experiment_dir), next((drive / "warmstart").glob("*.safetensors")).stem
@@ -207,7 +208,7 @@ def test_X2_X3_no_file_of_any_kind_changes_what_is_learned(
         assert store.existing_file(name), name
 
     # Each of p's files is named once, and counted each time it is read.
-    events = read_log(store.experiment_dir, "n/training_events.jsonl")
+    events = read_log(store.experiment_dir, "n_0/training_events.jsonl")
     rejections = [row["text"] for row in events if row["event"] == "reject"]
     assert rejections
     assert len(rejections) == len({*rejections})
@@ -219,11 +220,9 @@ def test_X2_X3_no_file_of_any_kind_changes_what_is_learned(
 @pytest.mark.parametrize("kind", ["link to a folder", "dangling link", "empty"])
 @pytest.mark.parametrize("folders", [  # they are links or files at the same time
     "peers heartbeats logs state rollouts rewards winners checkpoints models tmp ../../archives ../../reports"
-    " ../../tmp ../../warmstart", "logs/n logs/n_0 state/rounds rollouts/round_000000 models/n_0 tmp/n"
-    " rewards/round_000001 checkpoints/round_000001 ../../archives/y", "rollouts/round_000001/stage_0"
-    " rewards/round_000000/stage_0 ../../archives/y/rollouts",
-    "../../archives/y/rollouts/round_000000 ../../archives/y/rollouts/round_000001",
-], ids=range(4))  # fmt: skip
+    " ../../tmp ../../warmstart progress", "logs/n_0 logs/n_1 state/rounds rollouts/n_0 models/n_0 tmp/n_0"
+    " rewards/n_1 checkpoints/n_0 ../../archives/y", "../../archives/y/n_0 rollouts/p rewards/p",
+], ids=range(3))  # fmt: skip
 def test_X2_nothing_happens_below_a_folder_that_is_a_link(
     tmp_path, outside, monkeypatch, folders, kind
 ):
@@ -232,7 +231,8 @@ def test_X2_nothing_happens_below_a_folder_that_is_a_link(
         drive = tmp_path / archive
         plant(drive / "experiments/y", folders.split(), kind, outside)
         run_all_roles(drive, monkeypatch, **SHORT, **cleanup, ROLLOUT_ARCHIVE_OLD=archive)
-        assert DriveStore(drive, "y").list_rounds("rollouts") == [3]
+        for node_id in ("n_0", "n_1"):
+            assert DriveStore(drive, "y").list_stages("rollouts", node_id) == [(3, 0)]
 
 
 def test_X1_X3_texts_and_numbers_of_strangers_neither_end_nor_hold_up_nor_deceive_a_reader(
@@ -241,6 +241,7 @@ def test_X1_X3_texts_and_numbers_of_strangers_neither_end_nor_hold_up_nor_deceiv
     assert run(tmp_path, **SHORT) == 0
     capsys.readouterr()
     store = DriveStore(tmp_path, "y", "p")
+    store.create(["p"])
     store.register(["p"], "worker", {})
 
     # Rewards of forty rounds with absurd metrics and with names of tasks that do not exist.
@@ -383,7 +384,7 @@ def test_X3_every_reader_copes_with_a_damaged_file(finished, data, name):
                 assert status in (0, 1, 2)
         assert is_safe_to_print(screen.getvalue())
         assert sapo.get_experiment_status(drive, "y")["current_round"] == 3
-        assert all(0 <= row["reward"] <= 1 for row in store.read_rewards(0, ["p"]))
+        assert all(0 <= row["reward"] <= 1 for row in store.read_rewards(0, ["p"], 1))
         assert store.node_status("p", OLD_SESSION, 300.0) in ("alive", "exited", "dead")
     finally:
         path.write_text(json.dumps(valid[name]))
@@ -615,7 +616,7 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
     environ = dict(HUGGINGFACE_ACCESS_TOKEN=secret, VERBOSE=True, **SHORT)
     assert run(drive, **environ) == 0
-    assert "push failed" in (drive / "experiments/y/logs/n/stdout.log").read_text()
+    assert "push failed" in (drive / "experiments/y/logs/n_0/stdout.log").read_text()
 
     # Starts with something wrong, and a token in a variable whose name is mistyped.
     for more, status in (

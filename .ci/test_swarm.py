@@ -107,7 +107,7 @@ class Process:
     @property
     def resumed_from(self) -> int | None:
         """The round of the checkpoint that was loaded."""
-        match = re.search(rf"^{self.name} resume: .*?(\d+)", self.output, re.MULTILINE)
+        match = re.search(rf"^{self.name}(?:_0)? resume: .*?(\d+)", self.output, re.MULTILINE)
         return int(match[1]) if match else None
 
 
@@ -144,8 +144,8 @@ def session_files(drive: Path, node_id="") -> list[str]:
 
 def rounds_of(drive: Path, node_id: str, kind="rewards") -> list[int]:
     """Rounds for which this node has a file of stage 0, ascending."""
-    paths = experiment_dir(drive).glob(f"{kind}/*/stage_0/{node_id}.json")
-    return sorted(int(path.parts[-3].removeprefix("round_")) for path in paths)
+    paths = experiment_dir(drive).glob(f"{kind}/{node_id}/*.stage_0.json")
+    return sorted(int(path.name[6:12]) for path in paths)
 
 
 def opened_rounds(drive: Path) -> dict[str, list[int]]:
@@ -165,8 +165,8 @@ def current_round(drive: Path) -> int:
 
 
 def latest_checkpoint_round(drive: Path, process: str) -> int | None:
-    paths = experiment_dir(drive).glob(f"checkpoints/*/{process}.safetensors")
-    return max((int(path.parent.name.removeprefix("round_")) for path in paths), default=None)
+    paths = experiment_dir(drive).glob(f"checkpoints/{process}/*.safetensors")
+    return max((int(path.name[6:12]) for path in paths), default=None)
 
 
 def read_heartbeat(drive: Path, node_id: str) -> dict:
@@ -187,7 +187,7 @@ def count_log_lines(drive: Path, log: str) -> int:
 def repeatable_metrics(drive: Path) -> dict:
     """{(round, stage, node_id): contents of the reward file without times and session}."""
     metrics = {}
-    for path in experiment_dir(drive).glob("rewards/*/*/*.json"):
+    for path in experiment_dir(drive).glob("rewards/*/*.json"):
         row = json.loads(path.read_bytes())
         kept = {name: x for name, x in row.items() if not re.search("seconds|time|session", name)}
         metrics[row["round"], row["stage"], row["node_id"]] = kept
@@ -197,7 +197,7 @@ def repeatable_metrics(drive: Path) -> dict:
 def store_of(drive: Path, node_id: str) -> DriveStore:
     """A store through which a test plays this node, which has just registered."""
     store = DriveStore(drive, "default", "by_hand")
-    store.create()
+    store.create([node_id])
     store.register([node_id], "worker", {})
     return store
 
@@ -210,7 +210,7 @@ class Observer:
     """Checks at every call that no write-once file has changed or gone and that the current round
     has not decreased."""
 
-    WRITE_ONCE = "config.json rewards/*/*/*.json rollouts/*/*/*.json state/rounds/* peers/*".split()
+    WRITE_ONCE = "config.json rewards/*/*.json rollouts/*/*.json state/rounds/* peers/*".split()
 
     def __init__(self, drive: Path):
         self.drive = drive
@@ -399,7 +399,9 @@ def test_S3_a_round_waits_for_peers_once_and_only_for_those_that_published_the_r
     store = store_of(drive, "slow")
     store.publish_rollouts(1, 2, "slow", {}, {})
     old = {"format": 1, "peer_id": "dead", "round": 2, "stage": 2, "timestamp": 1.0, "rollouts": {}}
-    store.write_atomic("rollouts/round_000002/stage_2/dead.json", old)
+    store.create(["dead"])
+    store.write_atomic("rollouts/dead/round_000002.stage_2.json", old)
+    store.advance_marker("rollouts", "dead", 2, 2)
     store.write_atomic("peers/dead.1000000000000-00000000.json", {"node_id": "dead"})
 
     settings = {**QUICK, "GDRIVE_PATH": drive, "NODE_ID": "n", "LOCAL_NODES": 2}
@@ -526,7 +528,7 @@ def assert_equal_runs(drive: Path, undisturbed: Path):
 
     def rollouts(folder):
         texts = {}
-        for path in folder.rglob("rollouts/*/*/*"):
+        for path in folder.rglob("rollouts/*/*.json"):
             text = re.sub(r'"timestamp": [\d.]+', "", path.read_text())
             texts[path.relative_to(folder)] = text
         return texts
