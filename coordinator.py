@@ -141,7 +141,9 @@ def should_advance(strategy: str, elapsed: float, interval: float, alive, submit
         return interval_is_over
     if strategy == "completion":
         return all_submitted
-    return interval_is_over or all_submitted
+    if strategy == "hybrid":
+        return interval_is_over or all_submitted
+    raise ValueError(f"ROUND_ADVANCE={strategy!r}")
 
 
 # -------- The round's line ------------------------------------------------------------------------
@@ -546,7 +548,7 @@ def list_warnings(
 
 
 def latest_group(store, current: int, width: int) -> list[str]:
-    """The newest group that can be read, as lines, with three of its completions."""
+    """A group of the open round as lines, with three of its completions."""
     for node_id in reversed(store.list_nodes("rollouts", current, 0)):
         try:
             groups = store.fetch_rollouts(current, 0, node_id)
@@ -653,7 +655,7 @@ def summarize_experiment(store) -> dict | None:
     settings = {}
     for name, value in config.items():
         if name.isupper() and name not in (*ARM_SETTINGS, "SEED", "EXPERIMENT_NAME"):
-            settings[drive_store.printable(name, 40)] = drive_store.printable(value, 40)
+            settings[drive_store.printable(name, 40)] = drive_store.printable(value, 1000)
     settings["nodes"] = str(num_nodes)
 
     last_tenth = rewards[-len(rewards) // 10 :]
@@ -676,7 +678,8 @@ def compare_arms(runs: list[dict]) -> list[dict]:
     over the J = 0 baseline.
 
     The gain is a mean of log ratios paired by seed, and its 95% interval is Student's t. It is None
-    with fewer than three seeds, or if a run earned next to nothing.
+    with fewer than 3 or more than 10 paired seeds, and if both runs of a pair earned next to
+    nothing.
     """
     # Runs that differ in any setting but the seed are never averaged.
     differing = []

@@ -105,7 +105,7 @@ class DriveStore:
             self.experiment_dir = self.root / "experiments" / experiment
         self.owner = owner
         self.is_root = experiment is None
-        self.invalid_files = Counter()  # reason -> number of files
+        self.invalid_files = Counter()  # reason -> number of failed reads
 
         self._checked_dirs = set()  # known to be no links; a check costs a file-system call
         self._append_offsets = {}  # log -> its length before an append that failed
@@ -609,7 +609,7 @@ class DriveStore:
         try:
             existing = self.read_bytes(path, MAX_JSON_BYTES)
             return existing is not None and bool(is_valid(existing))
-        except (ValueError, KeyError, TypeError):  # is_valid may raise on what somebody else wrote
+        except ValueError:  # is_valid may raise it, as may InvalidFileError
             return False
 
     def append(self, path: str, text: str) -> None:
@@ -820,7 +820,8 @@ def parse_json(data: bytes) -> dict:
 
 
 def dump_json(data: dict, indent: int | None = None) -> bytes:
-    """dict -> JSON. indent=1, for people, takes ten times as long: the fast encoder has none."""
+    """Encode a dict as JSON. indent=1 is for files that people read; it takes ten times as long,
+    because json's fast encoder cannot indent."""
     text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent)
     return text.encode("utf-8", "replace")
 

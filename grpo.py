@@ -111,8 +111,10 @@ def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> 
         divisors = lengths.sum()
     elif loss_type == "grpo":
         divisors = batch_size * lengths
-    else:  # dr_grpo
+    elif loss_type == "dr_grpo":
         divisors = batch_size * max_new_tokens
+    else:
+        raise ValueError(f"LOSS_TYPE={loss_type!r}")
     return torch.ones_like(lengths) / divisors
 
 
@@ -456,15 +458,59 @@ def generate_batch(model, prompts, uniforms, temperature, eos_ids, pad_id=0, sto
     return [[token for token in row if token >= 0] for row in tokens.tolist()]
 
 
+# -------- Running the model -----------------------------------------------------------------------
+
+CACHE_ARGUMENT = "past_key_values"  # the name of the KV cache in a model's forward
+if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
+    CACHE_ARGUMENT = "cache"  # since transformers 5.24
+
+
+def forward_hidden(model, ids, mask=None, cache=None):
+    """Run `ids` (rows, length) through the model, after what the KV cache already holds.
+
+    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which takes no
+    position; tokens beyond its end are real. None if no row has padding before its last real token,
+    which allows fast causal kernels.
+    Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
+    """
+    if cache is None:
+        is_autocast = torch.is_autocast_enabled(ids.device.type)
+        new_cache = ComputeCache if is_autocast else transformers.DynamicCache
+        cache = new_cache(config=model.config)
+
+    # Positions count real tokens only, so that padding never changes a log-probability.
+    past = cache.get_seq_length()
+    if mask is None:
+        positions = torch.arange(past, past + ids.shape[1], device=ids.device)
+        positions = positions.expand(ids.shape[0], -1)
+    else:
+        mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
+
+    output = model.base_model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        use_cache=True,
+        **{CACHE_ARGUMENT: cache},
+    )
+    return output.last_hidden_state, cache
+
+
+class ComputeCache(transformers.DynamicCache):
+    """Keys and values in the type of autocast. Rotary embeddings would leave float32 keys."""
+
+    def update(self, keys, values, *args, **kwargs):
+        dtype = torch.get_autocast_dtype(keys.device.type)  # attention casts to it in any case
+        return super().update(keys.to(dtype), values.to(dtype), *args, **kwargs)
+
+
 # ==================================================================================================
 # Speed only: the same numbers, faster
 # ==================================================================================================
 
 MIN_SHARED_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
 MAX_LOGIT_ELEMENTS = 2**25  # logits (tokens x vocabulary) computed at once: 128 MiB in float32
-CACHE_ARGUMENT = "past_key_values"  # the name of the KV cache in a model's forward
-if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
-    CACHE_ARGUMENT = "cache"  # since transformers 5.24
 
 
 def completion_logprobs_shared_prompt(model, prompts_and_completions, config, pad_id: int = 0):
@@ -539,49 +585,9 @@ def prefill(model, prompts: list[list[int]], pad_id: int, rows_per_prompt):
     return hidden[:, -1], cache, mask
 
 
-def forward_hidden(model, ids, mask=None, cache=None):
-    """Run `ids` (rows, length) through the model, after what the KV cache already holds.
-
-    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which takes no
-    position; tokens beyond its end are real. None if no row has padding before its last real token,
-    which allows fast causal kernels.
-    Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
-    """
-    if cache is None:
-        is_autocast = torch.is_autocast_enabled(ids.device.type)
-        new_cache = ComputeCache if is_autocast else transformers.DynamicCache
-        cache = new_cache(config=model.config)
-
-    # Positions count real tokens only, so that padding never changes a log-probability.
-    past = cache.get_seq_length()
-    if mask is None:
-        positions = torch.arange(past, past + ids.shape[1], device=ids.device)
-        positions = positions.expand(ids.shape[0], -1)
-    else:
-        mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
-
-    output = model.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        use_cache=True,
-        **{CACHE_ARGUMENT: cache},
-    )
-    return output.last_hidden_state, cache
-
-
-class ComputeCache(transformers.DynamicCache):
-    """Keys and values in the type of autocast. Rotary embeddings would leave float32 keys."""
-
-    def update(self, keys, values, *args, **kwargs):
-        dtype = torch.get_autocast_dtype(keys.device.type)  # attention casts to it in any case
-        return super().update(keys.to(dtype), values.to(dtype), *args, **kwargs)
-
-
 def needs_unpadded_prompts(config) -> bool:
-    """True if padding shifts relative positions (sliding windows, MPT's ALiBi), so that prompts
-    must not be padded in their middle."""
+    """True if padding shifts relative positions (sliding windows, MPT's ALiBi). Then nothing may be
+    padded between a shared prefix and the rest of a prompt, so no prefix is shared."""
     has_window = any(transformers.DynamicCache(config=config).is_sliding)
     return has_window or config.model_type in ("gpt_neo", "mpt")
 
@@ -809,7 +815,8 @@ def make_question(task: str, seed: int) -> Question:
 
 
 def first_valid_question(task: str, seed: int) -> Question:
-    """The question of the first of seed, seed + 1, … that has one. For a node's own questions."""
+    """The first question that exists among seed, seed + 1, …, seed + 50. For own questions only: a
+    peer's seed must be right."""
     for candidate in range(seed, seed + 50):
         with contextlib.suppress(QuestionError):
             return make_question(task, candidate)
@@ -848,18 +855,29 @@ def compute_reward(question: Question, text: str, kind: str = "exact") -> float:
     answer = extract_tagged_answer(text)
     source = question.entry["metadata"]["source_dataset"]
     score = 0.0
-    with contextlib.suppress(Exception), decimal.localcontext():  # an answer that trips a verifier
-        if source == "binary_matrix":
-            score = float(answer == question.answer)  # its verifier would call eval(answer)
-        elif answer is None or (
-            source == "propositional_logic" and not is_safe_formula(question, answer)
-        ):
-            score = 0.0
-        else:
-            score = float(question.dataset.score_answer(answer, question.entry))
+    if source == "binary_matrix":
+        score = float(answer == question.answer)  # its verifier would call eval(answer)
+    elif answer is not None and (
+        source != "propositional_logic" or is_safe_formula(question, answer)
+    ):
+        score = verifier_score(question, answer)
 
-    score = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
-    return float(score >= 0.99) if kind == "exact" else score
+    if kind == "exact":
+        return float(score >= 0.99)
+    if kind == "verifier":
+        return score
+    raise ValueError(f"REWARD={kind!r}")
+
+
+def verifier_score(question: Question, answer: str) -> float:
+    """The score of reasoning-gym's verifier, limited to [0, 1]; 0 for an answer that it trips
+    over."""
+    try:
+        with decimal.localcontext():
+            score = float(question.dataset.score_answer(answer, question.entry))
+    except Exception:  # a verifier may raise anything on a stranger's text
+        return 0.0
+    return min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
 
 
 def extract_tagged_answer(text: str) -> str | None:
@@ -868,6 +886,7 @@ def extract_tagged_answer(text: str) -> str | None:
     The text is capped and cut after the last tag, because extract_answer takes quadratic time. With
     nested tags the answer begins after the first one.
     """
+    # Without a tag rfind gives -1. The first eight characters hold no complete tag then.
     text = text[-MAX_SCORED_CHARS:]
     return extract_answer(text[: text.rfind("</answer>") + len("</answer>")])
 
@@ -882,7 +901,10 @@ def is_safe_formula(question: Question, answer: str) -> bool:
     num_signs = sum(char in "∧∨¬→↔(" for char in answer)
     if len(answer) > MAX_FORMULA_CHARS or num_signs > MAX_FORMULA_SIGNS:
         return False
-    used = question.dataset._collect_variables([Expression.from_string(answer)])
+    try:
+        used = question.dataset._collect_variables([Expression.from_string(answer)])
+    except Exception:  # reasoning-gym's parser may raise anything on a stranger's text
+        return False
     return used <= set(question.entry["metadata"]["variables"])
 
 
@@ -1146,7 +1168,7 @@ def check_codec(codec: Codec, prompts: list[list[int]], config) -> None:
         reason = f"its tokenizer gives back <answer>12</answer> as {decoded!r:.40}"
         raise model_error(config, reason)
 
-    # An id beyond the embedding would crash, on a GPU without a word.
+    # An id beyond the embedding raises IndexError on a CPU and an opaque assertion on a GPU.
     highest = max(codec.eos_id, codec.tokenizer.vocab_size - 1, *map(max, prompts))
     if highest >= codec.vocabulary:
         reason = f"its tokenizer has token {highest}, the model {codec.vocabulary} in all"
@@ -1232,8 +1254,8 @@ def build_tiny_model(tasks):
 def make_optimizer(model, config) -> torch.optim.AdamW:
     """AdamW with its moments allocated, so that no later step can run out of memory.
 
-    config: MODEL_NAME, LEARNING_RATE. Fused except for tiny, because it is one pass over memory. It
-    rounds differently, and tiny's results shall repeat bit for bit.
+    config: MODEL_NAME, LEARNING_RATE. The fused step is one pass over memory. tiny uses the unfused
+    one, because the fused one rounds differently and tiny's results must repeat bit for bit.
     """
     fused = config.MODEL_NAME != "tiny"
     optimizer = torch.optim.AdamW(
@@ -1251,6 +1273,9 @@ def make_optimizer(model, config) -> torch.optim.AdamW:
 # ==================================================================================================
 # The warm start: supervised steps before GRPO
 # ==================================================================================================
+
+
+WARM_START_VERSION = 3  # raise it when `warm_start` changes, so that no older file is loaded
 
 
 def warm_start(model, codec: Codec, config, tasks, progress) -> None:
@@ -1346,15 +1371,16 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_sh
 
 
 def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
-    """Everything that a warm start's weights depend on, as {name: value}.
+    """The settings, the data and the initial weights of a warm start, as {name: value}.
 
-    The hash of the recipe is the name of the file, so the keys never change.
+    The hash of the recipe is the name of the file, so the keys never change. A change of the code
+    counts through WARM_START_VERSION.
     """
     names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
     question = first_valid_question(tasks[0], 1)
     answer = codec.encode_completions(["<answer>1</answer>"], [True])
     return {name: getattr(config, name) for name in names} | {
-        "version of this recipe": 3,
+        "version of this recipe": WARM_START_VERSION,
         "TASKS": sorted(tasks),
         "TASK_TABLE": task_hash(),
         "ANSWER_STYLES": ANSWER_TEMPLATES,

@@ -48,6 +48,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -62,7 +63,8 @@ is_script = sys.orig_argv[-1].endswith("sapo.py") and "IPython" not in sys.modul
 if is_script:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import huggingface_hub  # comes with transformers, and so does tqdm
+import huggingface_hub  # comes with transformers, and so do safetensors and tqdm
+import safetensors
 import torch
 import tqdm
 
@@ -160,7 +162,7 @@ class Run:
 
 
 def sample_batch(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Question]":
-    """Step 1: draw I questions, with LOCAL_OVERSAMPLE k times as many.
+    """Step 1: draw I questions, or k x I with LOCAL_OVERSAMPLE = k.
 
     Each has a hash as its seed, and the seed chooses one of the tasks uniformly.
     """
@@ -401,8 +403,8 @@ def external_candidates(
     stages = [stage] if age == 0 else config.publishing_stages
 
     # Which peers have published? If there are more than FETCH_MAX_PEERS (10), a random subset is
-    # read, so that the cost of a round does not grow with the swarm. (For older rounds the peers
-    # are shuffled in any case; the draws after it depend on that.)
+    # read, so that the cost of a round does not grow with the swarm. (For older rounds the order is
+    # drawn in any case, because recorded runs depend on the random numbers that this consumes.)
     published = run.store.list_nodes("rollouts", round_, stages[0])
     peers = [peer for peer in published if peer != node.id]
     if age > 0 or len(peers) >= config.FETCH_MAX_PEERS:
@@ -490,15 +492,15 @@ def verify(run: Run, external: dict) -> "grpo.Group":
 
     # The question must be one that this node could have drawn itself.
     if external["task"] not in run.tasks:
-        raise Rejected("task is not one of this experiment's")
+        raise Rejected("its task is not one of this experiment's")
     if external["seed"] in grpo.HELD_OUT_SEEDS:
-        raise Rejected("held-out question")
+        raise Rejected("its question is held-out")
     try:
         question = grpo.make_question(external["task"], external["seed"])
     except grpo.QuestionError as error:
-        raise Rejected("a question that cannot be made") from error
+        raise Rejected("its question cannot be made") from error
     if external["prompt"] != question.text:
-        raise Rejected("prompt differs from the question")
+        raise Rejected("its prompt differs from the question")
 
     # A group of more than G completions would have more weight than an own one, so draw G of them.
     completions = external["completions"]
@@ -511,11 +513,11 @@ def verify(run: Run, external: dict) -> "grpo.Group":
     # Encode the texts with this model's tokenizer. The model must be able to generate every token.
     token_ids = codec.encode_completions(texts, finished)
     if not all(1 <= len(ids) <= codec.max_completion for ids in token_ids):
-        raise Rejected(f"completion is empty or longer than {codec.max_completion} tokens here")
+        raise Rejected(f"a completion is empty or over {codec.max_completion} tokens here")
     if max(map(max, token_ids)) >= codec.vocabulary:
-        raise Rejected("contains a token that this model does not have")
+        raise Rejected("a completion contains a token that this model does not have")
     if not all(codec.eos_ids.isdisjoint(ids[:-1]) for ids in token_ids):
-        raise Rejected("contains this model's EOS token")
+        raise Rejected("a completion contains this model's EOS token")
 
     # Score the text that these tokens decode to, because the update trains on the tokens.
     texts = [codec.decode(ids) for ids in token_ids]
@@ -830,7 +832,7 @@ class Config:
     EXTERNAL_FILTER: bool = setting(True, "draw only informative groups of peers", scope="swarm")
     EXTERNAL_FLOOR: float = setting(0.0,
         "guard against text that this model would hardly ever write: drop peers' completions "
-        "that are less likely than this share of its own; 0: off",
+        "less likely per token than this quantile of the node's own; 0: off",
         (0, 1), scope="swarm")
     LOCAL_OVERSAMPLE: int = setting(1,
         "k: generate k x I groups, train on I, informative ones first", (1, 64), scope="swarm")
@@ -851,7 +853,7 @@ class Config:
     DEVICE: str = setting("auto",
         "cuda, cuda:1, mps or cpu; auto: the first that is present", scope="process")
     COORDINATOR_ROUND_INTERVAL: float = setting(60.0,
-        "longest time of a round in seconds", (0.01, 86400), scope="swarm")
+        "seconds after which a round may end (ROUND_ADVANCE)", (0.01, 86400), scope="swarm")
     ROUND_ADVANCE: str = setting("hybrid",
         "a round ends: time: after the interval; completion: when all live workers have "
         "submitted; hybrid: at the first of both",
@@ -990,7 +992,8 @@ def read_environment(environ) -> tuple[dict, list[str]]:
     # Role and name. An engine's rank makes both, and a restarted task gets the same ones again.
     rank = rank_of(environ)
     if env.get("NODE_ROLE") == "auto":
-        env["NODE_ROLE"] = "coordinator" if rank and not rank.strip("0_") else "worker"
+        is_rank_zero = rank is not None and set(rank) <= {"0", "_"}
+        env["NODE_ROLE"] = "coordinator" if is_rank_zero else "worker"
     role = env.get("NODE_ROLE", "worker")
     num_nodes = env.get("LOCAL_NODES", 1)
     if role in ("coordinator", "prepare"):
@@ -1139,17 +1142,7 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> "Config":
                 inherited[name] = saved[name]
     config = Config(**defaults | test_mode | inherited | env)
 
-    # Some settings must be the same in all nodes of an experiment.
-    for name in MUST_AGREE:
-        value = getattr(config, name)
-        if name in saved and saved[name] != value:
-            mistakes.append(f"{name}={value!r}: the experiment has {saved[name]!r}")
-    if mistakes:
-        advice = "change them, or take another EXPERIMENT_NAME"
-        raise ConfigError(
-            f"{config.EXPERIMENT_NAME} began with other settings: {advice}:\n  "
-            + "\n  ".join(mistakes)
-        )
+    check_agreement(config, saved, mistakes)
 
     # Tell the user about inherited settings that are not the defaults, and about differing ones.
     without_saved = Config(**defaults | test_mode | env)
@@ -1166,6 +1159,23 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> "Config":
     if differing:
         notes.append("not as in the experiment: " + ", ".join(differing))
     return config
+
+
+def check_agreement(config: "Config", saved: dict, mistakes: list[str] = ()) -> None:
+    """Raise ConfigError unless this start agrees with the experiment's settings, as all nodes of an
+    experiment must. mistakes: other reasons to refuse it."""
+    mistakes = list(mistakes)
+    for name in MUST_AGREE:
+        value = getattr(config, name)
+        if name in saved and saved[name] != value:
+            found = drive_store.printable(repr(saved[name]))
+            mistakes.append(f"{name}={value!r}: the experiment has {found}")
+    if mistakes:
+        advice = "change them, or take another EXPERIMENT_NAME"
+        listed = "\n  ".join(mistakes)
+        raise ConfigError(
+            f"{config.EXPERIMENT_NAME} began with other settings: {advice}:\n  {listed}"
+        )
 
 
 def resolve_auto(config: "Config", notes: list[str]) -> dict:
@@ -1273,6 +1283,15 @@ def save_checkpoint(run: Run) -> None:
         run.store.delete(path)
 
 
+EXPECTED_CHECKPOINT_ERRORS = (  # those that a damaged or a stranger's file raises
+    ValueError,
+    KeyError,
+    TypeError,
+    OSError,
+    safetensors.SafetensorError,
+)
+
+
 def checkpoint_tensors(nodes: list[Node]) -> dict:
     """{name: tensor} of everything that these nodes resume from. Not copies."""
     tensors = {}
@@ -1290,6 +1309,7 @@ def load_latest_checkpoint(run: Run) -> None:
     if its rewards show that there must be one: a node never starts over by accident.
     """
     reason = None
+    last_error = None
     checkpoints = run.store.list_checkpoints(run.config.process_id)
     is_known = bool(run.store.latest_sessions().keys() & set(run.config.node_ids))
     if is_known and not checkpoints and must_have_checkpoint(run):
@@ -1299,14 +1319,19 @@ def load_latest_checkpoint(run: Run) -> None:
         try:
             run.store.retry(load_checkpoint, run, file, round_)
         except Exception as error:  # a damaged or a stranger's file may raise anything
-            reason = f"{path} cannot be used ({drive_store.printable(error, 200)})"
+            cause = drive_store.printable(f"{type(error).__name__}: {error}", 200)
+            reason = f"{path} cannot be used ({cause})"
             run.log.event("resume", f"{reason}; trying the one before")
+            last_error = error
             continue
         run.last_finished_round = run.last_checkpoint_round = round_
         text = f"from the checkpoint after round {round_}"
         run.log.event("resume", text, topic="start", round=round_)
         return
     if reason is not None and is_known:
+        # A mistake in `load_checkpoint` would look like a damaged file; show where it was raised.
+        if last_error is not None and not isinstance(last_error, EXPECTED_CHECKPOINT_ERRORS):
+            traceback.print_exception(last_error)
         advice = "restore one, or take another NODE_ID or EXPERIMENT_NAME. Nothing was changed"
         raise drive_store.StoreError(f"{run.store.experiment_dir}: {reason}; {advice}")
 
@@ -1542,7 +1567,7 @@ def run_worker(
     settings["task_table"] = grpo.task_hash()
     settings["created_at"] = time.time()
     saved = retrying.load_or_create_config(settings)
-    resolve_config({name: settings[name] for name in MUST_AGREE}, saved, [])
+    check_agreement(config, saved)
 
     # Resume before registering: a start that is refused must not supersede a running node.
     load_latest_checkpoint(run)
@@ -1559,8 +1584,12 @@ def run_worker(
         finish_run(run)
     except StopTraining as stop:
         outcome = str(stop)
-        if outcome == "stopped":
+    if outcome == "stopped":
+        try:
             save_checkpoint(run)
+        except StopTraining as stop:  # a newer process has registered this very moment
+            outcome = str(stop)
+        else:
             log.event("end", f"stopped before round {run.last_finished_round + 1}")
             if not signals.is_quiet:
                 log.info(f"to go on:\n  {resume_command(config, env)}")
@@ -1629,7 +1658,7 @@ def load_or_make_warm_start(
     # The hash of everything that the weights depend on is the name of the file.
     recipe = json.dumps(grpo.warm_start_recipe(model, codec, config, tasks))
     path = f"warmstart/{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.safetensors"
-    if load_weights(store, path, model):
+    if load_weights(store, path, model, log):
         return
 
     log.info(f"{config.NODE_ID} makes the warm start of {config.MODEL_NAME}", topic="start")
@@ -1639,7 +1668,7 @@ def load_or_make_warm_start(
     log.close_bar()
 
     # All nodes must begin with equal weights. A file that another node has made meanwhile counts.
-    if not load_weights(store, path, model):
+    if not load_weights(store, path, model, log):
         weights = {}
         for name, tensor in grpo.named_weights(model).items():
             weights[name] = tensor.cpu().contiguous()
@@ -1647,7 +1676,7 @@ def load_or_make_warm_start(
         store.write_atomic(path, write, fsync=True)
 
 
-def load_weights(store: "drive_store.RetryingStore", path: str, model) -> bool:
+def load_weights(store: "drive_store.RetryingStore", path: str, model, log: "Log") -> bool:
     """Load the model's weights from a file below the shared folder. Returns False if it is missing
     or cannot be used."""
     file = store.existing_file(path)
@@ -1656,7 +1685,9 @@ def load_weights(store: "drive_store.RetryingStore", path: str, model) -> bool:
     weights = grpo.named_weights(model)
     try:
         saved = grpo.load_tensors(file, weights)
-    except Exception:  # a damaged or a stranger's file may raise anything
+    except Exception as error:  # a damaged or a stranger's file may raise anything
+        cause = drive_store.printable(f"{type(error).__name__}: {error}", 200)
+        log.info(wrap_text(f"{path} cannot be used ({cause}); it is made again"))
         return False
     grpo.copy_tensors(weights, saved)
     return True

@@ -1,7 +1,9 @@
-"""What this program promises, a property a test, said in its name; heavier proofs are in .ci/.
+"""Proofs of what this program promises. The name of a test begins with the promise that it proves:
+L learning, F the folder, X strangers who write into it, U people. .github/MANUAL.md, section "The
+promises", lists them.
 
-L learning, F the folder, X strangers who write into it, U people. In this order: mathematics, rewards,
-the folder, waiting for it, settings, whole swarms, shape of the code.
+The order is: mathematics; questions, rewards and tokens; the shared folder; waiting for it;
+settings; whole swarms; the shape of the code. Proofs that take longer are in .ci/.
 """
 
 import ast
@@ -15,7 +17,6 @@ import statistics
 import sys
 import time
 from collections import Counter
-from contextlib import nullcontext, suppress
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,87 +28,127 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-import coordinator
 import drive_store
 import grpo
 import sapo
 from drive_store import DriveStore, InvalidFileError, RetryingStore, StoreError, round_dir
-from grpo import HELD_OUT_SEEDS, TASK_TABLE, Group, generate, make_question
+from grpo import HELD_OUT_SEEDS, TASK_TABLE, Group, make_question
 from sapo import Config, ConfigError, derive_seed, read_environment, resolve_config
 
 torch.set_num_threads(1)
-# ======== The mathematics =================================================================================
-# The plain_ functions do the same slowly: one sequence, one token at a time, no cache, no padding.
 
 
-def small_gpt2(dropout=0.0):
-    """A model with a peaked softmax. Other architectures: .ci/test_numbers.py."""
+# -------- The mathematics -------------------------------------------------------------------------
+# The reference_… functions compute the same things slowly: one sequence and one token at a time,
+# without a cache and without padding.
+
+
+def small_gpt2(dropout: float = 0.0):
+    """A GPT-2 of 23 tokens with a peaked softmax. Other architectures: .ci/test_numbers.py."""
     torch.manual_seed(1)
-    sizes = dict(
-        vocab_size=23, n_embd=16, n_layer=2, n_head=2, n_positions=64, initializer_range=0.3
+    config = GPT2Config(
+        vocab_size=23,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        initializer_range=0.3,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
     )
-    config = GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout)
     return GPT2LMHeadModel(config).eval()
 
 
-def ragged_groups(sizes=(2, 3, 5, 4), flat=()) -> list[Group]:
-    """Unequal prompts and completions, rewards of several levels; those of the groups `flat` are all 1."""
-    rng, groups = random.Random(0), []
+def ragged_groups(sizes=(2, 3, 5, 4), uninformative=()) -> list[Group]:
+    """Groups of these sizes, with prompts and completions of unequal lengths and rewards of three
+    levels. All rewards are 1 in the groups whose indices are in `uninformative`."""
+    rng = random.Random(0)
+    groups = []
     for i, size in enumerate(sizes):
-        completions = [[rng.randrange(21) for _ in range(rng.randint(1, 6))] for _ in range(size)]
+        completions = []
+        for _ in range(size):
+            length = rng.randint(1, 6)
+            completions.append([rng.randrange(21) for _ in range(length)])
         rewards = [0.0, 1.0] + [rng.choice([0.0, 0.5, 1.0]) for _ in range(size - 2)]
+        if i in uninformative:
+            rewards = [1.0] * size
         prompt = [rng.randrange(21) for _ in range(1 + i * 5 % 7)]
-        groups.append(Group(prompt, completions, [1.0] * size if i in flat else rewards))
+        groups.append(Group(prompt, completions, rewards))
     return groups
 
 
-def flat_weights(model):
+def flat_weights(model) -> torch.Tensor:
+    """All weights of a model in one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def assert_close(ours, expected, atol=2e-5, rtol=1e-4):
+def assert_close(ours, expected, atol=2e-5, rtol=1e-4) -> None:
     torch.testing.assert_close(ours, expected, atol=atol, rtol=rtol)
 
 
-def reference_logprobs(model, prompt, completion, temperature=1.0):
-    """(T,) by the model's own logits."""
-    logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits / temperature, -1)[range(len(completion)), completion]
+def reference_logprobs(model, prompt, completion, temperature: float = 1.0):
+    """Log-probability of each token of one completion, (T,), from the model's own logits."""
+    logits = model(torch.tensor([prompt + completion])).logits
+    logits = logits[0, len(prompt) - 1 : -1].float()  # those that predict the completion
+    logprobs = torch.log_softmax(logits / temperature, -1)  # (T, V)
+    return logprobs[range(len(completion)), completion]
 
 
-def reference_loss(logps, olds, advantages, loss_type, max_new_tokens):
-    """The definition, token by token. Returns (loss, clipped tokens)."""
-    loss, clipped, rows, tokens = 0.0, 0, len(logps), sum(map(len, logps))
-    for row, old_row, a in zip(logps, olds, advantages, strict=True):
-        scale = {"dapo": tokens, "grpo": rows * len(row), "dr_grpo": rows * max_new_tokens}[
-            loss_type
-        ]
-        for logp, old in zip(row, old_row, strict=True):
-            ratio = (logp - old).exp()
-            limited = min(max(ratio, 0.8), 1.28)
-            loss -= min(ratio * a, limited * a) / scale
-            clipped += bool(limited * a < ratio * a)
-    return loss, clipped
+def reference_loss(logprobs, old_logprobs, advantages, loss_type: str, max_new_tokens: int):
+    """The definition of the loss, token by token. Returns (loss, number of clipped tokens)."""
+    num_rows = len(logprobs)
+    num_tokens = sum(len(row) for row in logprobs)
+    loss = 0.0
+    num_clipped = 0
+    for row, old_row, advantage in zip(logprobs, old_logprobs, advantages, strict=True):
+        divisor = {
+            "dapo": num_tokens,
+            "grpo": num_rows * len(row),
+            "dr_grpo": num_rows * max_new_tokens,
+        }[loss_type]
+        for logprob, old_logprob in zip(row, old_row, strict=True):
+            ratio = (logprob - old_logprob).exp()
+            clipped_ratio = min(max(ratio, 0.8), 1.28)
+            loss -= min(ratio * advantage, clipped_ratio * advantage) / divisor
+            num_clipped += bool(clipped_ratio * advantage < ratio * advantage)
+    return loss, num_clipped
 
 
-def reference_update(model, groups, loss_type, iterations):
-    """Gradient descent on reference_loss, flat groups and all -> (new weights, first loss, clipped tokens)."""
-    optimizer, olds, losses, advantages = torch.optim.SGD(model.parameters(), lr=0.5), None, [], []
-    for g in groups:
-        mean, std = statistics.mean(g.rewards), statistics.stdev(g.rewards)
-        advantages += [(r - mean) / (std + 1e-4) for r in g.rewards]
-    for _ in range(iterations):
-        logps = [reference_logprobs(model, g.prompt, c, 0.7) for g in groups for c in g.completions]
-        olds = olds or [row.detach() for row in logps]
-        losses.append(reference_loss(logps, olds, advantages, loss_type, 9))
+def reference_update(model, groups, loss_type: str, num_steps: int):
+    """Gradient descent on `reference_loss`, with all groups, informative or not.
+
+    Returns (new weights, loss of the first step, number of clipped tokens in all steps).
+    """
+    advantages = []
+    for group in groups:
+        mean = statistics.mean(group.rewards)
+        std = statistics.stdev(group.rewards)
+        advantages += [(reward - mean) / (std + 1e-4) for reward in group.rewards]
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    old_logprobs = None
+    losses = []
+    num_clipped = 0
+    for _ in range(num_steps):
+        logprobs = []
+        for group in groups:
+            for ids in group.completions:
+                logprobs.append(reference_logprobs(model, group.prompt, ids, 0.7))
+        if old_logprobs is None:
+            old_logprobs = [row.detach() for row in logprobs]
+
+        loss, clipped = reference_loss(logprobs, old_logprobs, advantages, loss_type, 9)
         optimizer.zero_grad()
-        losses[-1][0].backward()
+        loss.backward()
         optimizer.step()
-    return flat_weights(model), losses[0][0].item(), sum(clipped for _, clipped in losses)
+        losses.append(loss.item())
+        num_clipped += clipped
+    return flat_weights(model), losses[0], num_clipped
 
 
 def update_settings(**changes) -> SimpleNamespace:
-    """The settings that an update reads, as Config names them."""
+    """The settings that an update and `generate` read, with the names that they have in Config."""
     settings = {
         "LOSS_TYPE": "dapo",
         "MAX_NEW_TOKENS": 9,
@@ -121,196 +162,276 @@ def update_settings(**changes) -> SimpleNamespace:
 
 
 def our_update(model, groups, lr=0.5, pad_id=0, max_rows=2**30, **changes):
-    """The new weights, and the metrics of the update."""
+    """`update_policy` with SGD. Returns the new weights and the metrics."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = update_settings(**changes)
     metrics = grpo.update_policy(model, optimizer, groups, config, pad_id, max_rows)
     return flat_weights(model), metrics
 
 
-def test_L1_advantages_equal_the_reference_values_and_are_zero_in_a_flat_group():
-    a, b, c = 0.86587543, 2.4741739, -0.3534534
+def test_L1_advantages_equal_the_reference_values_and_are_zero_if_all_rewards_are_equal():
+    a = 0.86587543
     assert grpo.group_advantages([1, 0, 0, 1]) == pytest.approx([a, -a, -a, a], abs=1e-8)
-    assert grpo.group_advantages([1, 0, 0, 0, 0, 0, 0, 0]) == pytest.approx([b] + [c] * 7, abs=1e-7)
-    for flat in ([0.0], [0.0] * 4, [1.0] * 3, [0.1 + 0.2, 0.3, 0.3]):
-        assert grpo.group_advantages(flat) == [0.0] * len(flat)
-        assert not Group([1], [[1]] * len(flat), flat).is_informative
+
+    advantages = grpo.group_advantages([1, 0, 0, 0, 0, 0, 0, 0])
+    assert advantages == pytest.approx([2.4741739] + [-0.3534534] * 7, abs=1e-7)
+
+    for rewards in ([0.0], [0.0] * 4, [1.0] * 3, [0.1 + 0.2, 0.3, 0.3]):
+        assert grpo.group_advantages(rewards) == [0.0] * len(rewards)
+        assert not Group([1], [[1]] * len(rewards), rewards).is_informative
 
 
 @pytest.mark.parametrize(
-    "loss_type, loss, gradient, loss_on_policy",
-    [("grpo", 0.1523116717, 0.7102527295, 0.1875), ("dapo", -0.2313029286, 0.5908817714, -0.2307692308),
-     ("dr_grpo", -0.0939668147, 0.2400457196, -0.09375)],
-)  # fmt: skip
-def test_L1_loss_and_gradient_equal_the_reference_values(loss_type, loss, gradient, loss_on_policy):
-    i, t = torch.arange(4).double().unsqueeze(1), torch.arange(5).double()  # row, column
-    logp = (-0.5 - 0.1 * i - 0.05 * t).requires_grad_()
-    old = logp.detach() + 0.15 * ((i + 2 * t) % 5 - 2)
-    lengths, a = torch.tensor([5, 3, 4, 1]), torch.tensor([1, -0.5, 0.25, -1.5]).double()
-    mask, weights = t < lengths.unsqueeze(1), grpo.loss_weights(lengths, loss_type, 8)
-    ours, _ = grpo.grpo_loss(logp, old, a, mask, weights)
-    assert_close(ours.item(), loss, 1e-9, 0)
-    assert_close(torch.autograd.grad(ours, logp)[0].abs().sum().item(), gradient, 1e-9, 0)
-    ours, clipped = grpo.grpo_loss(logp, logp.detach(), a, mask, weights)
-    assert_close(ours.item(), loss_on_policy, 1e-9, 0)
-    assert_close(torch.autograd.grad(ours, logp)[0], -(a * weights).unsqueeze(1) * mask, 1e-9, 0)  # ratio 1
-    assert clipped == 0
+    "loss_type, expected_loss, expected_gradient, expected_on_policy_loss",
+    [
+        ("grpo", 0.1523116717, 0.7102527295, 0.1875),
+        ("dapo", -0.2313029286, 0.5908817714, -0.2307692308),
+        ("dr_grpo", -0.0939668147, 0.2400457196, -0.09375),
+    ],
+)
+def test_L1_loss_and_gradient_equal_the_reference_values(
+    loss_type, expected_loss, expected_gradient, expected_on_policy_loss
+):
+    # Made-up log-probabilities of four completions of at most five tokens.
+    row = torch.arange(4).double().unsqueeze(1)
+    column = torch.arange(5).double()
+    logprobs = (-0.5 - 0.1 * row - 0.05 * column).requires_grad_()
+    old_logprobs = logprobs.detach() + 0.15 * ((row + 2 * column) % 5 - 2)
+    lengths = torch.tensor([5, 3, 4, 1])
+    mask = column < lengths.unsqueeze(1)
+    advantages = torch.tensor([1, -0.5, 0.25, -1.5]).double()
+    weights = grpo.loss_weights(lengths, loss_type, 8)
+
+    loss, _ = grpo.grpo_loss(logprobs, old_logprobs, advantages, mask, weights)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert_close(loss.item(), expected_loss, 1e-9, 0)
+    assert_close(gradient.abs().sum().item(), expected_gradient, 1e-9, 0)
+
+    # On policy the ratio is 1: the gradient is REINFORCE's, and nothing is clipped.
+    loss, num_clipped = grpo.grpo_loss(logprobs, logprobs.detach(), advantages, mask, weights)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert_close(loss.item(), expected_on_policy_loss, 1e-9, 0)
+    assert_close(gradient, -(advantages * weights).unsqueeze(1) * mask, 1e-9, 0)
+    assert num_clipped == 0
 
 
-@pytest.mark.parametrize("kind", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize("rows, steps", [(1, 1), (3, 1), (5, 1), (99, 1), (3, 3)])
-def test_L1_update_is_plain_gradient_descent_for_any_micro_batch(kind, rows, steps, monkeypatch):
-    monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)  # so that a wrong scale shows
-    groups = ragged_groups(
-        (4, 2, 7, 3, 5), flat=(0, 3)
-    )  # one larger than any micro-batch, two flat
-    expected, loss, clipped = reference_update(small_gpt2(), groups, kind, steps)
-    settings = dict(LOSS_TYPE=kind, max_rows=rows, NUM_ITERATIONS=steps)
-    weights, stats = our_update(small_gpt2(), groups, **settings)
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("max_rows, num_steps", [(1, 1), (3, 1), (5, 1), (99, 1), (3, 3)])
+def test_L1_the_update_equals_the_reference_for_any_micro_batch_size(
+    loss_type, max_rows, num_steps, monkeypatch
+):
+    monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)  # clipping would hide a wrong scale
+    # Two of the groups are uninformative, and one is larger than most of the micro-batches.
+    groups = ragged_groups((4, 2, 7, 3, 5), uninformative=(0, 3))
+    expected, loss, num_clipped = reference_update(small_gpt2(), groups, loss_type, num_steps)
+
+    weights, metrics = our_update(
+        small_gpt2(), groups, max_rows=max_rows, LOSS_TYPE=loss_type, NUM_ITERATIONS=num_steps
+    )
     assert_close(weights, expected, 1e-4, 1e-3)
-    assert_close(
-        stats["loss"], loss
-    )  # of the first iteration; later ones clip against the policy of the start
-    assert stats["trained_tokens"] == sum(
-        len(c) for g in groups if g.is_informative for c in g.completions
-    )
-    assert stats["clip_fraction"] == pytest.approx(clipped / stats["trained_tokens"] / steps)
-    assert bool(clipped) == (steps > 1)
+    assert_close(metrics["loss"], loss)  # that of the first step
+
+    # Only later steps move away from the policy at the start, so only they clip.
+    num_trained = 0
+    for group in groups:
+        if group.is_informative:
+            num_trained += sum(len(ids) for ids in group.completions)
+    assert metrics["trained_tokens"] == num_trained
+    assert metrics["clip_fraction"] == pytest.approx(num_clipped / num_trained / num_steps)
+    assert bool(num_clipped) == (num_steps > 1)
 
 
-def test_L1_a_flat_group_costs_no_forward_but_counts_in_the_dapo_denominator(monkeypatch):
+def test_L1_an_uninformative_group_costs_no_forward_pass_but_counts_in_the_dapo_denominator(
+    monkeypatch,
+):
     monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)
-    group, flat = (
-        Group([3], [[4, 5], [6]], [1.0, 0.0]),
-        Group([20], [[21] * 6, [21] * 3], [1.0, 1.0]),
-    )
-    model, start, seen = small_gpt2(), flat_weights(small_gpt2()), set()
-    see = lambda module, args, given: seen.update(given["input_ids"].flatten().tolist())  # noqa: E731
-    model.base_model.register_forward_pre_hook(see, with_kwargs=True)
-    step = our_update(model, [group, flat])[0] - start
-    assert_close(step, (our_update(small_gpt2(), [group])[0] - start) * 3 / 12)  # the tokens: 3 of 12
-    assert seen == {3, 4, 6}  # the informative group's tokens only
+    informative = Group([3], [[4, 5], [6]], [1.0, 0.0])  # 3 tokens
+    uninformative = Group([20], [[21] * 6, [21] * 3], [1.0, 1.0])  # 9 tokens
+    model = small_gpt2()
+    start = flat_weights(model)
+    seen = set()
+
+    def record_ids(module, args, kwargs):
+        seen.update(kwargs["input_ids"].flatten().tolist())
+
+    model.base_model.register_forward_pre_hook(record_ids, with_kwargs=True)
+    weights, _ = our_update(model, [informative, uninformative])
+    assert seen == {3, 4, 6}, "tokens of the uninformative group pass through the model"
+
+    alone, _ = our_update(small_gpt2(), [informative])
+    assert_close(weights - start, (alone - start) * 3 / 12)
 
 
 @pytest.mark.parametrize("temperature, pad_id", [(1.0, 0), (0.7, 20)])
-def test_L1_logps_are_the_models_own_and_none_is_taken_from_a_pad_position(temperature, pad_id):
-    model, groups = small_gpt2(), ragged_groups()
-    rows = [(g.prompt, c) for g in groups for c in g.completions]
-    expected = pad_sequence(
-        [reference_logprobs(model, *row, temperature) for row in rows], batch_first=True
+def test_L1_log_probabilities_are_the_models_own_and_none_is_read_at_a_padding_position(
+    temperature, pad_id
+):
+    model = small_gpt2()
+    groups = ragged_groups()
+    prompts = []
+    completions = []
+    for group in groups:
+        for ids in group.completions:
+            prompts.append(group.prompt)
+            completions.append(ids)
+
+    expected = []
+    for prompt, ids in zip(prompts, completions, strict=True):
+        expected.append(reference_logprobs(model, prompt, ids, temperature))
+    expected = pad_sequence(expected, batch_first=True)
+
+    shared, shared_mask = grpo.completion_logprobs_shared_prompt(
+        model,
+        [(group.prompt, group.completions) for group in groups],
+        update_settings(TEMPERATURE=temperature),
+        pad_id,
     )
-    pairs = [(g.prompt, g.completions) for g in groups]
-    shared, mask = grpo.completion_logprobs_shared_prompt(
-        model, pairs, update_settings(TEMPERATURE=temperature), pad_id
-    )
-    plain, plain_mask = grpo.completion_logprobs(
-        model, *zip(*rows, strict=True), temperature, pad_id
-    )
+    padded, mask = grpo.completion_logprobs(model, prompts, completions, temperature, pad_id)
     assert_close(shared, expected)
-    assert_close(plain, expected)
-    assert torch.equal(mask, plain_mask) and mask.sum(1).tolist() == [len(c) for _, c in rows]
+    assert_close(padded, expected)
+    assert torch.equal(shared_mask, mask)
+    assert mask.sum(1).tolist() == [len(ids) for ids in completions]
 
 
 @pytest.mark.parametrize("pad_id", [0, 2])
 def test_L2_the_eos_is_in_the_mask_and_learned_even_when_it_is_the_pad_token(pad_id):
-    model, eos, group = small_gpt2(), 2, Group([3, 4], [[9, 2], [9, 8, 7]], [1.0, 0.0])
-    logp, mask = grpo.completion_logprobs_shared_prompt(
+    model = small_gpt2()
+    eos_id = 2
+    group = Group([3, 4], [[9, eos_id], [9, 8, 7]], [1.0, 0.0])
+
+    before, mask = grpo.completion_logprobs_shared_prompt(
         model, [(group.prompt, group.completions)], update_settings(TEMPERATURE=1.0), pad_id
     )
-    assert (
-        mask.tolist() == [[True, True, False], [True, True, True]] and logp[0, 1] < 0 == logp[0, 2]
-    )
+    assert mask.tolist() == [[True, True, False], [True, True, True]]
+    assert before[0, 1] < 0, "the EOS is not scored"
+    assert before[0, 2] == 0, "padding is scored"
+
+    # The completion that ended was rewarded, so the EOS becomes more likely.
     our_update(model, [group], lr=0.1, pad_id=pad_id)
-    assert (
-        reference_logprobs(model, [3, 4], [9, eos])[1] > logp[0, 1]
-    )  # stopping was rewarded: likelier now
+    assert reference_logprobs(model, [3, 4], [9, eos_id])[1] > before[0, 1]
 
 
-def test_L1_log_softmax_of_bfloat16_logits_is_taken_in_float32():
-    model, targets = small_gpt2().bfloat16(), torch.arange(23)
+def test_L1_log_softmax_of_bfloat16_logits_is_computed_in_float32():
+    model = small_gpt2().bfloat16()
+    targets = torch.arange(23)
     hidden = torch.randn(23, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
-    expected = torch.log_softmax(model.lm_head(hidden).float() / 0.7, -1)[targets, targets]
+
+    logits = model.lm_head(hidden).float()
+    expected = torch.log_softmax(logits / 0.7, -1)[targets, targets]
     assert_close(grpo.token_logprobs(model, hidden, targets, 0.7), expected, 1e-6)
 
 
-def test_L1_dropout_and_recomputation_are_off_in_a_model_left_in_train_mode():
-    left, clean = small_gpt2(dropout=0.5), small_gpt2()
-    left.gradient_checkpointing_enable()  # in train mode it would also switch the KV cache off
-    prompts, config = [[3, 4], [5]], update_settings(MAX_NEW_TOKENS=10, TEMPERATURE=1.0)
-    draws = [generate(m, prompts, 4, config, 5, {2}) for m in (left.train(), clean)]
+def test_L1_dropout_and_recomputation_are_off_even_if_the_model_was_left_in_train_mode():
+    left_in_train_mode = small_gpt2(dropout=0.5)
+    left_in_train_mode.gradient_checkpointing_enable()  # would switch the KV cache off, too
+    clean = small_gpt2()
+
+    draws = []
+    config = update_settings(MAX_NEW_TOKENS=10, TEMPERATURE=1.0)
+    for model in (left_in_train_mode.train(), clean):
+        draws.append(grpo.generate(model, [[3, 4], [5]], 4, config, 5, {2}))
     assert draws[0] == draws[1]
-    assert_close(our_update(left.train(), ragged_groups())[0], our_update(clean, ragged_groups())[0], 0, 0)
+
+    weights, _ = our_update(left_in_train_mode.train(), ragged_groups())
+    expected, _ = our_update(clean, ragged_groups())
+    assert_close(weights, expected, 0, 0)
 
 
-def test_L2_what_is_sampled_is_what_is_scored_the_full_softmax_at_the_temperature():
-    model, draws = small_gpt2(), 20_000
+def test_L2_sampling_uses_the_distribution_that_is_scored_the_full_softmax_at_the_temperature():
+    model = small_gpt2()
+    num_draws = 20_000
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
-    p = grpo.token_logprobs(
-        model, hidden.expand(23, -1), torch.arange(23), 0.7
-    ).exp()  # as the loss sees it
-    noise = (torch.arange(draws) + 0.5) / draws  # evenly spread: frequencies are exact to one draw
-    drawn = grpo.sample_tokens(grpo.lm_head_logits(model, hidden).expand(draws, -1), noise, 0.7)
-    assert_close(drawn.bincount(minlength=23) / draws, p, 1.5 / draws, 0)  # no top-k, no top-p
+
+    # The probability of each token as the loss sees it.
+    logprobs = grpo.token_logprobs(model, hidden.expand(23, -1), torch.arange(23), 0.7)
+
+    # With evenly spaced random numbers every frequency is exact to one draw. Top-k or top-p would
+    # show.
+    uniforms = (torch.arange(num_draws) + 0.5) / num_draws
+    logits = grpo.lm_head_logits(model, hidden).expand(num_draws, -1)
+    tokens = grpo.sample_tokens(logits, uniforms, 0.7)
+    frequencies = tokens.bincount(minlength=23) / num_draws
+    assert_close(frequencies, logprobs.exp(), 1.5 / num_draws, 0)
 
 
 @pytest.mark.parametrize("max_rows", [None, 1, 9])
-def test_L2_generate_equals_a_token_by_token_loop_with_the_same_noise(max_rows):
-    model, eos_ids, steps, expected = small_gpt2(), {2, 7, 11}, 10, []
-    prompts = [g.prompt for g in ragged_groups((2,) * 5)]
-    for row, noise in enumerate(
-        torch.rand(steps, 20, generator=torch.Generator().manual_seed(5)).T
-    ):
+def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(max_rows):
+    model = small_gpt2()
+    eos_ids = {2, 7, 11}
+    max_tokens = 10
+    prompts = [group.prompt for group in ragged_groups((2,) * 5)]
+
+    # Four completions of each prompt, one after another, without a cache.
+    uniforms = torch.rand(max_tokens, 20, generator=torch.Generator().manual_seed(5))
+    expected = []
+    for row in range(20):
         completion = []
-        while len(completion) < steps and not eos_ids & set(completion):
+        while len(completion) < max_tokens and not eos_ids & set(completion):
             with torch.no_grad():
                 logits = model(torch.tensor([prompts[row // 4] + completion])).logits[0, -1]
-            below = torch.softmax(logits / 0.7, -1).cumsum(0) <= noise[len(completion)]
-            completion.append(int(below.sum()))
+            cumulative = torch.softmax(logits / 0.7, -1).cumsum(0)
+            is_passed = cumulative <= uniforms[len(completion), row]
+            completion.append(int(is_passed.sum()))
         expected.append(completion)
-    config = update_settings(MAX_NEW_TOKENS=steps)
-    ours = generate(model, prompts, 4, config, 5, eos_ids, max_rows=max_rows)
+
+    config = update_settings(MAX_NEW_TOKENS=max_tokens)
+    ours = grpo.generate(model, prompts, 4, config, 5, eos_ids, max_rows=max_rows)
     assert ours == [expected[i : i + 4] for i in range(0, 20, 4)]
-    ends = {
-        c[-1] for c in expected
-    }  # a hard case: some end at once, some never, by several EOS ids
-    assert min(map(len, expected)) == 1 and len(ends & eos_ids) > 1 and ends - eos_ids
+
+    # The case is a hard one: completions end at once, late or never, and with several EOS ids.
+    last_ids = {completion[-1] for completion in expected}
+    assert min(len(completion) for completion in expected) == 1
+    assert len(last_ids & eos_ids) > 1
+    assert last_ids - eos_ids
 
 
-# ======== Questions, rewards, tokens ======================================================================
+# -------- Questions, rewards, tokens --------------------------------------------------------------
 
 
 def make_config(**environ) -> Config:
-    return resolve_config(
-        read_environment({"NODE_ID": "n", **{k: str(v) for k, v in environ.items()}})[0], {}, []
-    )
+    """The Config of a process with these environment variables."""
+    environ = {"NODE_ID": "n", **environ}
+    env, _ = read_environment({name: str(value) for name, value in environ.items()})
+    return resolve_config(env, {}, [])
 
 
 def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeats_itself():
-    keys = [
-        *itertools.product(
+    keys = list(
+        itertools.product(
             ("n", "n1", "n11"), range(40), range(2), ("question", "external"), range(4)
         )
-    ]
-    ours, again, another = make_config(), make_config(NODE_ID="another"), make_config(SEED=43)
-    seeds = [derive_seed(ours, *key) for key in keys]
-    assert len(set(seeds)) == len(seeds) and not any(seed in HELD_OUT_SEEDS for seed in seeds)
-    assert seeds == [derive_seed(again, *key) for key in keys], "no hidden state"
-    assert not set(seeds) & {derive_seed(another, *key) for key in keys}
+    )
+    config = make_config()
+    seeds = [derive_seed(config, *key) for key in keys]
+    assert len(set(seeds)) == len(seeds)
+    assert not any(seed in HELD_OUT_SEEDS for seed in seeds)
+
+    # There is no hidden state: equal arguments give equal seeds, in every process.
+    in_another_process = make_config(NODE_ID="another")
+    assert seeds == [derive_seed(in_another_process, *key) for key in keys]
+
+    with_another_seed = make_config(SEED=43)
+    assert not set(seeds) & {derive_seed(with_another_seed, *key) for key in keys}
 
 
-def test_L3_garbage_earns_nothing_where_the_verifier_alone_pays_a_little_for_nearly_anything():
-    total, fraction = make_question("chain_sum", 1), make_question("fraction_simplification", 1)
+def test_L3_garbage_earns_nothing_although_the_verifier_alone_pays_a_little_for_nearly_anything():
+    total = make_question("chain_sum", 1)
+    fraction = make_question("fraction_simplification", 1)
+    logic = make_question("propositional_logic", 1)
+    right = total.answer
+    partial = len(right) / (len("it is ") + len(right))
+
     for question, text, exact, verifier in [
-        (total, f"<answer>{total.answer}.00</answer>", 1, 1), (total, total.answer, 0, 0),
-        (total, f"<answer>it is {total.answer}</answer>", 0, len(total.answer) / (6 + len(total.answer))),
-        (total, f"<answer>{total.answer}</answer> or <answer>x</answer>", 0, 0),  # the last one counts
-        (fraction, "<answer>1/999983</answer>", 0, 0.05), (fraction, "<answer>x</answer>", 0, 0.01),
-        (make_question("propositional_logic", 1), "<answer>(P ∨ ¬P)</answer>", 0, 0.25),
-    ]:  # fmt: skip
-        assert [grpo.compute_reward(question, text, kind) for kind in ("exact", "verifier")] == [
-            exact,
-            verifier,
-        ], text
+        (total, f"<answer>{right}.00</answer>", 1, 1),
+        (total, right, 0, 0),  # without tags
+        (total, f"<answer>it is {right}</answer>", 0, partial),
+        (total, f"<answer>{right}</answer> or <answer>x</answer>", 0, 0),  # the last one counts
+        (fraction, "<answer>1/999983</answer>", 0, 0.05),
+        (fraction, "<answer>x</answer>", 0, 0.01),
+        (logic, "<answer>(P ∨ ¬P)</answer>", 0, 0.25),
+    ]:
+        assert grpo.compute_reward(question, text, "exact") == exact, text
+        assert grpo.compute_reward(question, text, "verifier") == verifier, text
 
 
 @pytest.mark.parametrize("task", TASK_TABLE)
@@ -318,8 +439,9 @@ def test_L3_an_answer_is_never_evaluated_and_no_text_makes_scoring_fail(
     task, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    question, payload = make_question(task, 5), '__import__("os").system("touch PWNED")'
-    texts = [
+    question = make_question(task, 5)
+    payload = '__import__("os").system("touch PWNED")'
+    answers = [
         payload,
         f"[{payload}]",
         payload + question.answer,
@@ -328,59 +450,80 @@ def test_L3_an_answer_is_never_evaluated_and_no_text_makes_scoring_fail(
         "1/0",
         "\ud800",
     ]
-    for text, kind in itertools.product(texts, ("exact", "verifier")):
-        assert 0 <= grpo.compute_reward(question, f"<answer>{text}</answer>", kind) < 1, text
-    assert grpo.compute_reward(question, "<answer>" * 16_000) == 0 and not os.listdir(tmp_path)
+    for answer in answers:
+        for kind in ("exact", "verifier"):
+            reward = grpo.compute_reward(question, f"<answer>{answer}</answer>", kind)
+            assert 0 <= reward < 1, answer
+
+    assert grpo.compute_reward(question, "<answer>" * 16_000) == 0
+    assert os.listdir(tmp_path) == [], "the payload was run"
 
 
-# ======== The shared folder ===============================================================================
+# -------- The shared folder -----------------------------------------------------------------------
+
+
 def new_store(folder, owner="n1") -> DriveStore:
+    """The store of the experiment x, whose folder is created."""
     store = DriveStore(folder, "x", owner)
     store.create()
     return store
 
 
 def put(store, path, content=b"{}") -> Path:
-    """Lay a file into the experiment by hand, as a stranger would."""
+    """Write a file into the experiment by hand, as a stranger would. Returns its full path."""
     path = store.experiment_dir / path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return path
 
 
-def rollout_file(node="p", **changes) -> dict:
-    """A rollout file with one group of two completions; changes wherever there is a field of that name."""
-    completions = [
-        {"response": "<answer>1</answer>", "reward": 0.5, "finished": True} for _ in range(2)
-    ]
+def rollout_file(node_id="p", **changes) -> dict:
+    """The contents of a rollout file with one group of two completions.
+
+    Each change replaces the field of that name wherever there is one: in the file itself, in the
+    group, in the second completion.
+    """
+    completions = []
+    for _ in range(2):
+        completions.append({"response": "<answer>1</answer>", "reward": 0.5, "finished": True})
     group = {"task": "gcd", "seed": 1, "prompt": "?", "answer": "1", "completions": completions}
     data = {
         "format": 1,
-        "peer_id": node,
+        "peer_id": node_id,
         "round": 1,
         "stage": 0,
         "timestamp": 1.0,
         "rollouts": {"0": group},
     }
-    for place, field in itertools.product((data, group, completions[1]), changes):
-        place |= {field: changes[field]} if field in place else {}
+    for place in (data, group, completions[1]):
+        for name, value in changes.items():
+            if name in place:
+                place[name] = value
     return data
 
 
 def contents(folder) -> dict:
-    return {
-        str(p.relative_to(folder)): p.read_bytes() for p in Path(folder).rglob("*") if p.is_file()
-    }
+    """{path: bytes} of all files below a folder."""
+    files = {}
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            files[str(path.relative_to(folder))] = path.read_bytes()
+    return files
 
 
-def dies_before_file_call(nth, work) -> bool:
-    """work() in a forked child that is gone before its nth call to the file system, if there are so many."""
-    if child := os.fork():
-        return os.waitpid(child, 0)[1] != 0
-    calls, names = itertools.count(1), "open mkdir write flush fsync link replace unlink".split()
+def dies_before_file_call(nth: int, work) -> bool:
+    """Call work() in a forked child that dies just before its nth call to the file system. Returns
+    whether there was such a call."""
+    child = os.fork()
+    if child != 0:
+        _, status = os.waitpid(child, 0)
+        return status != 0
+
+    watched = ("open", "mkdir", "write", "flush", "fsync", "link", "replace", "unlink")
+    calls = itertools.count(1)
 
     def profile(frame, event, function):
-        if event == "c_call" and function.__name__ in names and next(calls) == nth:
+        if event == "c_call" and function.__name__ in watched and next(calls) == nth:
             os._exit(9)
 
     sys.setprofile(profile)
@@ -388,98 +531,165 @@ def dies_before_file_call(nth, work) -> bool:
     os._exit(0)
 
 
-@pytest.mark.parametrize("links", [True, False])  # a storage may have no hard links
-@pytest.mark.parametrize("once, old", [(0, b"{}"), (1, None), (1, b'{"a": 1}'), (1, b'{"torn')])
-def test_F1_a_crash_leaves_the_old_file_or_the_new_one(tmp_path, monkeypatch, once, old, links):
-    """once: a complete file is never changed."""
-    store, big, left_over = new_store(tmp_path), {"text": "x" * 50_000}, 0
-    write, stays = store.write_once if once else store.write_atomic, once and old == b'{"a": 1}'
-    monkeypatch.setattr(os, "link", os.link if links else Mock(side_effect=OSError("no links")))
-    files, nth, died = len(contents(store.experiment_dir)), 0, True
+@pytest.mark.parametrize("has_links", [True, False])  # a storage may have no hard links
+@pytest.mark.parametrize(
+    "method, old",
+    [
+        ("write_atomic", b"{}"),
+        ("write_once", None),
+        ("write_once", b'{"a": 1}'),
+        ("write_once", b'{"torn'),
+    ],
+)
+def test_F1_a_crash_leaves_the_old_file_or_the_new_one(
+    tmp_path, monkeypatch, method, old, has_links
+):
+    link = os.link if has_links else Mock(side_effect=OSError("no links"))
+    monkeypatch.setattr(os, "link", link)
+    store = new_store(tmp_path)
+    num_files = len(contents(store.experiment_dir))
+    new = {"text": "x" * 50_000}
+    must_stay = method == "write_once" and old == b'{"a": 1}'  # complete, so never changed
+
+    def write():
+        getattr(store, method)("a.json", new, fsync=True)
+
+    # Crash before the first call to the file system, then before the second, and so on, until the
+    # write succeeds.
+    num_left_over = 0
+    nth = 0
+    died = True
     while died:
         path = put(store, "a.json", old or b"")
         if old is None:
             path.unlink()
         nth += 1
-        died = dies_before_file_call(nth, lambda: write("a.json", big, fsync=True))
+        died = dies_before_file_call(nth, write)
+
         now = path.read_bytes() if path.exists() else None
-        assert now == old or (json.loads(now) == big and not stays), f"crash before call {nth}"
-        left_over += len(contents(store.experiment_dir)) - files - (now is not None)
+        if now != old:
+            assert json.loads(now) == new, f"crash before call {nth}"
+            assert not must_stay, f"crash before call {nth}"
+
+        # The next start deletes the temporary file that the crash left behind.
+        num_expected = num_files + (now is not None)
+        num_left_over += len(contents(store.experiment_dir)) - num_expected
         new_store(tmp_path)
-        assert len(contents(store.experiment_dir)) - files == (now is not None), (
-            "the next start sweeps"
-        )
-    assert (now == old) == bool(stays) and left_over > 2
+        assert len(contents(store.experiment_dir)) == num_expected
+
+    assert (now == old) == must_stay
+    assert num_left_over > 2, "no crash left anything behind"
 
 
-def test_F1_an_append_that_failed_half_way_is_made_again_and_a_torn_line_is_closed(tmp_path):
-    store, limits = new_store(tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = put(store, "logs/n1/log", b"one\nto")  # a kill tore the second line
+def test_F1_an_append_that_failed_half_way_is_repeated_and_a_torn_line_is_terminated(tmp_path):
+    store = new_store(tmp_path)
+    log = put(store, "logs/n1/log", b"one\nto")  # a crash cut the second line off
+
+    # The disk is full after half of the text.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for _ in range(2):
         resource.setrlimit(resource.RLIMIT_FSIZE, (13, limits[1]))
         with pytest.raises(OSError, match="too large"):
             store.append("logs/n1/log", "three\nfour\n")
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert log.read_bytes() == b"one\nto\nthree\n", "half of it is there"
+        assert log.read_bytes() == b"one\nto\nthree\n"
+
     store.append("logs/n1/log", "three\nfour\n")
     store.append("logs/n1/log", "five\n")
     assert log.read_text() == "one\nto\nthree\nfour\nfive\n"
 
 
-def test_X3_a_strangers_broken_file_is_a_rejection_with_a_reason_and_costs_no_time(tmp_path):
-    store, path, began = (
-        new_store(tmp_path),
-        "rollouts/round_000001/stage_0/p.json",
-        time.monotonic(),
-    )
+def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(tmp_path):
+    store = new_store(tmp_path)
+    path = "rollouts/round_000001/stage_0/p.json"
+    started = time.monotonic()
     for content in [
-        b"", b"[]", b'{"a": NaN}', b'{"torn', b'{"a":' * 99_999, b'{"a": "\\ud800"}', b" " * 9_000_000,
-        b'{"a": [' + b"[]," * 500_000 + b"[]]}", rollout_file("q"), rollout_file(round=2), rollout_file(rollouts=[]),
-        rollout_file(task=1), rollout_file(seed=2**53), rollout_file(prompt="x" * 40_000), rollout_file(finished=1),
-        rollout_file(completions=[{"response": "", "finished": True}] * 65), rollout_file(response=None),
-    ]:  # fmt: skip
+        b"",
+        b"[]",
+        b'{"a": NaN}',
+        b'{"torn',
+        b'{"a":' * 99_999,
+        b'{"a": "\\ud800"}',
+        b" " * 9_000_000,
+        b'{"a": [' + b"[]," * 500_000 + b"[]]}",
+        rollout_file("q"),
+        rollout_file(round=2),
+        rollout_file(rollouts=[]),
+        rollout_file(task=1),
+        rollout_file(seed=2**53),
+        rollout_file(prompt="x" * 40_000),
+        rollout_file(finished=1),
+        rollout_file(completions=[{"response": "", "finished": True}] * 65),
+        rollout_file(response=None),
+    ]:
         put(store, path, content)
         with pytest.raises(InvalidFileError, match=r"\w+ \w+"):
             store.fetch_rollouts(1, 0, "p")
-    assert time.monotonic() - began < 2
-    put(store, path, {**rollout_file(), "new": 1})  # keys of a newer writer do no harm
-    assert [group["key"] for group in store.fetch_rollouts(1, 0, "p")] == [(1, 0, "p", 0)]
+    assert time.monotonic() - started < 2
+
+    # Keys that a newer program may add do no harm.
+    put(store, path, {**rollout_file(), "new": 1})
+    groups = store.fetch_rollouts(1, 0, "p")
+    assert [group["key"] for group in groups] == [(1, 0, "p", 0)]
 
 
-@pytest.mark.parametrize("planted", ["link", "fifo", "folder", "folder that is a link"])
-def test_X2_no_link_is_followed_and_what_lies_in_a_writers_way_makes_room(tmp_path, planted):
-    thesis, home = put(DriveStore(tmp_path, None), "home/n1.json", {"thesis": 1}), tmp_path / "home"
-    for kind, call in {
-        "read": lambda store, path: store.read_json(path),
-        "written": lambda store, path: store.write_atomic(path, {"a": 1}),
-        "written once": lambda store, path: store.write_once(path, {"a": 1}),
-        "appended": lambda store, path: store.append(path, "{}\n"),
-        "deleted": lambda store, path: store.delete(path),
-        "rollouts": lambda store, path: store.prune_rollouts(9, archive=False),
-    }.items():  # fmt: skip
-        store, name = new_store(tmp_path / kind), f"{kind}/round_000000/n1.json"
+def use_file(store, operation: str, path: str):
+    """Do one of the store's operations with the file `path`."""
+    if operation == "read":
+        return store.read_json(path)
+    if operation == "write_atomic":
+        return store.write_atomic(path, {"a": 1})
+    if operation == "write_once":
+        return store.write_once(path, {"a": 1})
+    if operation == "append":
+        return store.append(path, "{}\n")
+    if operation == "delete":
+        return store.delete(path)
+    return store.prune_rollouts(9, archive=False)
+
+
+@pytest.mark.parametrize("planted", ["link", "fifo", "folder", "parent that is a link"])
+def test_X2_no_link_is_followed_and_whatever_is_in_a_writers_way_is_replaced(tmp_path, planted):
+    # A file outside all experiments, which must stay as it is.
+    home = tmp_path / "home"
+    thesis = put(DriveStore(tmp_path, None), "home/n1.json", {"thesis": 1})
+
+    for operation in ("read", "write_atomic", "write_once", "append", "delete", "rollouts"):
+        # Plant something in place of the file, or of its folder.
+        store = new_store(tmp_path / operation)
+        name = f"{operation}/round_000000/n1.json"
         path = put(store, name)
         path.unlink()
-        if planted == "folder that is a link":
+        if planted == "link":
+            path.symlink_to(thesis)
+        elif planted == "fifo":
+            os.mkfifo(path)
+        elif planted == "folder":
+            path.mkdir()
+        else:
             path.parent.rmdir()
             path.parent.symlink_to(home)
-        else:
-            {"fifo": os.mkfifo, "folder": os.mkdir}.get(planted, lambda p: p.symlink_to(thesis))(
-                path
-            )
-        with suppress(InvalidFileError) if kind in ("read", "deleted") else nullcontext():
-            assert bool(call(store, name)) == (kind == "written once")
-        assert contents(home) == {"n1.json": b'{"thesis": 1}'}, kind
-        assert (path.is_file() and not path.resolve() == thesis) == kind.startswith(
-            ("written", "appended")
-        )
+
+        # A reader may refuse it. Of the others, only write_once returns anything.
+        result = None
+        try:
+            result = use_file(store, operation, name)
+        except InvalidFileError:
+            assert operation in ("read", "delete")
+        assert bool(result) == (operation == "write_once")
+
+        assert contents(home) == {"n1.json": b'{"thesis": 1}'}, operation
+        is_own_file = path.is_file() and path.resolve() != thesis
+        assert is_own_file == (operation in ("write_atomic", "write_once", "append"))
 
 
-def test_F1_copies_and_strays_are_in_no_listing_and_the_clock_is_names_alone(tmp_path):
+def test_F1_copies_and_strays_are_in_no_listing_and_only_names_tell_the_open_round(tmp_path):
     store = new_store(tmp_path)
     session = store.register(["n1"], "worker", {})
     store.open_round(2, "n1")
     store.submit_reward(2, 0, "n1", {"reward": 0.5})
+
+    # What sync clients and interrupted copies leave in a folder.
     strays = [
         "n1 (1).json",
         ".n3.json",
@@ -487,24 +697,28 @@ def test_F1_copies_and_strays_are_in_no_listing_and_the_clock_is_names_alone(tmp
         f"n1.{session} (1).json",
         "round_000007.n1 (1).json",
     ]
-    for place, name in itertools.product(
-        ("rewards/round_000002/stage_0", "peers", "state/rounds"), strays
-    ):
-        put(store, f"{place}/{name}")
-    assert store.list_nodes("rewards", 2, 0) == ["n1"] and store.latest_sessions() == {
-        "n1": session
-    }
-    put(store, "state/rounds/round_000003.n2.json", b"torn")  # what is in it does not matter
+    for folder in ("rewards/round_000002/stage_0", "peers", "state/rounds"):
+        for name in strays:
+            put(store, f"{folder}/{name}")
+    assert store.list_nodes("rewards", 2, 0) == ["n1"]
+    assert store.latest_sessions() == {"n1": session}
+
+    # A round is open as soon as its file has a name, whatever the file contains.
+    put(store, "state/rounds/round_000003.n2.json", b"torn")
     assert store.current_round() == 3
 
 
-def test_F6_ones_own_damaged_or_older_state_is_an_error_and_is_left_as_it_was(tmp_path):
-    assert [
-        new_store(tmp_path).load_or_create_config({"SEED": seed})["SEED"] for seed in (1, 2)
-    ] == [1, 1]
-    damaged, older = new_store(tmp_path / "damaged"), new_store(tmp_path / "older")
+def test_F6_the_first_config_counts(tmp_path):
+    for seed in (1, 2):
+        assert new_store(tmp_path).load_or_create_config({"SEED": seed})["SEED"] == 1
+
+
+def test_F6_an_experiments_own_damaged_or_older_state_is_an_error_and_stays_as_it_was(tmp_path):
+    damaged = new_store(tmp_path / "damaged")
     put(damaged, "config.json", b'{"SEED": ')
-    put(older, "rollouts/round_5/n1.json")  # of the program before this one
+    older = new_store(tmp_path / "older")
+    put(older, "rollouts/round_5/n1.json")  # written by the program before this one
+
     for store in (damaged, older):
         before = contents(store.experiment_dir)
         with pytest.raises(StoreError, match="EXPERIMENT_NAME"):
@@ -512,403 +726,561 @@ def test_F6_ones_own_damaged_or_older_state_is_an_error_and_is_left_as_it_was(tm
         assert before.items() <= contents(store.experiment_dir).items()
 
 
-# ======== Waiting for the folder ==========================================================================
+# -------- Waiting for the folder ------------------------------------------------------------------
+
+
 def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_path, monkeypatch):
-    """The folder is away for 20 s of a clock that only sleeping moves."""
-    store, away, events, now = new_store(tmp_path), tmp_path / "away", [], [0.0]
-    patient = RetryingStore(
+    store = new_store(tmp_path)
+    events = []
+    retrying = RetryingStore(
         store, lambda kind, text: events.append(kind), SimpleNamespace(requested=0)
     )
-    patient.append("logs/n1/order", "start\n")
+    retrying.append("logs/n1/order", "start\n")
+
+    # The folder is away for 20 s of a simulated time, which only sleeping advances.
+    away = tmp_path / "away"
+    now = 0.0
 
     def sleep(seconds):
-        now[0] += seconds
-        if now[0] >= 20 and away.exists():
+        nonlocal now
+        now += seconds
+        if now >= 20 and away.exists():
             away.rename(store.experiment_dir)
 
-    monkeypatch.setattr(drive_store, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    simulated = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(drive_store, "time", simulated)
     store.experiment_dir.rename(away)
     for i in range(3):
-        patient.append("logs/n1/order", f"{i}\n")
-        assert patient.write_once(f"{i}.json", {"i": i})
-    assert 20 <= now[0] <= 25.5, "pauses grow to 5 s at most"
-    assert (store.experiment_dir / "logs/n1/order").read_text().split() == ["start", "0", "1", "2"]
-    assert [patient.read_json(f"{i}.json") for i in range(3)] == [{"i": i} for i in range(3)]
+        retrying.append("logs/n1/order", f"{i}\n")
+        assert retrying.write_once(f"{i}.json", {"i": i})
+
+    assert 20 <= now <= 25.5, "a pause is longer than 5 s"
+    log = store.experiment_dir / "logs/n1/order"
+    assert log.read_text().split() == ["start", "0", "1", "2"]
+    for i in range(3):
+        assert retrying.read_json(f"{i}.json") == {"i": i}
     assert events == ["outage", "outage over"]
 
 
-def test_F2_an_absent_file_is_an_answer_and_a_stop_ends_the_waiting(tmp_path):
-    store, events, stop = new_store(tmp_path), [], SimpleNamespace(requested=0)
-    patient = RetryingStore(store, lambda *event: events.append(event), stop)
-    assert (
-        patient.read_json("none/at all") is None
-        and patient.list_names("none") == []
-        and patient.current_round() == -1
-    )
-    assert (
-        patient.existing_file("none") is None
-        and patient.delete("none/at all") is None
-        and events == []
-    )
+def test_F2_a_missing_file_is_no_outage_and_a_stop_signal_ends_the_waiting(tmp_path):
+    store = new_store(tmp_path)
+    events = []
+    signals = SimpleNamespace(requested=0)
+    retrying = RetryingStore(store, lambda *event: events.append(event), signals)
+
+    assert retrying.read_json("none/at all") is None
+    assert retrying.list_names("none") == []
+    assert retrying.current_round() == -1
+    assert retrying.existing_file("none") is None
+    assert retrying.delete("none/at all") is None
+    assert events == []
+
     store.experiment_dir.rename(tmp_path / "away")
-    stop.requested = 1
-    for call in (
-        lambda: patient.read_json("none"),
-        lambda: patient.list_names("none"),
-        lambda: patient.write_atomic("a", {}),
-    ):
-        pytest.raises(KeyboardInterrupt, call)
-    assert not store.experiment_dir.exists(), "made anew on the local disk"
+    signals.requested = 1
+    with pytest.raises(KeyboardInterrupt):
+        retrying.read_json("none")
+    with pytest.raises(KeyboardInterrupt):
+        retrying.list_names("none")
+    with pytest.raises(KeyboardInterrupt):
+        retrying.write_atomic("a", {})
+    assert not store.experiment_dir.exists(), "it was created again, on the local disk"
 
 
-# ======== Settings ========================================================================================
+# -------- Settings --------------------------------------------------------------------------------
 
-# Variables that take more than any word: (a good value, a bad one, what the message says)
+# Variables that are checked, but not against a list of words: a good value, a bad one, and what the
+# message says.
 CHECKED = {
-    "TASKS": ("gcd,bf", "gdc", "did you mean gcd?"), "EXPERIMENT_NAME": ("e-1", "a/b", "letters"),
-    "NODE_ID": ("n.1", "../n", "letters"), "DEVICE": ("cpu", "gpu", "this machine has"),
+    "TASKS": ("gcd,bf", "gdc", "did you mean gcd?"),
+    "EXPERIMENT_NAME": ("e-1", "a/b", "letters"),
+    "NODE_ID": ("n.1", "../n", "letters"),
+    "DEVICE": ("cpu", "gpu", "this machine has"),
     "GDRIVE_PATH": ("here", "/no/such/folder", "parent directory"),
-}  # fmt: skip
+}
 
 
 def config_error(**environ) -> str:
+    """The message with which these environment variables are refused."""
     with pytest.raises(ConfigError) as caught:
-        resolve_config(read_environment(environ)[0], {}, [])
+        env, _ = read_environment(environ)
+        resolve_config(env, {}, [])
     return str(caught.value)
 
 
 @pytest.mark.parametrize("spec", fields(Config), ids=lambda spec: spec.name)
-def test_U1_a_bad_value_is_refused_by_name_value_and_what_is_allowed(spec):
-    allowed, (text, wrong, hint) = (
-        spec.metadata["allowed"],
-        CHECKED.get(spec.name, ("some-name", None, "")),
-    )
-    good, bad = {text: text}, [wrong] if wrong else []
+def test_U1_a_bad_value_is_refused_with_its_name_the_value_and_what_is_allowed(spec):
+    # Good values as {text: value}, bad ones, and a part of the message.
+    allowed = spec.metadata["allowed"]
     if spec.type is bool:  # bool("False") is True
         good = {"False": False, "0": False, " yes ": True, "TRUE": True}
-        bad, hint = ["maybe", "2"], "True or False"
+        bad = ["maybe", "2"]
+        hint = "True or False"
     elif spec.type in (int, float):
         low, high = allowed
-        good, hint = {text: spec.type(text) for text in (str(max(1, low)), str(high))}, "expected"
+        good = {text: spec.type(text) for text in (str(max(1, low)), str(high))}
         bad = ["many", "nan", str(low - 1), str(high + 1)]
+        hint = "expected"
     elif allowed:
-        good = {word: word for word in allowed.split() if word != "auto"}
-        bad, hint = ["no such"], allowed.split()[-1]
+        words = allowed.split()
+        good = {word: word for word in words if word != "auto"}
+        bad = ["no such"]
+        hint = words[-1]
+    elif spec.name in CHECKED:
+        text, wrong, hint = CHECKED[spec.name]
+        good = {text: text}
+        bad = [wrong]
+    else:
+        good = {"some-name": "some-name"}
+        bad = []
+        hint = ""
+
     for text, value in good.items():
         found = getattr(make_config(**{spec.name: text}), spec.name)
-        assert found == value and type(found) is spec.type
+        assert found == value
+        assert type(found) is spec.type
     for text in bad:
         message = config_error(**{spec.name: text})
-        assert spec.name in message and text in message and hint in message, message
+        assert spec.name in message, message
+        assert text in message, message
+        assert hint in message, message
 
 
 def test_U1_all_mistakes_are_reported_together_and_a_blank_value_counts_as_unset():
-    mistakes = dict(SEED="x", TEST_MODE="maybe", LOSS_TYPE="ppo", NODE_ID="../x", TASKS="gdc")
-    assert all(text in config_error(**mistakes) for text in (*mistakes, *mistakes.values()))
-    assert make_config(**{f.name: " " for f in fields(Config) if f.name != "NODE_ID"}) == make_config()
+    mistakes = {
+        "SEED": "x",
+        "TEST_MODE": "maybe",
+        "LOSS_TYPE": "ppo",
+        "NODE_ID": "../x",
+        "TASKS": "gdc",
+    }
+    message = config_error(**mistakes)
+    for name, value in mistakes.items():
+        assert name in message
+        assert value in message
+
+    blank = {spec.name: " " for spec in fields(Config) if spec.name != "NODE_ID"}
+    assert make_config(**blank) == make_config()
 
 
 def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variables_are_not():
-    names, right = (
-        {spec.name for spec in fields(Config)},
-        {"EXPERIMENT_NAME": "x", "GDRIVE_PATH": "x"},
-    )
-    slips = {name[:-1]: name for name in names if len(name) > 6 and name[:-1] not in names}
-    slips |= {"LR": "LEARNING_RATE", "node_role": "NODE_ROLE"}
-    said = {
-        text.split()[0]: text
-        for text in read_environment({**dict.fromkeys(slips, "4"), **right})[1]
-    }
-    assert said.keys() == slips.keys() and all(
-        f"mean {slips[name]}?" in said[name] for name in slips
-    )
-    for name in right:  # to go on would put this node into another experiment
+    # The longer names without their last letter, a short name, and a name in lower case.
+    names = {spec.name for spec in fields(Config)}
+    misspelled = {}
+    for name in names:
+        if len(name) > 6 and name[:-1] not in names:
+            misspelled[name[:-1]] = name
+    misspelled["LR"] = "LEARNING_RATE"
+    misspelled["node_role"] = "NODE_ROLE"
+
+    # Each gives a warning that begins with the wrong name.
+    right = {"EXPERIMENT_NAME": "x", "GDRIVE_PATH": "x"}
+    _, warnings = read_environment({**dict.fromkeys(misspelled, "4"), **right})
+    warned = {text.split()[0]: text for text in warnings}
+    assert warned.keys() == misspelled.keys()
+    for wrong, name in misspelled.items():
+        assert f"mean {name}?" in warned[wrong]
+
+    # These two are errors, because the node would otherwise join another experiment.
+    for name in right:
         assert f"mean {name}?" in config_error(**{name[:-1]: "mine"})
+
     others = ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "NODE_OPTIONS", "PYTHONHASHSEED")
-    assert read_environment({**dict.fromkeys(others, "x"), "MODEL_NAME": "tiny"})[1] == []
+    _, warnings = read_environment({**dict.fromkeys(others, "x"), "MODEL_NAME": "tiny"})
+    assert warnings == []
 
 
-# ======== Whole swarms in this process, judged by the files that they leave ===============================
+# -------- Whole swarms in this process, judged by the files that they leave -----------------------
 
 TASKS = ["small_products", "small_count_bits"]
 SMALL = {
-    "MODEL_NAME": "tiny", "TASKS": ",".join(TASKS), "WARM_START_STEPS": 300, "ANSWER_TAG_SHARE": 0.3,
-    "LOCAL_NODES": 2, "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4,
-    "MAX_ROUNDS": 6, "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1, "LEARNING_RATE": 0.0006,
-}  # fmt: skip
-UNTRAINED = {
-    "WARM_START_STEPS": 0
-}  # never right: own groups are flat, so what is learned comes from peers
+    "MODEL_NAME": "tiny",
+    "TASKS": ",".join(TASKS),
+    "WARM_START_STEPS": 300,
+    "ANSWER_TAG_SHARE": 0.3,
+    "LOCAL_NODES": 2,
+    "NUM_TRAIN_SAMPLES": 2,
+    "NUM_TRANSPLANT_TREES": 2,
+    "NUM_GENERATIONS": 4,
+    "MAX_ROUNDS": 6,
+    "CHECKPOINT_INTERVAL": 2,
+    "FETCH_TIMEOUT_SECONDS": 0.1,
+    "LEARNING_RATE": 0.0006,
+}
+# Without a warm start no answer is right. Own groups are uninformative then, and only peers' groups
+# change the weights.
+UNTRAINED = {"WARM_START_STEPS": 0}
 
 
 @pytest.fixture(scope="session")
 def drive(tmp_path_factory):
-    return tmp_path_factory.mktemp(
-        "drive"
-    )  # its warm start is made by the first run and used by all others
+    """The shared folder of all these swarms. The first one makes the warm start for the others."""
+    return tmp_path_factory.mktemp("drive")
 
 
 @pytest.fixture(scope="session")
-def unbroken(drive):
-    assert run_swarm(drive, "unbroken") == 0
-    return drive / "experiments" / "unbroken"
+def uninterrupted(drive):
+    """The folder of an experiment that ran from beginning to end."""
+    assert run_swarm(drive, "uninterrupted") == 0
+    return drive / "experiments" / "uninterrupted"
 
 
 def run_swarm(drive, name, **settings) -> int:
-    """Run sapo.main with SMALL and these settings; returns its exit status."""
-    return sapo.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name} | SMALL | settings)
+    """Run sapo.main with SMALL and these settings. Returns its exit status."""
+    return sapo.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings})
 
 
-def read_rewards(drive, name, node="") -> list[dict]:
-    """The reward files of an experiment, by round, stage and node."""
-    paths = sorted(drive.glob(f"experiments/{name}/rewards/*/*/{node}*.json"))
+def read_rewards(drive, name, node_id="") -> list[dict]:
+    """The reward files of an experiment by round, stage and node, of all nodes or of one."""
+    paths = sorted(drive.glob(f"experiments/{name}/rewards/*/*/{node_id}*.json"))
     return [json.loads(path.read_text()) for path in paths]
 
 
-def outcome_of(drive, name) -> tuple:
-    """All rewards, and the last checkpoint's bytes: weights, optimizer, totals, externals used."""
-    rewards = [(row["round"], row["node_id"], row["reward"]) for row in read_rewards(drive, name)]
-    return rewards, max(drive.glob(f"experiments/{name}/checkpoints/*/*")).read_bytes()
+def read_results(drive, name) -> tuple:
+    """All rewards, and the bytes of the last checkpoint: weights, optimizer, total rewards, and the
+    external groups used."""
+    rewards = []
+    for row in read_rewards(drive, name):
+        rewards.append((row["round"], row["node_id"], row["reward"]))
+    last_checkpoint = max(drive.glob(f"experiments/{name}/checkpoints/*/*"))
+    return rewards, last_checkpoint.read_bytes()
 
 
 def read_events(drive, name, kind) -> list[dict]:
-    path = drive / "experiments" / name / "logs/node/training_events.jsonl"
-    return [
-        row for line in path.read_text().splitlines() if kind in (row := json.loads(line))["event"]
-    ]
+    """The events of one kind that a process with NODE_ID=node has logged."""
+    path = drive / f"experiments/{name}/logs/node/training_events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    return [event for event in events if kind in event["event"]]
 
 
-def used_external_keys(drive, name, round_=5) -> set:
+def read_used_external(drive, name, round_=5) -> set:
+    """Keys of the external groups that node_0 has used, from the checkpoint after a round."""
     path = drive / f"experiments/{name}/checkpoints/round_{round_:06d}/node.safetensors"
     with safetensors.safe_open(path, "pt") as file:
-        return set(map(tuple, json.loads(file.metadata()["about"])["nodes"]["node_0"]["trained"]))
+        metadata = json.loads(file.metadata()["about"])
+    return {tuple(key) for key in metadata["nodes"]["node_0"]["trained"]}
 
 
 def write_peer(drive, name, peer, groups, round_=0, **changes) -> None:
-    """What any program or human can do: put a rollout file into the folder."""
-    changes = {
+    """Put a rollout file of `peer` into the folder, as any program and any human can."""
+    changed_fields = {
         "round": round_,
         "rollouts": {str(i): group for i, group in enumerate(groups)},
         **changes,
     }
-    put(
-        DriveStore(drive, name),
-        f"{round_dir('rollouts', round_, 0)}/{peer}.json",
-        rollout_file(peer, **changes),
-    )
+    path = f"{round_dir('rollouts', round_, 0)}/{peer}.json"
+    put(DriveStore(drive, name), path, rollout_file(peer, **changed_fields))
 
 
 def group_by_hand(seed, task=TASKS[0], right=1, **changes) -> dict:
-    """Four completions, the first `right` of them correct, whatever their rewards claim."""
+    """A group of four completions, the first `right` of them correct, whatever its rewards
+    claim."""
     question = make_question(task, seed)
     texts = [f"<answer>{question.answer}</answer>"] * right + ["<answer>no</answer>"] * (4 - right)
-    completions = [
-        {"response": text, "reward": i % 2, "finished": True} for i, text in enumerate(texts)
-    ]
-    about = {"task": task, "seed": seed, "prompt": question.text, "answer": question.answer}
-    return {**about, "completions": completions, **changes}
+    completions = []
+    for i, text in enumerate(texts):
+        completions.append({"response": text, "reward": i % 2, "finished": True})
+    group = {
+        "task": task,
+        "seed": seed,
+        "prompt": question.text,
+        "answer": question.answer,
+        "completions": completions,
+    }
+    return group | changes
 
 
 def at_call(monkeypatch, step, number, action) -> None:
-    """Do `action` just before the `number`th call (from 1) of one of the steps of `sapo.train`."""
-    original, calls = getattr(sapo, step), itertools.count(1)
-    monkeypatch.setattr(
-        sapo, step, lambda *args: (next(calls) == number and action(), original(*args))[1]
+    """Do `action` just before the `number`th call (from 1) of a function of sapo, such as one of
+    the steps of `train`."""
+    original = getattr(sapo, step)
+    calls = itertools.count(1)
+
+    def replacement(*args):
+        if next(calls) == number:
+            action()
+        return original(*args)
+
+    monkeypatch.setattr(sapo, step, replacement)
+
+
+def test_L6_a_swarm_learns_far_more_than_chance_explains(drive):
+    """Measured with six seeds: the mean reward of the last third of the rounds is 0.21 to 0.28
+    above that of the first third."""
+    status = run_swarm(
+        drive,
+        "learns",
+        LOCAL_NODES=4,
+        NUM_TRAIN_SAMPLES=4,
+        NUM_TRANSPLANT_TREES=4,
+        NUM_GENERATIONS=8,
+        MAX_ROUNDS=24,
+        CHECKPOINT_INTERVAL=100,
     )
+    assert status == 0
 
-
-def test_L6_a_swarm_learns_far_beyond_noise(drive):
-    """Mean reward of the last third of the rounds minus the first: 0.21 to 0.28 with six seeds."""
-    sizes = dict(LOCAL_NODES=4, NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4, NUM_GENERATIONS=8)
-    assert run_swarm(drive, "learns", **sizes, MAX_ROUNDS=24, CHECKPOINT_INTERVAL=100) == 0
     rewards = [row["reward"] for row in read_rewards(drive, "learns")]
-    assert len(rewards) == 4 * 24 and sum(rewards[-32:]) / 32 - sum(rewards[:32]) / 32 > 0.12
+    assert len(rewards) == 4 * 24
+    assert statistics.mean(rewards[-32:]) - statistics.mean(rewards[:32]) > 0.12
 
 
-def test_L4_external_groups_change_the_weights_even_where_all_own_groups_are_flat(drive):
+def test_L4_external_groups_change_the_weights_even_if_all_own_groups_are_uninformative(drive):
+    # The same node twice, alone and with two groups of a peer.
     write_peer(drive, "taught", "human", [group_by_hand(1), group_by_hand(2, TASKS[1])])
-    names = ("alone", "taught")
-    assert [run_swarm(drive, name, MAX_ROUNDS=1, **UNTRAINED) for name in names] == [0, 0]
-    alone, taught = (read_rewards(drive, name)[0] for name in names)
+    for name in ("alone", "taught"):
+        assert run_swarm(drive, name, MAX_ROUNDS=1, **UNTRAINED) == 0
+    alone = read_rewards(drive, "alone")[0]
+    taught = read_rewards(drive, "taught")[0]
+
     assert alone["informative_groups"] == alone["grad_norm"] == alone["trained_tokens"] == 0
-    assert (
-        taught["external_groups"] == taught["informative_groups"] == 2 and taught["grad_norm"] > 0
-    )
-    assert alone["reward"] == taught["reward"] == 0, (
-        "a node's reward is that of its own completions"
-    )
-    load, start = AutoModelForCausalLM.from_pretrained, flat_weights(grpo.build_tiny_model(TASKS)[0])
-    ends = [flat_weights(load(drive / f"experiments/{name}/models/node_0")) for name in names]
-    assert [torch.equal(end, start) for end in ends] == [True, False]
+    assert taught["external_groups"] == taught["informative_groups"] == 2
+    assert taught["grad_norm"] > 0
+
+    # A node's reward is that of its own completions.
+    assert alone["reward"] == taught["reward"] == 0
+
+    start = flat_weights(grpo.build_tiny_model(TASKS)[0])
+    for name, is_changed in (("alone", False), ("taught", True)):
+        model = AutoModelForCausalLM.from_pretrained(drive / f"experiments/{name}/models/node_0")
+        assert torch.equal(flat_weights(model), start) != is_changed
 
 
-def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive, unbroken):
+def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive, uninterrupted):
     assert run_swarm(drive, "again") == 0
-    assert outcome_of(drive, "again") == outcome_of(drive, "unbroken")
-    assert len({row["reward"] for row in read_rewards(drive, "again")}) > 2, (
-        "there is something to learn from"
-    )
-    files = [
-        json.loads(path.read_text())["rollouts"] for path in unbroken.glob("rollouts/*/*/*.json")
-    ]
-    seeds = [group["seed"] for groups in files for group in groups.values()]
-    assert len(seeds) == len(set(seeds)) == 2 * 6 * 2
+    assert read_results(drive, "again") == read_results(drive, "uninterrupted")
+    rewards = {row["reward"] for row in read_rewards(drive, "again")}
+    assert len(rewards) > 2, "there was nothing to learn from"
+
+    seeds = []
+    for path in uninterrupted.glob("rollouts/*/*/*.json"):
+        groups = json.loads(path.read_text())["rollouts"]
+        seeds += [group["seed"] for group in groups.values()]
+    assert len(seeds) == len(set(seeds)) == 2 * 6 * 2  # nodes x rounds x I
 
 
 @pytest.mark.parametrize(
     "step", ["publish_groups", "policy_gradient", "submit_reward", "save_checkpoint"]
 )
-def test_F3_a_killed_run_goes_on_as_if_nothing_had_happened(drive, unbroken, monkeypatch, step):
-    """Optimizer, totals, used externals, place in the stream: if any were lost, some number would differ."""
+def test_F3_a_killed_run_resumes_as_if_nothing_had_happened(
+    drive, uninterrupted, monkeypatch, step
+):
+    """If optimizer, totals, used external groups or the place in a random stream were lost, some
+    number would differ."""
     name = f"killed_in_{step}"
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(SystemExit),
-    ):  # nothing in the program handles it
-        at_call(patch, step, 2 if step == "save_checkpoint" else 6, sys.exit)
+    call = 2 if step == "save_checkpoint" else 6
+
+    # SystemExit stands for a kill: nothing in the program handles it.
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        at_call(patch, step, call, sys.exit)
         run_swarm(drive, name)
     published = contents(drive / "experiments" / name / "rollouts")
+
     assert run_swarm(drive, name) == 0
     assert [event["round"] for event in read_events(drive, name, "resume")] == [1]
-    assert outcome_of(drive, name) == outcome_of(drive, "unbroken")
-    assert published.items() <= contents(drive / "experiments" / name / "rollouts").items()
+    assert read_results(drive, name) == read_results(drive, "uninterrupted")
+    published_in_the_end = contents(drive / "experiments" / name / "rollouts")
+    assert published.items() <= published_in_the_end.items(), "a published file was changed"
 
 
-@pytest.mark.parametrize("step, call, done", [("finish_round", 3, 2), ("publish_groups", 8, 3)])
-def test_U2_a_stop_prints_a_line_that_goes_on(
-    drive, unbroken, monkeypatch, capfd, step, call, done
+@pytest.mark.parametrize(
+    "step, call, last_round", [("finish_round", 3, 2), ("publish_groups", 8, 3)]
+)
+def test_U2_a_stop_prints_a_command_that_resumes_the_run(
+    drive, uninterrupted, monkeypatch, capfd, step, call, last_round
 ):
     name = f"stopped_in_{step}"
+
+    def press_ctrl_c():
+        os.kill(os.getpid(), signal.SIGINT)
+
     with monkeypatch.context() as patch:
-        at_call(patch, step, call, lambda: os.kill(os.getpid(), signal.SIGINT))
+        at_call(patch, step, call, press_ctrl_c)
         assert run_swarm(drive, name) == 130
-    line = capfd.readouterr().out.split("to go on:\n")[1].split("python sapo.py")[0]
-    assert (drive / f"experiments/{name}/checkpoints/round_{done:06d}/node.safetensors").exists()
-    assert sapo.main(dict(word.split("=", 1) for word in line.split())) == 0
-    assert outcome_of(drive, name) == outcome_of(drive, "unbroken")
+    checkpoint = f"experiments/{name}/checkpoints/round_{last_round:06d}/node.safetensors"
+    assert (drive / checkpoint).exists()
+
+    # The command is a list of settings and the program.
+    command = capfd.readouterr().out.split("to go on:\n")[1]
+    words = command.split("python sapo.py")[0].split()
+    assert sapo.main(dict(word.split("=", 1) for word in words)) == 0
+    assert read_results(drive, name) == read_results(drive, "uninterrupted")
 
 
-def test_F6_a_joining_node_takes_the_swarms_settings_and_one_that_disagrees_is_refused(
-    drive, capfd
-):
-    alone = dict(LOCAL_NODES=1, MAX_ROUNDS=2, SEED=7, NODE_ID="first", **UNTRAINED)
-    assert run_swarm(drive, "joined", **alone) == 0 and capfd.readouterr()
-    assert (
-        sapo.main(three := dict(GDRIVE_PATH=drive, EXPERIMENT_NAME="joined", NODE_ID="second")) == 0
-    )
+def test_F6_a_joining_node_takes_the_swarms_settings_and_is_refused_if_it_disagrees(drive, capfd):
+    first = {"LOCAL_NODES": 1, "MAX_ROUNDS": 2, "SEED": 7, "NODE_ID": "first", **UNTRAINED}
+    assert run_swarm(drive, "joined", **first) == 0
+    capfd.readouterr()
+
+    # A node that sets nothing but its name goes on with the open round, and with I and G.
+    joining = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": "joined"}
+    assert sapo.main({**joining, "NODE_ID": "second"}) == 0
     (row,) = read_rewards(drive, "joined", "second")
-    assert (row["round"], row["completions"]) == (1, 8), (
-        "it goes on with the clock's round, and I x G"
-    )
+    assert row["round"] == 1
+    assert row["completions"] == 2 * 4
     assert "from the experiment: SEED=7" in capfd.readouterr().out
+
+    # One that disagrees is refused with the setting's name, and changes nothing.
     before = contents(drive / "experiments/joined")
-    for name, value in dict(SEED=8, TASKS="gcd", REWARD="verifier", MAX_STAGES=2).items():
-        assert sapo.main({**three, name: value, "NODE_ID": "third"}) == 2
+    disagreeing = {"SEED": 8, "TASKS": "gcd", "REWARD": "verifier", "MAX_STAGES": 2}
+    for name, value in disagreeing.items():
+        assert sapo.main({**joining, "NODE_ID": "third", name: value}) == 2
         assert f"{name}=" in capfd.readouterr().out
     assert contents(drive / "experiments/joined") == before
 
 
 def test_X4_strangers_are_verified_and_lies_gain_nothing(drive):
+    # A helpful human, and seven peers whose files claim what is not true or flood the folder.
+    helpful = [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)]
     lies = [group_by_hand(seed, right=0, answer="no") for seed in range(10, 14)]
-    for peer, groups, changes in [
-        ("human", [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)], {}), ("liar", lies, {}),
-        ("flood", [group_by_hand(seed) for seed in range(100, 600)], {}),
-        ("rewriter", [group_by_hand(20, prompt="What is 1 + 1?")], {}),
-        ("cheat", [group_by_hand(HELD_OUT_SEEDS.start + 5)], {}),
-        ("foreign", [group_by_hand(30, "small_gcd")], {}), ("broken", [group_by_hand(40, prompt=1)], {}),
-        ("impostor", [group_by_hand(50)], {"peer_id": "human"}),
-    ]:  # fmt: skip
-        write_peer(drive, "strangers", peer, groups, **changes)
-    settings = dict(
-        NUM_TRANSPLANT_TREES=100, ROLLOUT_MAX_AGE=3, CHECKPOINT_INTERVAL=1, CHECKPOINT_KEEP=9
+    flood = [group_by_hand(seed) for seed in range(100, 600)]
+    held_out_seed = HELD_OUT_SEEDS.start + 5
+    write_peer(drive, "strangers", "human", helpful)
+    write_peer(drive, "strangers", "liar", lies)
+    write_peer(drive, "strangers", "flood", flood)
+    write_peer(drive, "strangers", "rewriter", [group_by_hand(20, prompt="What is 1 + 1?")])
+    write_peer(drive, "strangers", "cheat", [group_by_hand(held_out_seed)])
+    write_peer(drive, "strangers", "foreign", [group_by_hand(30, "small_gcd")])
+    write_peer(drive, "strangers", "broken", [group_by_hand(40, prompt=1)])
+    write_peer(drive, "strangers", "impostor", [group_by_hand(50)], peer_id="human")
+
+    status = run_swarm(
+        drive,
+        "strangers",
+        NUM_TRANSPLANT_TREES=100,
+        ROLLOUT_MAX_AGE=3,
+        CHECKPOINT_INTERVAL=1,
+        CHECKPOINT_KEEP=9,
+        **UNTRAINED,
     )
-    assert run_swarm(drive, "strangers", **settings, **UNTRAINED) == 0
-    rows, used = read_rewards(drive, "strangers", "node_0"), used_external_keys(drive, "strangers", 0)
-    assert Counter(key[2] for key in used) == {"human": 2, "flood": 2}, "a fair share is I = 2"
-    assert [row["external_groups"] for row in rows] == [4, 2, 2, 2, 0, 0], (
-        "old ones fill gaps for a while"
-    )
-    assert len(used_external_keys(drive, "strangers", 3)) == 10, "and no group is trained on twice"
-    assert (rows[0]["rejected"], rows[0]["reward"]) == (5, 0)
-    reasons = dict(
-        event["text"].split(": ", 1) for event in read_events(drive, "strangers", "reject")
-    )
-    expected = dict(
-        rewriter="prompt", cheat="held-out", foreign="task", broken="not a string", impostor="path"
-    )
-    assert reasons.keys() == expected.keys() and all(
-        expected[peer] in reasons[peer] for peer in reasons
-    )
+    assert status == 0
+
+    # In round 0 each peer's fair share is I = 2 groups. Old groups fill gaps for a while, and none
+    # is used twice.
+    rows = read_rewards(drive, "strangers", "node_0")
+    used = read_used_external(drive, "strangers", 0)
+    assert Counter(peer for _, _, peer, _ in used) == {"human": 2, "flood": 2}
+    assert [row["external_groups"] for row in rows] == [4, 2, 2, 2, 0, 0]
+    assert len(read_used_external(drive, "strangers", 3)) == 10
+
+    # The liar's groups teach nothing, because rewards are computed here. The other five peers are
+    # rejected, each with its reason.
+    assert rows[0]["rejected"] == 5
+    assert rows[0]["reward"] == 0
+    reasons = {}
+    for event in read_events(drive, "strangers", "reject"):
+        peer, reason = event["text"].split(": ", 1)
+        reasons[peer] = reason
+    expected = {
+        "rewriter": "prompt",
+        "cheat": "held-out",
+        "foreign": "task",
+        "broken": "not a string",
+        "impostor": "path",
+    }
+    assert reasons.keys() == expected.keys()
+    for peer, reason in reasons.items():
+        assert expected[peer] in reason
 
 
-def test_L4_peers_are_drawn_at_random_never_the_first_of_the_listing(drive):
-    for peer, round_ in itertools.product("abcdefghijkl", range(6)):
-        write_peer(drive, "listing", peer, [group_by_hand(1000 * round_ + ord(peer))], round_)
-    settings = dict(FETCH_MAX_PEERS=2, ROLLOUT_MAX_AGE=100, NUM_TRANSPLANT_TREES=1, **UNTRAINED)
-    assert run_swarm(drive, "listing", **settings) == 0
-    assert {key[2] for key in used_external_keys(drive, "listing")} - {"a", "b"}
+def test_L4_peers_are_drawn_at_random_and_not_in_the_order_of_the_listing(drive):
+    for peer in "abcdefghijkl":
+        for round_ in range(6):
+            group = group_by_hand(1000 * round_ + ord(peer))
+            write_peer(drive, "listing", peer, [group], round_)
+
+    status = run_swarm(
+        drive,
+        "listing",
+        FETCH_MAX_PEERS=2,
+        ROLLOUT_MAX_AGE=100,
+        NUM_TRANSPLANT_TREES=1,
+        **UNTRAINED,
+    )
+    assert status == 0
+    peers = {peer for _, _, peer, _ in read_used_external(drive, "listing")}
+    assert peers - {"a", "b"}
 
 
-def test_L2_own_rollouts_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
-    """Decoded and encoded again they would differ: "<answer>" is one token, but eight when spelled."""
-    tokenizer, trained = grpo.build_tiny_model(TASKS)[1], []
+def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
+    """Decoded and encoded again they would differ: "<answer>" is one token, but eight when it was
+    sampled letter by letter."""
+    tokenizer = grpo.build_tiny_model(TASKS)[1]
     spelled = [*tokenizer.convert_tokens_to_ids([*"<answer>5"]), tokenizer.eos_token_id]
     assert len(tokenizer("<answer>5").input_ids) == 2
-    update = grpo.update_policy
-    monkeypatch.setattr(
-        grpo, "generate", lambda _, prompts, g, *__, **___: [[spelled] * g for _ in prompts]
-    )
-    monkeypatch.setattr(grpo, "update_policy", lambda *a: trained.extend(a[2]) or update(*a))
+
+    trained = []
+    update_policy = grpo.update_policy
+
+    def generate(model, prompts, num_generations, *args, **kwargs):
+        return [[spelled] * num_generations for _ in prompts]
+
+    def recording_update(model, optimizer, groups, *args):
+        trained.extend(groups)
+        return update_policy(model, optimizer, groups, *args)
+
+    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(grpo, "update_policy", recording_update)
     assert run_swarm(drive, "spelled", MAX_ROUNDS=1, NUM_TRANSPLANT_TREES=0, **UNTRAINED) == 0
-    assert len(trained) == 4 and all(group.completions == [spelled] * 4 for group in trained)
+
+    assert len(trained) == 4
+    for group in trained:
+        assert group.completions == [spelled] * 4
 
 
 def test_X4_the_access_token_is_shown_nowhere_and_a_failing_hub_stops_nothing(
     drive, monkeypatch, capsys
 ):
-    given = {"HUGGINGFACE_ACCESS_TOKEN": (secret := "hf_0123456789abcdefSECRET")}
-    monkeypatch.setattr(
-        "huggingface_hub.HfApi.whoami", Mock(side_effect=OSError(f"401 for token {secret}"))
-    )
-    assert run_swarm(drive, "hub", **given, MAX_ROUNDS=2, **UNTRAINED) == 0
+    token = "hf_0123456789abcdefSECRET"
+    environ = {"HUGGINGFACE_ACCESS_TOKEN": token}
+    failure = OSError(f"401 for token {token}")
+    monkeypatch.setattr("huggingface_hub.HfApi.whoami", Mock(side_effect=failure))
+    assert run_swarm(drive, "hub", **environ, MAX_ROUNDS=2, **UNTRAINED) == 0
     assert "push failed" in str(read_events(drive, "hub", "hub"))
-    config = make_config(**given)
+
+    # Everything that is printed or written.
+    config = make_config(**environ)
     shown = [
         repr(config),
-        sapo.format_config(config, given),
-        sapo.resume_command(config, given),
+        sapo.format_config(config, environ),
+        sapo.resume_command(config, environ),
         *capsys.readouterr(),
+        config_error(**environ, SEED="x"),
+        str(contents(drive / "experiments/hub")),
     ]
-    shown += [config_error(**given, SEED="x"), str(contents(drive / "experiments/hub"))]
-    assert all(shown[:2]) and not any(secret[:12] in text for text in shown)
+    assert shown[0]
+    assert shown[1]
+    for text in shown:
+        assert token[:12] not in text
 
 
 def test_U5_U8_readers_change_nothing_and_the_final_model_is_an_ordinary_folder(
-    drive, unbroken, capfd
+    drive, uninterrupted, capfd
 ):
-    before, given = contents(unbroken), dict(GDRIVE_PATH=drive, EXPERIMENT_NAME="unbroken")
-    for role, said in (("validate", "passed"), ("monitor", "round 5 of 6"), ("report", "2/2")):
-        assert sapo.main({**given, "NODE_ROLE": role}) == 0 and said in capfd.readouterr().out, role
-    assert contents(unbroken) == before
-    model = AutoModelForCausalLM.from_pretrained(unbroken / "models/node_0")
-    assert len(AutoTokenizer.from_pretrained(unbroken / "models/node_0")) == model.config.vocab_size
+    before = contents(uninterrupted)
+    for role, expected in (
+        ("validate", "passed"),
+        ("monitor", "round 5 of 6"),
+        ("report", "2/2"),
+    ):
+        environ = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": "uninterrupted", "NODE_ROLE": role}
+        assert sapo.main(environ) == 0
+        assert expected in capfd.readouterr().out, role
+    assert contents(uninterrupted) == before
+
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "models/node_0")
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "models/node_0")
+    assert len(tokenizer) == model.config.vocab_size
 
 
-# ======== Shape of the code: the rules that let four files become one notebook cell =======================
+# -------- Shape of the code: the rules that let four files become one notebook cell ---------------
 
-MODULES = (
-    "drive_store",
-    "grpo",
-    "coordinator",
-    "sapo",
-)  # the order in which they are pasted into one cell
+MODULES = ("drive_store", "grpo", "coordinator", "sapo")  # in the order in which they are pasted
 TEXTS = {name: Path(sapo.__file__).with_name(f"{name}.py").read_text() for name in MODULES}
 TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
 NODES = [(name, node) for name, tree in TREES.items() for node in ast.walk(tree)]
 
 
 def bound_names(tree) -> list[str]:
-    """Names that a module defines at its top level, the guarded import of its siblings aside."""
+    """Names that a module defines at its top level, except the guarded import of its siblings."""
     names = []
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -916,6 +1288,7 @@ def bound_names(tree) -> list[str]:
         elif isinstance(node, ast.If) and "DriveStore" in ast.unparse(node.test):
             continue
         else:
+            # All names that a statement assigns to, except the variables of comprehensions.
             comprehensions = [n for n in ast.walk(node) if isinstance(n, ast.comprehension)]
             local = {inner for n in comprehensions for inner in ast.walk(n.target)}
             for inner in ast.walk(node):
@@ -948,16 +1321,24 @@ def test_U9_pasted_into_one_cell_they_compile_and_no_name_means_two_things():
             assert name not in owner, f"two things: {name}"
 
 
-def test_U9_one_main_guard_last_and_nothing_that_fails_in_a_notebook_or_runs_a_strangers_text():
+def test_U9_there_is_one_main_guard_and_nothing_fails_in_a_notebook_or_runs_a_strangers_text():
+    # sapo.py ends with `main` and the only guard.
     *_, main, guard = TREES["sapo"].body
-    assert [n for _, n in NODES if isinstance(n, ast.If) and "__name__" in ast.unparse(n.test)] == [
-        guard
-    ]
-    may_read = {*ast.walk(main), *ast.walk(guard)}
-    never = "__file__ argparse __future__ subprocess pickle torch.load os.system eval exec compile input"
-    for name, node in NODES:
+    guards = []
+    for _, node in NODES:
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            guards.append(node)
+    assert guards == [guard]
+
+    # Some names are never used, and the environment is read only by those two.
+    forbidden = {
+        "__file__", "argparse", "__future__", "subprocess", "pickle", "torch.load", "os.system",
+        "eval", "exec", "compile", "input",
+    }  # fmt: skip
+    may_read_environment = {*ast.walk(main), *ast.walk(guard)}
+    for module, node in NODES:
         text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
-        assert not {text, getattr(node, "module", ""), getattr(node, "name", "")} & {
-            *never.split()
-        }, name
-        assert text not in ("os.environ", "os.getenv") or node in may_read, name
+        names = {text, getattr(node, "module", ""), getattr(node, "name", "")}
+        assert not names & forbidden, module
+        if text in ("os.environ", "os.getenv"):
+            assert node in may_read_environment, module

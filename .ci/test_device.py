@@ -1,13 +1,14 @@
-"""The learner on an accelerator. On a separate device of any CPU: torch_xla, with PJRT's client for CPUs.
+"""The learner on an accelerator. torch_xla gives any machine one: PJRT's client for CPUs is a
+device of its own.
 
     python3 -m venv env && env/bin/pip install torch==2.9.0 torch_xla==2.9.0 transformers==4.57.3 \
         'reasoning-gym>=0.1.25,<0.2' pytest
     XLA_FLAGS=--xla_backend_optimization_level=0 PJRT_DEVICE=CPU PYTHONPATH=. \
         env/bin/python -m pytest -q .ci/test_device.py
 
-By hand: under three minutes here on one shared core, nearly all of it for compiling each new shape, which
-takes three times as long without that flag.
-Where there is no torch_xla, only the last part runs, with stand-ins for what CUDA and MPS alone have.
+Started by hand. It takes under three minutes on one shared core, nearly all of it to compile each
+new shape, which takes three times as long without that flag. Without torch_xla only the last part
+runs, with stand-ins for what only CUDA and MPS have.
 """
 
 import ast
@@ -19,19 +20,27 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
-import grpo
 import pytest
-import sapo
 import torch
 import torch.nn.functional as F
-from grpo import Group, generate, halving_on_oom, sequence_logps, shared_prompt_logps
 from safetensors.torch import save_file
-from test_sapo import config_error, config_of, near, outcome_of, rows_of, weights_of
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Qwen2Config, Qwen2ForCausalLM
-from transformers import modeling_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    modeling_utils,
+)
+
+import grpo
+import sapo
+from grpo import Group
+from test_sapo import assert_close, config_error, flat_weights, make_config
+from test_sapo import read_results, read_rewards, update_settings
 
 try:
     import torch_xla
@@ -42,333 +51,547 @@ torch.set_num_threads(1)
 on_device = pytest.mark.skipif(torch_xla is None, reason="there is no torch_xla")
 
 
-KEEPS_TIES = (torch.__future__, "_swap_module_params_on_conversion")  # else a move to XLA parts tied weights
-MOVES = ("to", "copy_", "_has_compatible_shallow_copy_type")  # the last: asked when a module is moved
+# Without this option a model's move to XLA separates tied weights.
+KEEP_TIED_WEIGHTS = (torch.__future__, "_swap_module_params_on_conversion")
+# Functions that may have operands on two devices. The last one is called when a module is moved.
+MOVING_FUNCTIONS = ("to", "copy_", "_has_compatible_shallow_copy_type")
 
 
-class AsOnACard(TorchFunctionMode):
-    """XLA with what it lacks: it refuses operands on two devices, which XLA moves without a word, as CUDA
-    does, and float64, as MPS does; its autocast includes attention, as that of all others does."""
+class StrictDevice(TorchFunctionMode):
+    """Make XLA as strict as other devices.
+
+    It refuses operands on two devices, as CUDA does where XLA moves them silently, and float64, as
+    MPS does. Its autocast includes attention, as that of all other devices does.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is F.scaled_dot_product_attention and torch.is_autocast_enabled("xla"):
             args = [x.to(torch.get_autocast_dtype("xla")) for x in args]
-        result, name = function(*args, **kwargs or {}), function.__name__
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        kinds = {x.device.type for x in tensors if x.dim() or x.device.type == "xla"}
-        indexed = name in ("__getitem__", "__setitem__") and args[0].device.type == "xla"
-        if len(kinds) > 1 and not indexed and name not in MOVES:
+        result = function(*args, **kwargs or {})
+        name = function.__name__
+
+        # Scalars on the CPU and indices of a tensor on the device are allowed on a GPU, too.
+        devices = set()
+        for x in tree_leaves((args, kwargs)):
+            if isinstance(x, torch.Tensor) and (x.dim() or x.device.type == "xla"):
+                devices.add(x.device.type)
+        is_indexing = name in ("__getitem__", "__setitem__") and args[0].device.type == "xla"
+        if len(devices) > 1 and not is_indexing and name not in MOVING_FUNCTIONS:
             raise RuntimeError(f"{name}: tensors on two devices")
+
         for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor) and (x.device.type, x.dtype) == ("xla", torch.float64):
+            is_on_device = isinstance(x, torch.Tensor) and x.device.type == "xla"
+            if is_on_device and x.dtype == torch.float64:
                 raise TypeError(f"{name}: float64 on the device")
+
         if name == "backward":
-            torch_xla.sync()  # as in the fixture below
+            torch_xla.sync()  # for the same reason as in the fixture below
         return result
 
 
 @pytest.fixture(scope="module")
 def device():
-    # Computed step by step: what is left pending is compiled again with all that follows from it.
-    hook = register_optimizer_step_post_hook(lambda *_: torch_xla.sync())
-    with pytest.MonkeyPatch.context() as patch, AsOnACard():
-        patch.setattr(torch, "xla", torch_xla, raising=False)  # torch.utils.checkpoint looks there
-        patch.setattr(*KEEPS_TIES, True)
+    """The XLA device, made strict, on which each optimizer step is computed at once."""
+
+    # What is left pending is compiled again together with everything that depends on it.
+    def sync(*_):
+        torch_xla.sync()
+
+    hook = register_optimizer_step_post_hook(sync)
+    with pytest.MonkeyPatch.context() as patch, StrictDevice():
+        patch.setattr(torch, "xla", torch_xla, raising=False)  # torch.utils.checkpoint needs it
+        patch.setattr(*KEEP_TIED_WEIGHTS, True)
         yield torch_xla.device()
     hook.remove()
 
 
-def at(place):
-    """A small Qwen2 there, with the rotations that models for cards have. One layer: less to compile."""
+def small_qwen2(device):
+    """A small Qwen2 on `device`. It has rotary embeddings, as models for GPUs do, and only one
+    layer, so that there is less to compile."""
     torch.manual_seed(1)
-    heads = dict(num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1, tie_word_embeddings=True)
-    sizes = dict(vocab_size=23, hidden_size=16, intermediate_size=32, max_position_embeddings=64)
-    return Qwen2ForCausalLM(Qwen2Config(**heads, **sizes, initializer_range=0.3)).eval().to(place)
+    config = Qwen2Config(
+        vocab_size=23,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    return Qwen2ForCausalLM(config).eval().to(device)
 
 
 @on_device
 def test_device_a_tensor_left_on_the_cpu_and_a_float64_are_errors(device):
-    there = torch.ones(3, device=device)
-    for wrong in (lambda: there + torch.ones(3), lambda: torch.ones(3).masked_fill_(there > 0, 2)):
-        with pytest.raises(RuntimeError):
-            wrong()
+    on_the_device = torch.ones(3, device=device)
+    with pytest.raises(RuntimeError):
+        on_the_device + torch.ones(3)
+    with pytest.raises(RuntimeError):
+        torch.ones(3).masked_fill_(on_the_device > 0, 2)
     with pytest.raises(TypeError):
-        there.double()
-    assert (there + torch.tensor(1.0))[torch.tensor([0])].tolist() == [2]  # a card allows these
+        on_the_device.double()
+
+    # A GPU allows these.
+    assert (on_the_device + torch.tensor(1.0))[torch.tensor([0])].tolist() == [2]
 
 
-# -------- Log-probabilities, sampling, update: against the same on the CPU --------------------------------
+# -------- Log-probabilities, sampling, update: the same as on the CPU -----------------------------
 
-START = [i * 5 % 21 for i in range(grpo.MIN_COMMON_TOKENS + 2)]
+START = [i * 5 % 21 for i in range(grpo.MIN_SHARED_PREFIX + 2)]
 PROMPTS = {
-    "no padding": [[3, 4, 5], [7, 8, 9]], "padding": [[3, 4, 5], [7]],
-    "a common start": [[*START, 3], [*START, 7]], "both": [[*START, 3, 4], [*START, 7]],
-}  # fmt: skip
-ANSWERS = [[9, 8, 1, 2], [4], [5, 6, 2]]
+    "no padding": [[3, 4, 5], [7, 8, 9]],
+    "padding": [[3, 4, 5], [7]],
+    "a common start": [[*START, 3], [*START, 7]],
+    "both": [[*START, 3, 4], [*START, 7]],
+}
+COMPLETIONS = [[9, 8, 1, 2], [4], [5, 6, 2]]
 
 
 @on_device
 @pytest.mark.parametrize("prompts", PROMPTS.values(), ids=PROMPTS)
-def test_device_generation_draws_the_same_tokens_while_rows_leave_the_batch(device, prompts, monkeypatch):
-    cache = DynamicCache
-    left = create_autospec(cache.batch_select_indices, side_effect=cache.batch_select_indices)
-    monkeypatch.setattr(cache, "batch_select_indices", left)
-    settings = dict(num_generations=4, max_new_tokens=5, temperature=1.0, eos_ids={2, 7, 11}, pad_id=20)
-    if prompts is PROMPTS["both"]:
-        settings |= dict(answered=lambda ids: sum(ids) > 50, max_rows=4)
+def test_device_generation_draws_the_same_tokens_while_rows_leave_the_batch(
+    device, prompts, monkeypatch
+):
+    select = DynamicCache.batch_select_indices
+    recorded = create_autospec(select, side_effect=select)
+    monkeypatch.setattr(DynamicCache, "batch_select_indices", recorded)
+
+    def has_large_sum(ids):
+        return sum(ids) > 50
+
+    is_hardest_case = prompts is PROMPTS["both"]
     draws = []
     for place in ("cpu", device):
-        draws.append(generate(at(place), prompts, rng=torch.Generator().manual_seed(5), **settings))
+        draws.append(
+            grpo.generate(
+                small_qwen2(place),
+                prompts,
+                num_generations=4,
+                config=update_settings(MAX_NEW_TOKENS=5, TEMPERATURE=1.0),
+                seed=5,
+                eos_ids={2, 7, 11},
+                pad_id=20,
+                stop_fn=has_large_sum if is_hardest_case else None,
+                max_rows=4 if is_hardest_case else None,
+            )
+        )
     assert draws[0] == draws[1]
-    assert len(set(map(len, itertools.chain(*draws[0])))) > 2 and left.call_count >= 2
+
+    lengths = {len(ids) for ids in itertools.chain(*draws[0])}
+    assert len(lengths) > 2
+    assert recorded.call_count >= 2
 
 
 @on_device
-@pytest.mark.parametrize("elements", [grpo.LOGIT_ELEMENTS, 5 * 23])
+@pytest.mark.parametrize("max_elements", [grpo.MAX_LOGIT_ELEMENTS, 5 * 23])
 @pytest.mark.parametrize("prompts", [PROMPTS["padding"], PROMPTS["both"]], ids=["padding", "both"])
-def test_device_log_probabilities_and_their_gradients_are_the_same(device, prompts, elements, monkeypatch):
-    monkeypatch.setattr(grpo, "LOGIT_ELEMENTS", elements)  # the second: in chunks, recomputed
+def test_device_log_probabilities_and_their_gradients_are_the_same(
+    device, prompts, max_elements, monkeypatch
+):
+    # With the smaller number scoring is done in chunks, whose logits are computed twice.
+    monkeypatch.setattr(grpo, "MAX_LOGIT_ELEMENTS", max_elements)
+    prompts_and_completions = [(prompt, COMPLETIONS) for prompt in prompts]
+    row_prompts, row_completions = zip(*itertools.product(prompts, COMPLETIONS), strict=True)
+
     found = []
     for place in ("cpu", device):
-        model = at(place)
-        shared, mask = shared_prompt_logps(model, [(prompt, ANSWERS) for prompt in prompts], 0.7, 20)
-        rows = zip(*itertools.product(prompts, ANSWERS), strict=True)
-        plain, plain_mask = sequence_logps(model, *rows, 0.7, 20)
-        (shared.square().sum() + plain.square().sum()).backward()
+        model = small_qwen2(place)
+        shared, shared_mask = grpo.completion_logprobs_shared_prompt(
+            model, prompts_and_completions, update_settings(), 20
+        )
+        padded, mask = grpo.completion_logprobs(model, row_prompts, row_completions, 0.7, 20)
+        assert torch.equal(shared_mask, mask)
+        assert mask.sum() == 2 * 8
+
+        (shared.square().sum() + padded.square().sum()).backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found.append([x.detach().cpu() for x in (shared, plain, gradient / gradient.norm())])
-        assert torch.equal(mask, plain_mask) and mask.sum() == 2 * 8
+        gradient /= gradient.norm()
+        found.append([x.detach().cpu() for x in (shared, padded, gradient)])
+
     for ours, expected in zip(found[1], found[0], strict=True):
-        near(ours, expected, 1e-4, 0)
-    near(found[1][0], found[1][1], 1e-4, 0)
+        assert_close(ours, expected, 1e-4, 0)
+    shared, padded, _ = found[1]
+    assert_close(shared, padded, 1e-4, 0)
 
 
-def learn(place, dtype="float32"):
-    """sapo.policy_gradient on own and external groups, two steps in micro-batches -> (weights, figures)."""
-    config = config_of(
-        MODEL_NAME="tiny", DEVICE="cpu", DTYPE=dtype, EXTERNAL_FLOOR=0.25, NUM_ITERATIONS=2, TEMPERATURE=0.7
+def run_policy_gradient(place, dtype="float32"):
+    """Run sapo.policy_gradient on own and external groups, two steps in micro-batches. Returns
+    (weights, metrics)."""
+    config = make_config(
+        MODEL_NAME="tiny",
+        DEVICE="cpu",
+        DTYPE=dtype,
+        EXTERNAL_FLOOR=0.25,
+        NUM_ITERATIONS=2,
+        TEMPERATURE=0.7,
     )
-    model, prompts, rollouts = at(place), [[3, 4, 5], [6, 7, 8], [9, 1]], []
-    rewards = [[1.0, 0.0, 0.5], [1.0, 1.0, 1.0], [0.0, 1.0, 0.0]]  # the second is flat
-    for prompt, rewarded in zip(prompts, rewards, strict=True):
-        group = Group(prompt, [[(i + prompt[0]) % 21 for i in ids] for ids in ANSWERS], rewarded)
-        rollouts.append(SimpleNamespace(group=group))
-    theirs = [[i + 12, i + 4, i + 9, i + 5] for i in range(4)]
-    external = [SimpleNamespace(group=Group([5, 6], theirs, [1.0, 0.0, 0.0, 1.0]))]
-    node = sapo.Node("n", model, torch.optim.SGD(model.parameters(), lr=0.5), rollouts=rollouts)
-    run = SimpleNamespace(config=config, max_rows=4, next_beat=math.inf, codec=SimpleNamespace(pad_id=20))
-    sapo.policy_gradient(run, node, external)
-    node.figures.pop("train_seconds")
-    return weights_of(model).cpu(), node.figures
+
+    # Own groups; the second is uninformative.
+    own = []
+    for prompt, rewards in (
+        ([3, 4, 5], [1.0, 0.0, 0.5]),
+        ([6, 7, 8], [1.0, 1.0, 1.0]),
+        ([9, 1], [0.0, 1.0, 0.0]),
+    ):
+        completions = []
+        for ids in COMPLETIONS:
+            completions.append([(token + prompt[0]) % 21 for token in ids])
+        own.append(Group(prompt, completions, rewards))
+
+    # An external group, of which EXTERNAL_FLOOR drops a part.
+    completions = [[i + 12, i + 4, i + 9, i + 5] for i in range(4)]
+    external = Group([5, 6], completions, [1.0, 0.0, 0.0, 1.0])
+
+    model = small_qwen2(place)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    node = sapo.Node("n", model, optimizer, groups=own)
+    run = SimpleNamespace(
+        config=config, max_rows=4, next_heartbeat=math.inf, codec=SimpleNamespace(pad_id=20)
+    )
+    sapo.policy_gradient(run, node, [external])
+    del node.metrics["train_seconds"]
+    return flat_weights(model).cpu(), node.metrics
 
 
 @on_device
 def test_device_an_update_with_externals_above_the_floor_makes_the_same_step(device):
-    (expected, figures), (ours, found) = learn("cpu"), learn(device)
-    near(ours, expected, 1e-4)
-    assert found == pytest.approx(figures, rel=1e-4, abs=1e-5)
-    assert found["grad_norm"] > 0 < found["clip_fraction"] and 0 < found["external_kept"] < 1
-    assert (found["informative_groups"], found["external_groups"]) == (3, 1)
-    assert (ours - weights_of(at("cpu"))).norm() > 0.5
+    expected, expected_metrics = run_policy_gradient("cpu")
+    weights, metrics = run_policy_gradient(device)
+    assert_close(weights, expected, 1e-4)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+
+    # The step was a large one, and all parts of the update took part.
+    assert metrics["grad_norm"] > 0
+    assert metrics["clip_fraction"] > 0
+    assert 0 < metrics["external_kept"] < 1
+    assert metrics["informative_groups"] == 3
+    assert metrics["external_groups"] == 1
+    assert (weights - flat_weights(small_qwen2("cpu"))).norm() > 0.5
 
 
 @on_device
 def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(device, monkeypatch):
-    kinds, update, exact, found = set(), grpo.ComputeCache.update, torch.float32, []
+    # Record the types of all keys and values in the cache.
+    cached_dtypes = set()
+    update = grpo.ComputeCache.update
 
-    def spy(*args, **kwargs):
+    def recording_update(*args, **kwargs):
         cached = update(*args, **kwargs)
-        kinds.update(x.dtype for x in cached)
+        cached_dtypes.update(x.dtype for x in cached)
         return cached
 
-    monkeypatch.setattr(grpo.ComputeCache, "update", spy)
-    pairs = [(prompt, ANSWERS) for prompt in PROMPTS["both"]]
-    for place, dtype in (("cpu", exact), ("cpu", torch.bfloat16), (device, torch.bfloat16)):
-        logp = shared_prompt_logps(at(place), pairs, 0.7, 20, dtype)[0]
-        found.append(logp.detach().cpu())
-    assert kinds == {torch.bfloat16} and logp.dtype == exact
-    near(found[2], found[1], 0.1, 0)
-    assert (found[2] - found[0]).abs().max() > 1e-3
-    (expected, figures), (ours, of_device) = learn("cpu", "bfloat16"), learn(device, "bfloat16")
-    assert ours.dtype == exact and (ours - expected).norm() < 0.1 * (expected - weights_of(at("cpu"))).norm()
-    assert of_device["grad_norm"] == pytest.approx(figures["grad_norm"], rel=0.05)
-    rng = torch.Generator().manual_seed(5)
-    drawn = generate(at(device), PROMPTS["both"], 2, 4, 1.0, {2}, rng, dtype=torch.bfloat16)
-    assert all(0 <= token < 23 for group in drawn for ids in group for token in ids)
+    monkeypatch.setattr(grpo.ComputeCache, "update", recording_update)
+
+    # Log-probabilities in bfloat16 are those of the CPU in bfloat16, up to its precision, and
+    # differ from those in float32.
+    prompts_and_completions = [(prompt, COMPLETIONS) for prompt in PROMPTS["both"]]
+    found = []
+    for place, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), (device, "bfloat16")):
+        logprobs, _ = grpo.completion_logprobs_shared_prompt(
+            small_qwen2(place), prompts_and_completions, update_settings(DTYPE=dtype), 20
+        )
+        found.append(logprobs.detach().cpu())
+    exact, on_the_cpu, on_the_device = found
+    assert cached_dtypes == {torch.bfloat16}
+    assert logprobs.dtype == torch.float32
+    assert_close(on_the_device, on_the_cpu, 0.1, 0)
+    assert (on_the_device - exact).abs().max() > 1e-3
+
+    # An update in bfloat16 leaves float32 weights.
+    start = flat_weights(small_qwen2("cpu"))
+    expected, expected_metrics = run_policy_gradient("cpu", "bfloat16")
+    weights, metrics = run_policy_gradient(device, "bfloat16")
+    assert weights.dtype == torch.float32
+    assert (weights - expected).norm() < 0.1 * (expected - start).norm()
+    assert metrics["grad_norm"] == pytest.approx(expected_metrics["grad_norm"], rel=0.05)
+
+    # Generation in bfloat16 gives tokens of the vocabulary.
+    config = update_settings(MAX_NEW_TOKENS=4, TEMPERATURE=1.0, DTYPE="bfloat16")
+    groups = grpo.generate(small_qwen2(device), PROMPTS["both"], 2, config, 5, {2})
+    for completions in groups:
+        for ids in completions:
+            assert all(0 <= token < 23 for token in ids)
 
 
-# -------- Whole runs of sapo.main -------------------------------------------------------------------------
+# -------- Whole runs of sapo.main -----------------------------------------------------------------
 
 TASK = "small_count_bits"
 SMALL = {
-    "MODEL_NAME": "tiny", "TASKS": TASK, "WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.5, "LOCAL_NODES": 2,
-    "NUM_TRAIN_SAMPLES": 3, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "MAX_NEW_TOKENS": 5,
-    "MAX_ROUNDS": 2, "CHECKPOINT_INTERVAL": 1, "EVAL_INTERVAL": 1, "EVAL_SAMPLES": 8, "EXTERNAL_FLOOR": 0.1,
+    "MODEL_NAME": "tiny",
+    "TASKS": TASK,
+    "WARM_START_STEPS": 150,
+    "ANSWER_TAG_SHARE": 0.5,
+    "LOCAL_NODES": 2,
+    "NUM_TRAIN_SAMPLES": 3,
+    "NUM_TRANSPLANT_TREES": 2,
+    "NUM_GENERATIONS": 4,
+    "MAX_NEW_TOKENS": 5,
+    "MAX_ROUNDS": 2,
+    "CHECKPOINT_INTERVAL": 1,
+    "EVAL_INTERVAL": 1,
+    "EVAL_SAMPLES": 8,
+    "EXTERNAL_FLOOR": 0.1,
     "SEED": 3,
-}  # fmt: skip
+}
 
 
 def save_from_main_memory(tensors, *args, **kwargs):
-    """safetensors tells tensors apart by their addresses; those on XLA have none."""
+    """safetensors tells tensors apart by their addresses, and those on XLA have none."""
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, *args, **kwargs)
 
 
-def main(drive, name, **settings) -> int:
+def run_main(drive, name, **settings) -> int:
+    """Run sapo.main with SMALL and these settings, on a machine whose devices are cpu and xla."""
+    devices = {"cpu": "float32", "xla": "float32"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sapo, "devices", lambda: {"cpu": "float32", "xla": "float32"})
+        patch.setattr(grpo, "available_devices", lambda: devices)
         patch.setattr(modeling_utils, "safe_save_file", save_from_main_memory)
-        return sapo.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name} | SMALL | settings)
+        return sapo.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings})
 
 
 @pytest.fixture(scope="module")
 def drive(device, tmp_path_factory):
-    """Runs "cpu" and "xla", from one warm start that was made on the CPU."""
+    """A shared folder with the experiments cpu and xla, from one warm start, made on the CPU."""
     drive = tmp_path_factory.mktemp("drive")
     for place in ("cpu", "xla"):
-        assert main(drive, place, DEVICE=place) == 0
+        assert run_main(drive, place, DEVICE=place) == 0
     return drive
 
 
 @on_device
 def test_device_a_swarm_writes_the_same_and_measures_the_same_held_out_accuracy(drive):
-    said, rows = [], []
+    rollouts = {}
+    rewards = {}
     for name in ("cpu", "xla"):
         files = sorted(drive.glob(f"experiments/{name}/rollouts/*/*/*.json"))
-        said += [[json.loads(path.read_text())["rollouts"] for path in files]]
-        rows.append(rows_of(drive, name))
-    assert said[0] == said[1] and len(said[0]) == len(rows[0]) == 2 * 2
-    for expected, ours in zip(*rows, strict=True):
-        figures = {key for key, value in ours.items() if isinstance(value, int | float)}
-        figures -= {"timestamp", "generate_seconds", "train_seconds", "wait_seconds"}
-        assert [ours[key] for key in figures] == pytest.approx([expected[key] for key in figures], 1e-4, 1e-6)
-    assert any(row["grad_norm"] > 0 < row["external_groups"] for row in rows[1])
-    assert any(0 < row["held_out"] for row in rows[1])
+        rollouts[name] = [json.loads(path.read_text())["rollouts"] for path in files]
+        rewards[name] = read_rewards(drive, name)
+    assert rollouts["cpu"] == rollouts["xla"]
+    assert len(rollouts["cpu"]) == len(rewards["cpu"]) == 2 * 2
+
+    # All metrics but times are the same.
+    times = {"timestamp", "generate_seconds", "train_seconds", "wait_seconds"}
+    for expected, ours in zip(rewards["cpu"], rewards["xla"], strict=True):
+        for name, value in ours.items():
+            if isinstance(value, int | float) and name not in times:
+                assert value == pytest.approx(expected[name], 1e-4, 1e-6), name
+
+    # There was something to compare.
+    assert any(row["grad_norm"] > 0 and row["external_groups"] > 0 for row in rewards["xla"])
+    assert any(row["held_out"] > 0 for row in rewards["xla"])
 
 
 @on_device
-def test_device_a_run_that_was_stopped_and_restored_equals_an_unbroken_one(drive):
-    for rounds in (1, 2):
-        assert main(drive, "resumed", DEVICE="xla", MAX_ROUNDS=rounds) == 0
-    assert outcome_of(drive, "resumed") == outcome_of(drive, "xla")
+def test_device_a_stopped_and_resumed_run_equals_an_uninterrupted_one(drive):
+    for max_rounds in (1, 2):
+        assert run_main(drive, "resumed", DEVICE="xla", MAX_ROUNDS=max_rounds) == 0
+    assert read_results(drive, "resumed") == read_results(drive, "xla")
 
 
 @on_device
-def test_device_the_model_at_the_end_is_loaded_by_transformers_and_is_that_of_the_cpu(drive, monkeypatch):
-    monkeypatch.setattr(*KEEPS_TIES, False)  # it stands in the way of loading
-    prompts, found = [grpo.make_question(TASK, seed).text + "\n" for seed in range(3)], []
+def test_device_transformers_loads_the_final_model_and_it_is_that_of_the_cpu(drive, monkeypatch):
+    monkeypatch.setattr(*KEEP_TIED_WEIGHTS, False)  # loading does not work with it
+    texts = [grpo.make_question(TASK, seed).text + "\n" for seed in range(3)]
+    found = {}
     for name in ("cpu", "xla"):
         folder = drive / f"experiments/{name}/models/node_1"
-        model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
-        ours = {f"node_1/{key}/weight": p.detach() for key, p in model.named_parameters()}
-        saved = grpo.load_tensors(max(drive.glob(f"experiments/{name}/checkpoints/*/*")), ours)
-        assert all(map(torch.equal, saved.values(), ours.values()))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+
+        # Its weights are those of the last checkpoint.
+        weights = {}
+        for key, p in model.named_parameters():
+            weights[f"node_1/{key}/weight"] = p.detach()
+        last_checkpoint = max(drive.glob(f"experiments/{name}/checkpoints/*/*"))
+        saved = grpo.load_tensors(last_checkpoint, weights)
+        for key, tensor in weights.items():
+            assert torch.equal(saved[key], tensor), key
+
         with torch.no_grad():
-            found.append([model(**tokenizer(text, return_tensors="pt")).logits for text in prompts])
-    for ours, expected in zip(found[1], found[0], strict=True):
-        near(ours, expected, 1e-4, 0)
+            found[name] = [model(**tokenizer(text, return_tensors="pt")).logits for text in texts]
+    for ours, expected in zip(found["xla"], found["cpu"], strict=True):
+        assert_close(ours, expected, 1e-4, 0)
 
 
 @on_device
 def test_device_warm_start_steps_are_the_same(device):
-    config, losses, steps = config_of(**SMALL | {"WARM_START_STEPS": 3, "DEVICE": "cpu"}), [], []
+    config = make_config(**SMALL | {"WARM_START_STEPS": 3, "DEVICE": "cpu"})
+    losses = []
+    changes = []
     for place in ("cpu", device):
-        (model, codec), lines = grpo.load_model(config, [TASK]), []
-        start = weights_of(model)
-        grpo.warm_start(model.to(place), codec, config, [TASK], lines.append)
-        losses.append([float(line.split("loss ")[1].split()[0]) for line in lines])
-        steps.append(weights_of(model).cpu() - start)
-    assert losses[0] == pytest.approx(losses[1], abs=1e-3) and len(losses[0]) == 3
-    assert (steps[0] - steps[1]).norm() < 0.01 * steps[0].norm() > 0
+        model, codec = grpo.load_model(config, [TASK])
+        start = flat_weights(model)
+        losses_here = []
+
+        def progress(step, steps, loss, losses_here=losses_here):
+            losses_here.append(loss.item())
+
+        grpo.warm_start(model.to(place), codec, config, [TASK], progress)
+        losses.append(losses_here)
+        changes.append(flat_weights(model).cpu() - start)
+
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert changes[0].norm() > 0
+    assert (changes[0] - changes[1]).norm() < 0.01 * changes[0].norm()
 
 
-# -------- What only CUDA and MPS have: stand-ins, in any environment --------------------------------------
+# -------- What only CUDA and MPS have: stand-ins, in any environment ------------------------------
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    """machine(…) makes this one look like one with such cards. Returns the names whose memory is asked."""
+def make_machine(monkeypatch):
+    """make_machine(…) makes this machine look like one with such devices. Returns the list of the
+    devices whose free memory is asked for."""
     asked = []
 
-    def build(cards=0, new=True, free=24e9, mps=False):
-        set_in_cuda = lambda name, value: monkeypatch.setattr(torch.cuda, name, value)  # noqa: E731
-        set_in_cuda("is_available", lambda: cards > 0)
-        set_in_cuda("device_count", lambda: cards)
-        set_in_cuda("is_bf16_supported", lambda including_emulation=True: new or including_emulation)
-        set_in_cuda("mem_get_info", lambda device: (asked.append(device), (int(free), 80 * 10**9))[1])
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    def make_machine(num_gpus=0, has_bfloat16=True, free=24e9, has_mps=False):
+        def is_bf16_supported(including_emulation=True):
+            return has_bfloat16 or including_emulation
+
+        def mem_get_info(device):
+            asked.append(device)
+            return int(free), 80 * 10**9
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
         return asked
 
-    return build
+    return make_machine
 
 
-def test_device_the_best_comes_first_and_only_a_card_that_has_bfloat16_computes_in_it(machine):
-    for about, expected in [
-        (dict(), "cpu float32"), (dict(mps=True), "mps float32, cpu float32"),
-        (dict(cards=1, new=False), "cuda float32, cpu float32, cuda:0 float32"),  # a T4 emulates it, slowly
-        (dict(cards=2), "cuda bfloat16, cpu float32, cuda:0 bfloat16, cuda:1 bfloat16"),
-    ]:  # fmt: skip
-        machine(**about)
-        assert ", ".join(map(" ".join, grpo.devices().items())) == expected
+def test_device_the_best_comes_first_and_only_a_gpu_with_bfloat16_computes_in_it(make_machine):
+    make_machine()
+    assert list(grpo.available_devices().items()) == [("cpu", "float32")]
+
+    make_machine(has_mps=True)
+    assert list(grpo.available_devices().items()) == [("mps", "float32"), ("cpu", "float32")]
+
+    make_machine(num_gpus=1, has_bfloat16=False)  # a T4 emulates it, slowly
+    assert list(grpo.available_devices().items()) == [
+        ("cuda", "float32"),
+        ("cpu", "float32"),
+        ("cuda:0", "float32"),
+    ]
+
+    make_machine(num_gpus=2)
+    assert list(grpo.available_devices().items()) == [
+        ("cuda", "bfloat16"),
+        ("cpu", "float32"),
+        ("cuda:0", "bfloat16"),
+        ("cuda:1", "bfloat16"),
+    ]
 
 
-def test_device_memory_is_what_is_free_on_the_card_that_was_named_and_else_main_memory(machine):
-    asked = machine(cards=2, free=7e9)
-    assert [grpo.available_memory(name) for name in ("cuda", "cuda:1")] == [7e9, 7e9]
+def test_device_available_memory_is_that_of_the_gpu_by_name_and_otherwise_main_memory(make_machine):
+    asked = make_machine(num_gpus=2, free=7e9)
+    assert grpo.available_memory("cuda") == 7e9
+    assert grpo.available_memory("cuda:1") == 7e9
     assert asked == ["cuda", "cuda:1"]
-    for name in ("mps", "cpu"):
-        assert 1e8 < grpo.available_memory(name) < 1e14 and len(asked) == 2
+
+    for device in ("mps", "cpu"):
+        assert 1e8 < grpo.available_memory(device) < 1e14
+    assert len(asked) == 2
 
 
-def test_device_workers_that_share_a_card_share_its_memory_and_local_nodes_add_up(machine):
-    for nodes, workers, real in [(1, 0, 1), (2, 0, 1), (3, 0, 0), (1, 2, 1), (1, 3, 0), (2, 2, 0)]:
-        asked = machine(cards=2)
-        config = config_of(LOCAL_NODES=nodes, NUM_WORKERS=workers, DEVICE="cuda:1")
-        assert config.MODEL_NAME == (sapo.REAL_MODEL if real else "tiny"), (nodes, workers)
-        assert config.DTYPE == "bfloat16" and set(asked) == {"cuda:1"}
-    machine(cards=1, new=False)
-    assert (config_of().DEVICE, config_of().DTYPE) == ("cuda", "float32")
-    assert (config_of(DEVICE="cpu").MODEL_NAME, config_of(MODEL_NAME="x").MODEL_NAME) == ("tiny", "x")
-    machine(mps=True)
-    assert config_of().DEVICE == "mps" and "this machine has mps, cpu" in config_error(DEVICE="cuda")
+def test_device_workers_that_share_a_gpu_share_its_memory_and_local_nodes_add_up(make_machine):
+    for local_nodes, num_workers, expected in (
+        (1, 0, sapo.DEFAULT_MODEL),
+        (2, 0, sapo.DEFAULT_MODEL),
+        (3, 0, "tiny"),
+        (1, 2, sapo.DEFAULT_MODEL),
+        (1, 3, "tiny"),
+        (2, 2, "tiny"),
+    ):
+        asked = make_machine(num_gpus=2)
+        config = make_config(LOCAL_NODES=local_nodes, NUM_WORKERS=num_workers, DEVICE="cuda:1")
+        assert config.MODEL_NAME == expected, (local_nodes, num_workers)
+        assert config.DTYPE == "bfloat16"
+        assert set(asked) == {"cuda:1"}
+
+    make_machine(num_gpus=1, has_bfloat16=False)
+    config = make_config()
+    assert config.DEVICE == "cuda"
+    assert config.DTYPE == "float32"
+    assert make_config(DEVICE="cpu").MODEL_NAME == "tiny"
+    assert make_config(MODEL_NAME="x").MODEL_NAME == "x"
+
+    make_machine(has_mps=True)
+    assert make_config().DEVICE == "mps"
+    assert "this machine has mps, cpu" in config_error(DEVICE="cuda")
 
 
-@pytest.mark.parametrize("text, is_lack", [
-    ("CUDA out of memory. Tried to allocate 2.00 GiB", True), ("CUDA error: out of memory", True),
-    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
-    ("MPS backend out of memory (MPS allocated: 8.61 GiB, max allowed: 9.07 GiB)", True),
-    ("Invalid buffer size: 19.45 GB", True),
-    ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1125899906842624 bytes", True),
-    ("CUDA error: device-side assert triggered", False), ("Placeholder not allocated on MPS device", False),
-])  # fmt: skip
-def test_device_what_each_backend_says_when_memory_is_out_halves_the_batch_once_it_is_freed(text, is_lack):
-    tried, held = [], []
+OUT_OF_MEMORY = [
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "CUDA error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "MPS backend out of memory (MPS allocated: 8.61 GiB, max allowed: 9.07 GiB)",
+    "Invalid buffer size: 19.45 GB",
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 1125899906842624 bytes",
+]
+OTHER_ERRORS = [
+    "CUDA error: device-side assert triggered",
+    "Placeholder not allocated on MPS device",
+]
+MAX_ROWS_THAT_FIT = 2
 
-    def attempt(rows):
-        assert not any(ref() is not None for ref in held), "what the failed attempt had is still there"
-        tried.append(rows)
-        big = torch.empty(min(rows, 9))
-        held.append(weakref.ref(big))
-        if rows > limit:
-            raise (torch.OutOfMemoryError if "Tried" in text else RuntimeError)(text)
-        return rows * 10
 
-    limit = 2
-    if not is_lack:
-        with pytest.raises(RuntimeError, match=text):
-            halving_on_oom(attempt, 2**30, 9, "the update")
-        return
-    assert halving_on_oom(attempt, 2**30, 9, "the update") == (20, 2) and tried == [2**30, 5, 3, 2]
+class Attempt:
+    """A call that raises an error with the given message if it gets more rows than fit."""
+
+    def __init__(self, message: str):
+        self.message = message
+        self.tried = []  # max_rows of each call
+        self.allocated = []  # weak references to what each call allocated
+
+    def __call__(self, max_rows: int) -> int:
+        is_freed = all(reference() is None for reference in self.allocated)
+        assert is_freed, "the memory of a failed attempt is still in use"
+        self.tried.append(max_rows)
+        tensor = torch.empty(min(max_rows, 9))
+        self.allocated.append(weakref.ref(tensor))
+        if max_rows > MAX_ROWS_THAT_FIT:
+            kind = torch.OutOfMemoryError if "Tried" in self.message else RuntimeError
+            raise kind(self.message)
+        return max_rows * 10
+
+
+@pytest.mark.parametrize("message", OUT_OF_MEMORY)
+def test_device_any_out_of_memory_error_halves_the_batch_after_the_memory_is_freed(message):
+    attempt = Attempt(message)
+    result = grpo.retry_with_smaller_batch(attempt, 2**30, 9, "the update")
+    assert result == (20, 2)
+    assert attempt.tried == [2**30, 5, 3, 2]
+
+    attempt = Attempt(message)
     with pytest.raises(MemoryError, match="out of memory in generation: lower LOCAL_NODES"):
-        halving_on_oom(attempt, 8, 8, "generation", smallest=4)
-    assert tried[4:] == [8, 4]
+        grpo.retry_with_smaller_batch(attempt, 8, 8, "generation", smallest=4)
+    assert attempt.tried == [8, 4]
 
 
-def test_device_no_other_function_speaks_of_cuda_or_mps():
-    speaks = set()
-    for name in ("drive_store", "grpo", "coordinator", "sapo"):
-        tree = ast.parse(Path(sapo.__file__).with_name(f"{name}.py").read_text())
-        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-            code = " ".join(map(ast.unparse, function.body[ast.get_docstring(function) is not None :]))
-            if "cuda" in code or "mps" in code.replace("dumps", ""):
-                speaks.add(function.name)
-    assert speaks == {"devices", "available_memory"}
+@pytest.mark.parametrize("message", OTHER_ERRORS)
+def test_device_another_error_is_raised_as_it_is(message):
+    with pytest.raises(RuntimeError, match=message):
+        grpo.retry_with_smaller_batch(Attempt(message), 2**30, 9, "the update")
+
+
+def test_device_no_other_function_mentions_cuda_or_mps():
+    found = set()
+    for module in ("drive_store", "grpo", "coordinator", "sapo"):
+        tree = ast.parse(Path(sapo.__file__).with_name(f"{module}.py").read_text())
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef):
+                continue
+            body = function.body
+            if ast.get_docstring(function) is not None:
+                body = body[1:]
+            code = " ".join(ast.unparse(statement) for statement in body)
+            code = code.replace("dumps", "").replace("timestamps", "")  # they contain "mps"
+            if "cuda" in code or "mps" in code:
+                found.add(function.name)
+    assert found == {"available_devices", "available_memory"}

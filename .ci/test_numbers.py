@@ -219,17 +219,18 @@ def test_L7_a_model_with_missing_weights_or_too_large_a_tokenizer_is_refused(tmp
 # -------- Update, sampling, memory ----------------------------------------------------------------
 
 
-def test_L1_flat_groups_or_a_non_finite_gradient_cause_no_step_and_large_gradients_are_clipped():
+def test_L1_uninformative_groups_or_a_non_finite_gradient_cause_no_step_and_gradients_are_clipped():
     start = flat_weights(small_gpt2())
 
-    # Flat groups alone change nothing, not even by Adam's momentum of an earlier step.
+    # Uninformative groups alone change nothing, not even by Adam's momentum of an earlier step.
     model = small_gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     config = update_settings(TEMPERATURE=1.0)
     grpo.update_policy(model, optimizer, ragged_groups(), config, 0, 2**30)
     before = flat_weights(model)
     assert not torch.equal(before, start)
-    grpo.update_policy(model, optimizer, ragged_groups(flat=range(4)), config, 0, 2**30)
+    uninformative = ragged_groups(uninformative=range(4))
+    grpo.update_policy(model, optimizer, uninformative, config, 0, 2**30)
     assert torch.equal(flat_weights(model), before)
 
     # A gradient whose norm exceeds 1 is scaled down to 1. The metric is the norm before.
@@ -263,9 +264,9 @@ def test_L1_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(monke
             model, prompts_and_completions, update_settings()
         )
         gradients = torch.autograd.grad(logprobs.square().sum(), list(model.parameters()))
-        flat = [logprobs.detach().flatten()]
-        flat += [gradient.flatten() for gradient in gradients]
-        found.append(torch.cat(flat))
+        vectors = [logprobs.detach().flatten()]
+        vectors += [gradient.flatten() for gradient in gradients]
+        found.append(torch.cat(vectors))
 
     assert_close(found[1], found[0])
     assert max(chunk_sizes) == 5

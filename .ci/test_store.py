@@ -299,7 +299,9 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(d
 
     # The first two reads of p's file fail.
     reads = itertools.count()
-    fail_below(monkeypatch, "rollouts/p/round_000000", lambda: "before" if next(reads) < 2 else None)
+    fail_below(
+        monkeypatch, "rollouts/p/round_000000", lambda: "before" if next(reads) < 2 else None
+    )
     assert run(drive, LOCAL_NODES=1, MAX_ROUNDS=3) == 0
 
     metrics = read_log(store.experiment_dir, "n/metrics.jsonl")

@@ -110,7 +110,9 @@ def run_all_roles(drive, monkeypatch, **more) -> None:
 
 # -------- X2, X3: files of every kind in every place ----------------------------------------------
 
-STAGES = [(kind, f"round_{t:06d}.stage_0.json") for t in range(4) for kind in ("rollouts", "rewards")]
+STAGES = [
+    (kind, f"round_{t:06d}.stage_0.json") for t in range(4) for kind in ("rollouts", "rewards")
+]
 PEER_FILES = [f"{kind}/p/{name}" for kind, name in STAGES[:6]] + f"""
     peers/p.{OLD_SESSION}.json peers/coordinator.{OLD_SESSION}.json heartbeats/p.json
     heartbeats/coordinator.json models/p state/rounds/round_000000.p.json junk""".split()  # fmt: skip
