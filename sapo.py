@@ -1339,7 +1339,7 @@ def load_latest_checkpoint(run: Run) -> None:
 def must_have_checkpoint(run: Run) -> bool:
     """Whether a node's own rewards show that a checkpoint has been written.
 
-    The first one is due at the end of the round in which CHECKPOINT_INTERVAL is reached. If there is
+    The first one is due when CHECKPOINT_INTERVAL rounds have ended. If there is
     a reward of a later round, that round has ended.
     """
     saved_interval = coordinator.saved_setting(run.store, "CHECKPOINT_INTERVAL", default=1)

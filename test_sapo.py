@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 import drive_store
 import grpo
 import sapo
-from drive_store import DriveStore, InvalidFileError, RetryingStore, StoreError, round_dir
+from drive_store import DriveStore, InvalidFileError, RetryingStore, StoreError, round_file
 from grpo import HELD_OUT_SEEDS, TASK_TABLE, Group, make_question
 from sapo import Config, ConfigError, derive_seed, read_environment, resolve_config
 
@@ -463,9 +463,9 @@ def test_L3_an_answer_is_never_evaluated_and_no_text_makes_scoring_fail(
 
 
 def new_store(folder, owner="n1") -> DriveStore:
-    """The store of the experiment x, whose folder is created."""
+    """The store of the experiment x, whose folders and those of the owner are created."""
     store = DriveStore(folder, "x", owner)
-    store.create()
+    store.create([owner])
     return store
 
 
@@ -574,7 +574,7 @@ def test_F1_a_crash_leaves_the_old_file_or_the_new_one(
         # The next start deletes the temporary file that the crash left behind.
         num_expected = num_files + (now is not None)
         num_left_over += len(contents(store.experiment_dir)) - num_expected
-        new_store(tmp_path)
+        new_store(tmp_path).delete_temp_files()
         assert len(contents(store.experiment_dir)) == num_expected
 
     assert (now == old) == must_stay
@@ -601,7 +601,7 @@ def test_F1_an_append_that_failed_half_way_is_repeated_and_a_torn_line_is_termin
 
 def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(tmp_path):
     store = new_store(tmp_path)
-    path = "rollouts/round_000001/stage_0/p.json"
+    path = "rollouts/p/round_000001.stage_0.json"
     started = time.monotonic()
     for content in [
         b"",
@@ -645,19 +645,19 @@ def use_file(store, operation: str, path: str):
         return store.append(path, "{}\n")
     if operation == "delete":
         return store.delete(path)
-    return store.prune_rollouts(9, archive=False)
+    return store.prune_rollouts("n1", 9, archive=False)
 
 
 @pytest.mark.parametrize("planted", ["link", "fifo", "folder", "parent that is a link"])
 def test_X2_no_link_is_followed_and_whatever_is_in_a_writers_way_is_replaced(tmp_path, planted):
     # A file outside all experiments, which must stay as it is.
     home = tmp_path / "home"
-    thesis = put(DriveStore(tmp_path, None), "home/n1.json", {"thesis": 1})
+    thesis = put(DriveStore(tmp_path, None), "home/round_000000.stage_0.json", {"thesis": 1})
 
     for operation in ("read", "write_atomic", "write_once", "append", "delete", "rollouts"):
         # Plant something in place of the file, or of its folder.
         store = new_store(tmp_path / operation)
-        name = f"{operation}/round_000000/n1.json"
+        name = "rollouts/n1/round_000000.stage_0.json"
         path = put(store, name)
         path.unlink()
         if planted == "link":
@@ -678,7 +678,7 @@ def test_X2_no_link_is_followed_and_whatever_is_in_a_writers_way_is_replaced(tmp
             assert operation in ("read", "delete")
         assert bool(result) == (operation == "write_once")
 
-        assert contents(home) == {"n1.json": b'{"thesis": 1}'}, operation
+        assert contents(home) == {"round_000000.stage_0.json": b'{"thesis": 1}'}, operation
         is_own_file = path.is_file() and path.resolve() != thesis
         assert is_own_file == (operation in ("write_atomic", "write_once", "append"))
 
@@ -691,13 +691,13 @@ def test_F1_copies_and_strays_are_in_no_listing_and_only_names_tell_the_open_rou
 
     # What sync clients and interrupted copies leave in a folder.
     strays = [
-        "n1 (1).json",
-        ".n3.json",
-        "n4.json.tmp",
+        "n1.rewards.000007.0 (1)",
+        ".n3.rewards.000007.0",
+        "n4.rewards.000007.0.tmp",
         f"n1.{session} (1).json",
         "round_000007.n1 (1).json",
     ]
-    for folder in ("rewards/round_000002/stage_0", "peers", "state/rounds"):
+    for folder in ("progress", "peers", "state/rounds"):
         for name in strays:
             put(store, f"{folder}/{name}")
     assert store.list_nodes("rewards", 2, 0) == ["n1"]
@@ -931,7 +931,8 @@ def run_swarm(drive, name, **settings) -> int:
 
 def read_rewards(drive, name, node_id="") -> list[dict]:
     """The reward files of an experiment by round, stage and node, of all nodes or of one."""
-    paths = sorted(drive.glob(f"experiments/{name}/rewards/*/*/{node_id}*.json"))
+    paths = drive.glob(f"experiments/{name}/rewards/{node_id}*/*.json")
+    paths = sorted(paths, key=lambda path: (path.name, path.parent.name))
     return [json.loads(path.read_text()) for path in paths]
 
 
@@ -946,15 +947,15 @@ def read_results(drive, name) -> tuple:
 
 
 def read_events(drive, name, kind) -> list[dict]:
-    """The events of one kind that a process with NODE_ID=node has logged."""
-    path = drive / f"experiments/{name}/logs/node/training_events.jsonl"
+    """The events of one kind that a process whose first node is node_0 has logged."""
+    path = drive / f"experiments/{name}/logs/node_0/training_events.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     return [event for event in events if kind in event["event"]]
 
 
 def read_used_external(drive, name, round_=5) -> set:
     """Keys of the external groups that node_0 has used, from the checkpoint after a round."""
-    path = drive / f"experiments/{name}/checkpoints/round_{round_:06d}/node.safetensors"
+    path = drive / f"experiments/{name}/checkpoints/node_0/round_{round_:06d}.safetensors"
     with safetensors.safe_open(path, "pt") as file:
         metadata = json.loads(file.metadata()["about"])
     return {tuple(key) for key in metadata["nodes"]["node_0"]["trained"]}
@@ -967,8 +968,11 @@ def write_peer(drive, name, peer, groups, round_=0, **changes) -> None:
         "rollouts": {str(i): group for i, group in enumerate(groups)},
         **changes,
     }
-    path = f"{round_dir('rollouts', round_, 0)}/{peer}.json"
-    put(DriveStore(drive, name), path, rollout_file(peer, **changed_fields))
+    store = DriveStore(drive, name, "by_hand")
+    store.create([peer])
+    path = round_file("rollouts", peer, round_, 0)
+    put(store, path, rollout_file(peer, **changed_fields))
+    store.advance_marker("rollouts", peer, round_, 0)
 
 
 def group_by_hand(seed, task=TASKS[0], right=1, **changes) -> dict:
@@ -1051,7 +1055,7 @@ def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive,
     assert len(rewards) > 2, "there was nothing to learn from"
 
     seeds = []
-    for path in uninterrupted.glob("rollouts/*/*/*.json"):
+    for path in uninterrupted.glob("rollouts/*/*.json"):
         groups = json.loads(path.read_text())["rollouts"]
         seeds += [group["seed"] for group in groups.values()]
     assert len(seeds) == len(set(seeds)) == 2 * 6 * 2  # nodes x rounds x I
@@ -1095,7 +1099,7 @@ def test_U2_a_stop_prints_a_command_that_resumes_the_run(
     with monkeypatch.context() as patch:
         at_call(patch, step, call, press_ctrl_c)
         assert run_swarm(drive, name) == 130
-    checkpoint = f"experiments/{name}/checkpoints/round_{last_round:06d}/node.safetensors"
+    checkpoint = f"experiments/{name}/checkpoints/node_0/round_{last_round:06d}.safetensors"
     assert (drive / checkpoint).exists()
 
     # The command is a list of settings and the program.

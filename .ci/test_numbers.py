@@ -794,7 +794,7 @@ def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):
         assert sapo.main({**environ, "MAX_ROUNDS": 50}) == 0
 
         rates = []
-        for path in tmp_path.glob(f"*/*/{name}/rewards/*/*/*"):
+        for path in tmp_path.glob(f"*/*/{name}/rewards/*/*.json"):
             row = json.loads(path.read_text())
             if row["round"] >= 40:
                 rates.append(row["answer_tag_rate"])

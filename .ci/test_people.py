@@ -766,7 +766,7 @@ def test_L6_prepare_makes_the_warm_start_once_and_begins_no_experiment(tmp_path,
     assert MADE in capsys.readouterr().out
     (path,) = warm_starts(tmp_path)
     before = (path.read_bytes(), path.stat().st_mtime_ns)
-    assert not (tmp_path / "experiments").exists()
+    assert sapo.list_experiments(tmp_path) == []
 
     # It is not made again, neither by prepare nor by a worker.
     assert run(tmp_path, **FROZEN, NODE_ROLE="prepare") == 0

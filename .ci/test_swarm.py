@@ -49,10 +49,23 @@ def to_environ(settings: dict) -> dict:
     return {name: str(value) for name, value in settings.items() if value is not None}
 
 
+def record_made_folders(file: Path, name: str) -> None:
+    """Append "NAME PATH" to a file for every attempt of this process to make a folder."""
+    mkdir = os.mkdir
+
+    def recording_mkdir(path, *args, **kwargs):
+        with file.open("a") as log:
+            log.write(f"{name} {os.path.abspath(path)}\n")
+        return mkdir(path, *args, **kwargs)
+
+    os.mkdir = recording_mkdir
+
+
 def run_forked(environ: dict, log: Path):
     """Do what `python sapo.py` does, in a session of its own and with its output in a file."""
     os.setsid()
     sys.stdout = sys.stderr = log.open("w", buffering=1)
+    record_made_folders(log.parent / "made_folders", environ["NODE_ID"])
     sys.exit(sapo.main(environ))
 
 
@@ -661,3 +674,39 @@ def test_F3_a_swarm_of_processes_survives_forty_kills_and_loses_nothing(drive):
     assert resumes >= 10, "hardly a start had a checkpoint to go on from"
     rewarded = {round_ for name in names for round_ in rounds_of(drive, name)}
     assert len(rewarded) > observer.current_round / 2, "the swarm hardly worked"
+
+
+# -------- F7: one maker for every folder ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("with_kills", [False, True])
+def test_F7_no_two_processes_even_try_to_make_the_same_folder(drive, with_kills):
+    # A coordinator begins the experiment, and four workers join it.
+    settings = {"ROUND_ADVANCE": "completion", "NUM_WORKERS": 4, "STALE_AFTER_SECONDS": 3}
+    settings |= {"MAX_ROUNDS": 40 if with_kills else 10, "CHECKPOINT_INTERVAL": 2}
+    settings |= {"FETCH_TIMEOUT_SECONDS": 1, "WARM_START_STEPS": 4}
+    coordinator = Process(drive, "coordinator", **settings).start().wait_until_registered()
+    workers = [Process(drive, f"w{i}", **settings).start() for i in range(4)]
+
+    # Kill one process after another, some while they start, and start each again.
+    rng = random.Random(3)
+    for i in range(10 if with_kills else 0):
+        process = rng.choice([coordinator, *workers])
+        if i % 3:
+            process.wait_until_registered()
+        time.sleep(rng.uniform(0, 0.5))
+        process.kill()
+        process.start()
+    for process in (coordinator, *workers):
+        if with_kills:
+            process.settings["MAX_ROUNDS"] = 40
+        assert process.wait_for_exit() == 0, process.output[-2000:]
+
+    # Each attempt to make a folder was recorded, failed ones too.
+    makers = {}  # path -> names of the processes that tried to make it
+    for line in (drive.parent / "made_folders").read_text().splitlines():
+        name, path = line.split(" ", 1)
+        makers.setdefault(path, set()).add(name)
+    assert {path: names for path, names in makers.items() if len(names) > 1} == {}
+    assert str(experiment_dir(drive) / "rollouts/w0") in makers
+    assert len(makers) > 30
