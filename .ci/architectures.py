@@ -111,7 +111,7 @@ def judge_in_a_process(architecture: str) -> str:
                 build(architecture, folder)
                 kind = "died"
                 kind, reason = judge(folder)
-            except BaseException as error:  # whatever it is, the parent prints it
+            except BaseException as error:  # the parent prints it
                 reason = repr(error)
         os.write(writer, f"{kind}: {reason}".replace("\n", " ")[:300].encode())
         os._exit(0)

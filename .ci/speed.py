@@ -240,13 +240,14 @@ def run_program(program: str, setting: str, model_name: str, seed: int) -> dict:
     """Measure "ours", "trl" or another checkout in a process of its own. Returns its report."""
     script = __file__
     mode = "ours"
-    environ = {name: value for name, value in os.environ.items() if name != "CODE"}
+    environ = dict(os.environ)
     if program == "trl":
         mode = "trl"
     elif program != "ours":
         own_script = Path(program) / ".ci" / "speed.py"
         if own_script.exists():
             script = str(own_script)
+            environ.pop("CODE", None)  # that script measures the checkout in which it lies
         else:
             environ["CODE"] = program
 

@@ -8,7 +8,7 @@ device of its own.
 
 Started by hand. It takes under three minutes on one shared core, nearly all of it to compile each
 new shape, which takes three times as long without that flag. Without torch_xla only the last part
-runs, with stand-ins for what only CUDA and MPS have.
+runs, with stand-ins for features that only CUDA and MPS have.
 """
 
 import ast
@@ -93,7 +93,7 @@ class StrictDevice(TorchFunctionMode):
 def device():
     """The XLA device, made strict, on which each optimizer step is computed at once."""
 
-    # What is left pending is compiled again together with everything that depends on it.
+    # Pending operations would be compiled again together with everything that depends on them.
     def sync(*_):
         torch_xla.sync()
 
@@ -438,7 +438,7 @@ def test_device_warm_start_steps_are_the_same(device):
     assert (changes[0] - changes[1]).norm() < 0.01 * changes[0].norm()
 
 
-# -------- What only CUDA and MPS have: stand-ins, in any environment ------------------------------
+# -------- Stand-ins for features that only CUDA and MPS have, in any environment ------------------
 
 
 @pytest.fixture
@@ -568,7 +568,8 @@ def test_device_any_out_of_memory_error_halves_the_batch_after_the_memory_is_fre
     assert result == (20, 2)
     assert attempt.tried == [2**30, 5, 3, 2]
 
-    attempt = Attempt(message)
+    # The same Attempt again: the call that succeeded must have left no memory in use, either.
+    attempt.tried.clear()
     with pytest.raises(MemoryError, match="out of memory in generation: lower LOCAL_NODES"):
         grpo.retry_with_smaller_batch(attempt, 8, 8, "generation", smallest=4)
     assert attempt.tried == [8, 4]

@@ -302,7 +302,7 @@ def test_L2_a_token_of_probability_zero_is_never_drawn(vocabulary):
 def test_L8_out_of_memory_halves_the_micro_batch_and_gives_the_same_step(
     num_steps, device, monkeypatch
 ):
-    # What each kind of device raises. The CPU's error is a real one.
+    # The error that each kind of device raises. The CPU's error is a real one.
     if device == "cuda":
         out_of_memory = torch.OutOfMemoryError()
     elif device == "mps":
@@ -376,7 +376,7 @@ for question in questions:
     grpo.compute_reward(question, "<answer>1</answer>")
     grpo.compute_reward(question, f"<answer>{question.answer}</answer>")
 
-# Record what the process evaluates, opens or runs.
+# Record everything that the process evaluates, opens or runs.
 watched = ("exec", "compile", "open", "os.system", "subprocess.Popen", "os.exec")
 events = []
 is_recording = False
@@ -411,7 +411,7 @@ print(json.dumps(result))
 
 @pytest.fixture(scope="module")
 def other_process(tmp_path_factory) -> SimpleNamespace:
-    """What a process with another PYTHONHASHSEED computes: its questions, its tiny model, and what
+    """Results of a process with another PYTHONHASHSEED: its questions, its tiny model, and all that
     it evaluated, opened or ran while it scored hostile answers."""
     folder = tmp_path_factory.mktemp("payload")
     environ = {
@@ -661,7 +661,7 @@ def test_L2_a_chat_model_sees_the_system_prompt_and_ends_its_turn_as_its_templat
     question = grpo.make_question("gcd", 5)
     assert len(codec.encode("<|im_end|>")) == 10  # must not change how the next prompt is encoded
 
-    # Without a system role the system prompt stands in the user's turn.
+    # Without a system role, the user's turn begins with the system prompt.
     if system_role == "known":
         role = "system"
         between = "<|im_end|>\n<|im_start|>user\n"
