@@ -174,7 +174,7 @@ def log_round(
 
     history: metrics of the rounds that ended since start_time; the round's are appended.
     """
-    rewards = write_winners(store, round_, submitted, num_stages)
+    rewards = write_winners(store, round_, submitted, max(1, num_stages))
     metrics = {name: nanmean(row.get(name) for row in rewards) or 0.0 for name in LINE_METRICS}
     history.append(metrics | {"ended": time.monotonic()})
 

@@ -45,7 +45,7 @@ SHARED_DIRS = (  # below an experiment's folder; several nodes write into each o
 )  # fmt: skip
 WORKER_DIRS = ("rollouts", "rewards", "checkpoints", "models", "logs", "tmp")  # each holds NODE/
 COORDINATOR_DIRS = ("logs", "tmp")
-LAYOUT_TIMEOUT_SECONDS = 30.0  # how long the process that begins an experiment may take
+LAYOUT_TIMEOUT_SECONDS = 30.0  # how long to wait for folders that another process makes
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens takes about 4 MiB
 MAX_JSON_ELEMENTS = 400_000  # 8 MiB of "[]," would parse to a gigabyte of Python objects
 MAX_METADATA_BYTES = 64 << 10  # a registration, heartbeat, reward or config
@@ -134,10 +134,7 @@ class DriveStore:
                 self._is_maker = True
         if not self.is_complete():
             if not self._is_maker:
-                self._waiting_since = self._waiting_since or time.monotonic()
-                if time.monotonic() - self._waiting_since < LAYOUT_TIMEOUT_SECONDS:
-                    reason = "another process is still creating this experiment"
-                    raise OSError(errno.EAGAIN, reason, str(self.experiment_dir))
+                self._wait_for(self.experiment_dir, "another process is still creating it")
             self._create_shared_dirs()
 
         self._create_node_dirs(node_ids, kinds)
@@ -149,7 +146,8 @@ class DriveStore:
         """Make what is missing of the folders that all experiments share. Raises StoreError if the
         shared folder cannot be used."""
         try:
-            self.root.mkdir(exist_ok=True)
+            if not self.root.is_dir():
+                os.mkdir(self.root)
             for name in ROOT_DIRS:
                 self._make_dir(self.root / name)
         except (FileExistsError, NotADirectoryError, PermissionError) as error:
@@ -165,8 +163,8 @@ class DriveStore:
         self.write_atomic("layout.json", data, fsync=True)  # last: all folders are there
 
     def _create_node_dirs(self, node_ids: list[str], kinds: tuple) -> None:
-        """Make the folders of nodes that never registered. Those of a node that did exist already,
-        but may not have arrived here yet."""
+        """Make the missing folders of these nodes. Those of a node that has registered before exist
+        already, but may not have arrived here yet."""
         known = self.latest_sessions()
         for node_id in node_ids:
             for kind in kinds:
@@ -174,8 +172,15 @@ class DriveStore:
                 if path.is_dir() and not path.is_symlink():
                     continue
                 if node_id in known and not os.path.lexists(path):
-                    raise OSError(errno.EAGAIN, f"{kind}/{node_id} is not here yet", str(path))
+                    self._wait_for(path, f"{kind}/{node_id} is not here yet")
                 self._make_dir(path)
+
+    def _wait_for(self, path: Path, reason: str) -> None:
+        """Raise OSError, so that the caller tries again, until LAYOUT_TIMEOUT_SECONDS have passed
+        since this store first waited. Then the maker was killed, or never existed."""
+        self._waiting_since = self._waiting_since or time.monotonic()
+        if time.monotonic() - self._waiting_since < LAYOUT_TIMEOUT_SECONDS:
+            raise OSError(errno.EAGAIN, reason, str(path))
 
     def _make_dir(self, path: Path) -> None:
         """Make a directory unless it exists. A link or a file in its place is replaced."""
