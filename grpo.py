@@ -614,8 +614,9 @@ OUT_OF_MEMORY = (
 def micro_batches(groups: list[Group], max_rows: int):
     """Split the K completions of all groups into micro-batches of at most max_rows.
 
-    Yields ([(prompt, completions), …], the numbers of these completions among all K). Groups of similar
-    length come together, so that little is padded. A group that is larger than max_rows is cut.
+    Yields ([(prompt, completions), …], the numbers of these completions among all K). Groups of
+    similar length come together, so that little is padded. A group that is larger than max_rows is
+    cut.
     """
     # Number the completions 0 … K-1 in the order of `groups`, then sort the groups by length.
     numbered = []  # (length, number of the first completion, group)

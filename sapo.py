@@ -24,8 +24,8 @@ decoded rollouts, plain text, through one shared folder. Settings are environmen
 checkpoints and export, starting, logging and signals, and functions for notebooks.
 
 One thread makes all calls to the folder, in order, and retries a failed call until it succeeds
-(`RetryingStore` in drive_store.py). If a process is killed, the folder therefore holds its writes up
-to some point and none after it.
+(`RetryingStore` in drive_store.py). If a process is killed, the folder therefore holds its writes
+up to some point and none after it.
 """
 
 import contextlib
@@ -235,7 +235,7 @@ def answer_questions(
     prompts = [codec.encode_prompt(question) for question in questions]
 
     # Generate, with smaller batches if memory runs out. A base model without chat template gets
-    # solved examples (few-shot) and would go on with more of them, so each of its tokens is checked.
+    # solved examples (few-shot) and would go on with more of them, so its tokens are checked.
     stop_fn = codec.ends_with_answer if codec.few_shot else None
     attempt = functools.partial(
         grpo.generate,
@@ -314,8 +314,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
     """Step 4: verify and score the peers' groups here, drop those without information, and draw J
     of the rest uniformly.
 
-    If fewer than J are left, the rest is drawn from older rounds, at most ROLLOUT_MAX_AGE (4) rounds
-    back.
+    If fewer than J are left, the rest is drawn from older rounds, at most ROLLOUT_MAX_AGE (4)
+    rounds back.
     """
     config = run.config
     started = time.monotonic()
@@ -668,7 +668,9 @@ def wait_for_round(run: Run, own: int) -> int:
         0 s                          otherwise
 
     Without any coordinator only the first round waits, therefore. Later the fastest worker opens
-    each round at once. A killed coordinator counts as alive for STALE_AFTER_SECONDS (300 s; `DriveStore.node_status`).
+    each round at once.
+
+    A killed coordinator counts as alive for STALE_AFTER_SECONDS (300 s; `DriveStore.node_status`).
     If no other node ever registered, a resumed process repeats the rounds since its checkpoint.
     """
     config = run.config
