@@ -8,7 +8,8 @@ memory, tasks and rewards, the tokenizer and the models, the warm start, and ten
 Symbols in the comments of this file:
     N  questions (groups) in a batch        P  length of the longest prompt in tokens
     G  completions of one question          T  length of the longest completion in tokens
-    B  rows = all completions in a batch    V  vocabulary        H  hidden size
+    B  rows = all completions in a batch    K  rows of informative groups, those trained on
+    V  vocabulary                           H  hidden size
 
 Differences from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2 and 4
 follow the SAPO paper, point 3 does not:
@@ -233,13 +234,14 @@ def accumulate_gradients(
 ) -> list[float]:
     """Compute the gradient of the whole batch, `max_rows` completions at a time.
 
-    Returns [loss, number of clipped tokens]. In the first step the policy has not moved yet, so its
-    log-probabilities are the old ones of this step and of all later ones.
+    Returns [loss, number of clipped tokens]. In the first step the policy has not moved yet, so the
+    log-probabilities computed there are `old_logprobs` in all steps.
     """
     optimizer.zero_grad()
     totals = torch.zeros(2, dtype=torch.float64)
     for prompts_and_completions, rows in micro_batches(batch.groups, max_rows):
-        # This returns what `completion_logprobs` (below) returns, but computes each prompt once.
+        # rows: the numbers of these completions among all K. The call returns what
+        # `completion_logprobs` (below) returns, but computes each prompt once.
         logprobs, mask = completion_logprobs_shared_prompt(
             model, prompts_and_completions, config, pad_id
         )  # (b, t): the rows of this micro-batch, as long as the longest of them
@@ -382,8 +384,8 @@ def generate(
 ) -> list[list[list[int]]]:
     """Sample G completions for each of N prompts. Returns N lists of G lists of token ids.
 
-    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. A completion ends after an EOS id, which is kept
-    as its last id, when stop_fn(its ids so far) is true, or after MAX_NEW_TOKENS tokens.
+    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. A completion ends (1) with an EOS id, which is
+    kept, (2) when stop_fn(its ids so far) is true, or (3) after MAX_NEW_TOKENS tokens.
     max_rows: completions decoded together (None: all); a group is never split. The result does not
     depend on max_rows, up to rounding, because each row has its own column of random numbers.
     """
@@ -451,7 +453,7 @@ def generate_batch(model, prompts, uniforms, temperature, eos_ids, pad_id=0, sto
             token = token[unfinished]
             unfinished = unfinished[unfinished]  # all True
 
-        # The mask may end before the new token; tokens beyond its end count as real.
+        # The mask covers only the prompts; `forward_hidden` treats all later tokens as real.
         hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
         logits = lm_head_logits(model, hidden[:, -1])
 
@@ -468,8 +470,8 @@ if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
 def forward_hidden(model, ids, mask=None, cache=None):
     """Run `ids` (rows, length) through the model, after what the KV cache already holds.
 
-    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which takes no
-    position; tokens beyond its end are real. None if no row has padding before its last real token,
+    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which gets no position
+    number; tokens beyond its end are real. None if no row has padding before its last real token,
     which allows fast causal kernels.
     Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
     """
@@ -610,12 +612,13 @@ OUT_OF_MEMORY = (
 
 
 def micro_batches(groups: list[Group], max_rows: int):
-    """Split the B completions of all groups into micro-batches of at most max_rows.
+    """Split the K completions of all groups into micro-batches of at most max_rows.
 
-    Yields ([(prompt, completions), …], indices of these completions among all B). Groups of similar
-    length come together, so that little is padded. A group that is larger than max_rows is cut.
+    Yields ([(prompt, completions), …], the numbers of these completions among all K). Groups of
+    similar length come together, so that little is padded. A group that is larger than max_rows is
+    cut.
     """
-    # Number the completions 0 … B-1 in the order of `groups`, then sort the groups by length.
+    # Number the completions 0 … K-1 in the order of `groups`, then sort the groups by length.
     numbered = []  # (length, number of the first completion, group)
     first_row = 0
     for group in groups:

@@ -24,8 +24,8 @@ decoded rollouts, plain text, through one shared folder. Settings are environmen
 checkpoints and export, starting, logging and signals, and functions for notebooks.
 
 One thread makes all calls to the folder, in order, and retries a failed call until it succeeds
-(`RetryingStore` in drive_store.py). A killed process has therefore done its first writes and none
-of the later ones; there is never a gap.
+(`RetryingStore` in drive_store.py). If a process is killed, the folder therefore holds its writes
+up to some point and none after it.
 """
 
 import contextlib
@@ -234,8 +234,8 @@ def answer_questions(
     codec = run.codec
     prompts = [codec.encode_prompt(question) for question in questions]
 
-    # Generate, with smaller batches if memory runs out. Only a few-shot model may end with its
-    # answer instead of an EOS; for others no look at each token is needed.
+    # Generate, with smaller batches if memory runs out. A base model without chat template gets
+    # solved examples (few-shot) and would go on with more of them, so its tokens are checked.
     stop_fn = codec.ends_with_answer if codec.few_shot else None
     attempt = functools.partial(
         grpo.generate,
@@ -314,8 +314,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
     """Step 4: verify and score the peers' groups here, drop those without information, and draw J
     of the rest uniformly.
 
-    If fewer than J are left, the rest is drawn from older rounds, at most ROLLOUT_MAX_AGE rounds
-    back.
+    If fewer than J are left, the rest is drawn from older rounds, at most ROLLOUT_MAX_AGE (4)
+    rounds back.
     """
     config = run.config
     started = time.monotonic()
@@ -597,8 +597,8 @@ def drop_unlikely(run: Run, node: Node, groups: "list[grpo.Group]") -> "list[grp
     quantile of this node's own completions. Off by default.
 
     Very unlikely text can dominate the gradient, up to 90% of it in our study (cf.
-    arXiv:2605.22537). It is dropped before advantages are computed. If an unlikely right answer
-    were dropped afterwards, only the negative advantages of its group would be left.
+    arXiv:2605.22537). Completions are dropped first, and advantages are computed from the rest. In
+    the other order, dropping the only right answer would leave only negative advantages.
     """
     if not groups or run.config.EXTERNAL_FLOOR == 0:
         return groups
@@ -662,13 +662,16 @@ def next_round(run: Run) -> int | None:
 def wait_for_round(run: Run, own: int) -> int:
     """Block until round `own` or a later one is open, and return it.
 
-    This process opens `own` itself once it has seen no live coordinator, since it started or since
-    it last saw one, for
+    If no coordinator is alive, this process opens `own` itself, once the last sighting of one (or
+    its own start) is this long ago:
 
         COORDINATOR_ROUND_INTERVAL   (60 s) in its first round, while fewer than NUM_WORKERS workers
-                                     have registered,
-        2 s                          if other nodes exist and this process runs a single node,
-        0 s                          otherwise.
+                                     have registered
+        2 s                          if other nodes exist and this process runs a single node
+        0 s                          otherwise
+
+    Without any coordinator only the first round waits, therefore. Later the fastest worker opens
+    each round at once.
 
     A killed coordinator counts as alive for STALE_AFTER_SECONDS (300 s; `DriveStore.node_status`).
     If no other node ever registered, a resumed process repeats the rounds since its checkpoint.
@@ -747,7 +750,8 @@ def finish_round(run: Run, t: int) -> None:
     if checkpoint_is_due or t == last:
         save_checkpoint(run)
 
-    # A resumed node may still draw from the rounds since its checkpoint and ROLLOUT_MAX_AGE back.
+    # A resumed node repeats the rounds since its checkpoint, and the first of these may draw from
+    # ROLLOUT_MAX_AGE rounds earlier. Keep them all.
     if config.ROLLOUT_CLEANUP_ENABLED:
         needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE
         num_kept = max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
