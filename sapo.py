@@ -1343,8 +1343,8 @@ def load_latest_checkpoint(run: Run) -> None:
 def must_have_checkpoint(run: Run) -> bool:
     """Whether a node's own rewards show that a checkpoint has been written.
 
-    The first one is due when CHECKPOINT_INTERVAL rounds have ended. If there is
-    a reward of a later round, that round has ended.
+    The first one is due when CHECKPOINT_INTERVAL rounds have ended. A round has ended if there is a
+    reward of a later one.
     """
     saved_interval = coordinator.saved_setting(run.store, "CHECKPOINT_INTERVAL", default=1)
     interval = max(run.config.CHECKPOINT_INTERVAL, saved_interval)
