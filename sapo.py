@@ -114,6 +114,8 @@ class Node:
     pending: list = field(default_factory=list)
     # Numbers about the current stage, for the log and for the reward file.
     metrics: dict = field(default_factory=dict)
+    # The metrics of each stage of this round.
+    stage_metrics: list[dict] = field(default_factory=list)
 
 
 @dataclass
@@ -579,6 +581,7 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
         "total_reward": node.total_reward,
     }
     run.log.queue(f"{node.id}/metrics.jsonl", json.dumps(row))
+    node.stage_metrics.append(node.metrics)
 
 
 def held_out_accuracy(run: Run, node: Node, t: int) -> float:
@@ -750,13 +753,11 @@ def finish_round(run: Run, t: int) -> None:
     if checkpoint_is_due or t == last:
         save_checkpoint(run)
 
-    # A resumed node repeats the rounds since its checkpoint, and the first of these may draw from
-    # ROLLOUT_MAX_AGE rounds earlier. Keep them all.
+    # Delete or archive old rollouts.
     if config.ROLLOUT_CLEANUP_ENABLED:
-        needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE
-        num_kept = max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
+        oldest_kept = t + 1 - max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, config.min_kept_rounds)
         for node in run.nodes:
-            run.store.prune_rollouts(node.id, t + 1 - num_kept, config.ROLLOUT_ARCHIVE_OLD)
+            run.store.prune_rollouts(node.id, oldest_kept, config.ROLLOUT_ARCHIVE_OLD)
 
     # Forget what no later round draws from. A file that could not be used is read again.
     oldest = t - config.ROLLOUT_MAX_AGE
@@ -875,7 +876,8 @@ class Config:
         "silence after which a node counts as dead", (1, 86400))
     ROLLOUT_CLEANUP_ENABLED: bool = setting(False, "remove old rollouts", scope="swarm")
     ROLLOUT_KEEP_LAST_N_ROUNDS: int = setting(10,
-        "rounds of rollouts to keep", (1, 10**6), scope="swarm")
+        "rounds of rollouts to keep, at least CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE",
+        (1, 10**6), scope="swarm")
     ROLLOUT_ARCHIVE_OLD: bool = setting(False,
         "move old rollouts to archives/ instead of deleting them", scope="swarm")
     CHECKPOINT_INTERVAL: int = setting(10, "rounds between checkpoints", (1, 10**6), scope="swarm")
@@ -923,11 +925,18 @@ class Config:
         return self.node_ids[0] if self.NODE_ROLE == "worker" else self.NODE_ID
 
     @property
+    def min_kept_rounds(self) -> int:
+        """How many rounds of rollouts must be kept. A resumed node repeats the rounds since its
+        checkpoint, and the first of these may draw from ROLLOUT_MAX_AGE rounds earlier."""
+        return self.CHECKPOINT_INTERVAL + self.ROLLOUT_MAX_AGE
+
+    @property
     def max_rollout_bytes(self) -> int:
-        """Size limit of a peer's rollout file, far above what I groups of G completions need."""
-        completions = self.NUM_TRAIN_SAMPLES * self.NUM_GENERATIONS * self.MAX_STAGES
+        """Size limit of a peer's rollout file, far above what its groups need."""
+        groups = self.NUM_TRAIN_SAMPLES * self.LOCAL_OVERSAMPLE * self.MAX_STAGES
         bytes_per_completion = 64 * (self.MAX_NEW_TOKENS + 16)
-        return min(drive_store.MAX_JSON_BYTES, (1 << 18) + completions * bytes_per_completion)
+        bytes_per_group = (1 << 13) + self.NUM_GENERATIONS * bytes_per_completion  # 8 kB: question
+        return min(drive_store.MAX_JSON_BYTES, (1 << 18) + groups * bytes_per_group)
 # fmt: on
 
 
@@ -1028,6 +1037,12 @@ def read_environment(environ) -> tuple[dict, list[str]]:
         path = env["GDRIVE_PATH"]
         mistakes.append(f"GDRIVE_PATH={path!r}: its parent directory does not exist")
 
+    # All settings but the token are written to files that peers read.
+    secret = env.get(SECRET)
+    for name, value in env.items():
+        if secret and name != SECRET and secret in str(value):
+            mistakes.append(f"{name}: it contains the token of {SECRET}, which is never written")
+
     if mistakes:
         raise ConfigError("these settings cannot be used:\n  " + "\n  ".join(mistakes + warnings))
     return env, warnings
@@ -1050,9 +1065,13 @@ def parse_settings(values, mistakes: list[str], where: str = "") -> dict:
 
     if parsed.get("TASKS", "auto") != "auto":
         tasks = re.findall(r"[^\s,]+", parsed["TASKS"])
-        for task in tasks:
-            if task not in grpo.TASK_TABLE:
-                mistakes.append(f"TASKS{where}: {grpo.why_refused(task)}")
+        unknown = [task for task in tasks if task not in grpo.TASK_TABLE]
+        for task in unknown[:5]:
+            mistakes.append(f"TASKS{where}: {grpo.why_refused(task)}")
+        if len(unknown) > 5:
+            mistakes.append(f"TASKS{where}: {len(unknown) - 5} more are unknown")
+        if not tasks:
+            mistakes.append(f"TASKS{where}: expected at least one task, or auto")
         parsed["TASKS"] = ",".join(tasks)
     return parsed
 
@@ -1582,8 +1601,10 @@ def run_worker(
     log.info(format_samples(run.initial_samples), topic="sample")
 
     log.show_bar(config.MAX_ROUNDS, run.last_finished_round + 1, "round")
+    signals.is_training = True
     try:
         train(run)
+        signals.is_training = False
         outcome = "finished"
         finish_run(run)
     except StopTraining as stop:
@@ -1741,6 +1762,12 @@ def register_nodes(run: Run) -> None:
     if config.NUM_TRANSPLANT_TREES == 0:
         text = "NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)"
         run.log.info(text, topic="start")
+    if (
+        config.ROLLOUT_CLEANUP_ENABLED
+        and config.ROLLOUT_KEEP_LAST_N_ROUNDS < config.min_kept_rounds
+    ):
+        text = f"rollouts of {config.min_kept_rounds} rounds are kept, which a resumed node needs"
+        run.log.info(f"{text}: CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE", topic="start")
 
     # One forecast of the disk space that checkpoints and final models will take.
     checkpoint_bytes = sum(tensor.nbytes for tensor in checkpoint_tensors(run.nodes).values())
@@ -1748,7 +1775,7 @@ def register_nodes(run: Run) -> None:
     for node in run.nodes:
         model_bytes += sum(p.nbytes for p in node.model.parameters())
     needed = ((config.CHECKPOINT_KEEP + 1) * checkpoint_bytes + model_bytes) / 1e9
-    free = shutil.disk_usage(config.GDRIVE_PATH).free / 1e9
+    free = store.retry(shutil.disk_usage, config.GDRIVE_PATH).free / 1e9
     what = f"{len(nodes)} node(s), model {config.MODEL_NAME} on {config.DEVICE} ({config.DTYPE})"
     disk = f"for checkpoints and models {needed:.2g} GB on disk, {free:.1f} free"
     text = f"{what}, round {run.last_finished_round + 1}; {disk}"
@@ -1759,16 +1786,14 @@ def run_reader(env: dict, signals: "SignalHandler") -> str:
     """Run monitor, validate or report. They change no experiment and load no model."""
     config = Config(**env)
     path = config.GDRIVE_PATH
-    names = list_experiments(path)
     if config.NODE_ROLE == "report":
-        return run_report(path, names, env.get("EXPERIMENT_NAME", "*"))
+        return run_report(path, env.get("EXPERIMENT_NAME", "*"))
 
-    name = config.EXPERIMENT_NAME
-    if name not in names:
-        others = coordinator.join_names(names) or "none"
-        print(f"no experiment {name!r} in {path}; there are: {others}")
+    try:
+        store = open_experiment(path, config.EXPERIMENT_NAME)
+    except drive_store.StoreError as error:
+        print(error)
         return "invalid"
-    store = drive_store.DriveStore(path, name)
     if config.NODE_ROLE == "monitor":
         once = not (sys.stdout.isatty() or coordinator.in_notebook())
         max_rounds = env.get("MAX_ROUNDS")
@@ -1793,10 +1818,10 @@ def run_reader(env: dict, signals: "SignalHandler") -> str:
     return "invalid" if problems else "valid"
 
 
-def run_report(path: str, names: list[str], pattern: str) -> str:
+def run_report(path: str, pattern: str) -> str:
     """Compare the experiments whose names match `pattern`; print the table, write it and a plot to
     reports/."""
-    rows = compare_experiments(path, fnmatch.filter(names, pattern))
+    rows = compare_experiments(path, fnmatch.filter(list_experiments(path), pattern))
     if not rows:
         print(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
         return "invalid"
@@ -1904,17 +1929,14 @@ def wrap_text(text: str) -> str:
 
 
 def log_round_metrics(run: Run, t: int) -> None:
-    """Log the mean metrics of this process's nodes, with VERBOSE each node's too, and a hint if ten
-    rounds gave no signal."""
+    """Log the metrics of a round, as means over its stages and the nodes of this process; with
+    VERBOSE those of each node, too. A hint follows if ten rounds gave no signal."""
     config = run.config
-    names = set()
+    stages = []
     for node in run.nodes:
-        names |= node.metrics.keys()
-    names.discard("external_ages")  # a list
-    mean = {}
-    for name in names:
-        mean[name] = coordinator.nanmean(node.metrics.get(name) for node in run.nodes)
-    run.history.append(mean | {"ended": time.monotonic()})
+        stages += node.stage_metrics
+    mean = mean_metrics(stages)
+    run.history.append(mean)
 
     # The line of the process. Peers' files that come late are named with the variable that helps.
     round_text = coordinator.format_round(t, config.MAX_ROUNDS)
@@ -1934,17 +1956,27 @@ def log_round_metrics(run: Run, t: int) -> None:
 
     # A line for each of several nodes.
     for node in run.nodes if not is_single else ():
-        history = [node.metrics | {"ended": time.monotonic()}]
+        history = [mean_metrics(node.stage_metrics)]
         label = f"{node.id} {round_text}"
         line = coordinator.format_metrics(label, history, run.start_time, rounds_left, [])
         run.log.info(line, topic="round", file_only=not config.VERBOSE)
     run.log.update_bar(t + 1)
+    for node in run.nodes:
+        node.stage_metrics = []
 
     recent = run.history[-10:]
     has_signal = any(metrics["informative_groups"] for metrics in recent)
     if len(run.history) % 10 == 0 and not has_signal:
         reason = coordinator.diagnose_no_signal(recent)
         run.log.event("no signal", f"for 10 rounds: {reason}", round=t)
+
+
+def mean_metrics(stages: list[dict]) -> dict:
+    """The mean of each metric over several stages or nodes, and the time at which they ended."""
+    mean = {"ended": time.monotonic()}
+    for name in {name for metrics in stages for name in metrics} - {"external_ages"}:  # a list
+        mean[name] = coordinator.nanmean(metrics.get(name) for metrics in stages)
+    return mean
 
 
 def sample_answers(run: Run) -> list[dict]:
@@ -2027,6 +2059,7 @@ class SignalHandler:
     def __init__(self):
         self.requested = 0
         self.is_quiet = False  # another process says it
+        self.is_training = False  # a round that has begun is finished
         self._last_signal_at = 0.0
         self._old_handlers = {}
         if threading.current_thread() is not threading.main_thread():
@@ -2056,7 +2089,8 @@ class SignalHandler:
         if self.requested > 1:
             raise KeyboardInterrupt
         if not self.is_quiet:
-            text = "\nstopping (a round is finished first); once more to exit at once"
+            first = " (a round is finished first)" if self.is_training else ""
+            text = f"\nstopping{first}; once more to exit at once"
             with contextlib.suppress(
                 OSError, RuntimeError
             ):  # a closed terminal; an interrupted print
@@ -2066,14 +2100,36 @@ class SignalHandler:
 # -------- Functions for notebooks -----------------------------------------------------------------
 
 
+def open_experiment(path, name: str) -> "drive_store.DriveStore":
+    """A reader's store of an experiment below the shared folder `path`. Raises StoreError, which
+    says which experiments there are, if there is none of this name."""
+    names = list_experiments(path)
+    if name in names:
+        return drive_store.DriveStore(path, name)
+
+    # The names that resemble it most come first.
+    def similarity(other: str) -> float:
+        return difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio()
+
+    names.sort(key=similarity, reverse=True)
+    others = coordinator.join_names(names, 8) or "none"
+    raise drive_store.StoreError(f"no experiment {name!r} in {path}; there are: {others}")
+
+
 def get_experiment_status(path, name: str) -> dict:
-    """Status of an experiment below the shared folder `path`: current_round, num_active_peers, …"""
-    return coordinator.experiment_status(drive_store.DriveStore(path, name))
+    """Status of an experiment below the shared folder `path`: current_round, num_active_peers, …
+
+    Raises StoreError if there is none of this name.
+    """
+    return coordinator.experiment_status(open_experiment(path, name))
 
 
 def get_experiment_metrics(path, name: str):
-    """One row per node, round and stage: a pandas.DataFrame if pandas is installed, else a list."""
-    rewards = coordinator.all_rewards(drive_store.DriveStore(path, name))
+    """One row per node, round and stage: a pandas.DataFrame if pandas is installed, else a list.
+
+    Raises StoreError if there is no experiment of this name.
+    """
+    rewards = coordinator.all_rewards(open_experiment(path, name))
     try:
         import pandas
     except ImportError:
@@ -2109,13 +2165,10 @@ def compare_experiments(path, names=None) -> list[dict]:
 # -------- Main ------------------------------------------------------------------------------------
 
 
-def main(environ=None) -> int:
-    """Run the role that the environment asks for and return the exit status. The environment is
-    read only here."""
-    environ = os.environ if environ is None else environ
-    environ = {name: str(value) for name, value in environ.items()}
+def run_environment(environ: dict[str, str], signals: SignalHandler) -> int:
+    """Run the role that `environ` asks for, print why it failed if it did, and return the exit
+    status."""
     secret = environ.get(SECRET, "").strip()
-    signals = SignalHandler()
     try:
         env, notes = read_environment(environ)
         if env.get("NODE_ROLE") in ("monitor", "report", "validate"):
@@ -2128,13 +2181,35 @@ def main(environ=None) -> int:
         return 130
     except (ConfigError, grpo.ModelError, drive_store.StoreError, MemoryError) as error:
         reason = str(error)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         path = environ.get("GDRIVE_PATH", "auto")
         reason = f"GDRIVE_PATH={path} cannot be used: {drive_store.printable(error, 300)}"
-    finally:
-        signals.uninstall()
     print(reason.replace(secret, "***") if secret else reason, flush=True)
     return 2
+
+
+def main(environ=None) -> int:
+    """Run the role that the environment asks for and return the exit status. The environment is
+    read only here."""
+    environ = os.environ if environ is None else environ
+    environ = {name: str(value) for name, value in environ.items()}
+
+    # Print "?" for what the terminal's encoding lacks. (A notebook's stdout needs no such care.)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+
+    signals = SignalHandler()
+    status = 0
+    try:
+        status = run_environment(environ, signals)
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads it any more, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
+    finally:
+        signals.uninstall()
+    return status
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import coordinator
 import grpo
 import sapo
-from grpo import HELD_OUT_SEEDS, PAPER_TASKS, TASK_TABLE, TINY_TASKS, Codec, Group
-from test_sapo import assert_close, config_error, flat_weights, make_config, our_update
+from grpo import HELD_OUT_SEEDS, PAPER_TASKS, TASK_TABLE, TINY_TASKS, Codec, Group, make_question
+from test_sapo import assert_close, config_error, flat_weights, make_config, new_store, our_update
 from test_sapo import ragged_groups, reference_logprobs, small_gpt2, update_settings
 
 torch.set_num_threads(1)
@@ -767,6 +767,29 @@ def test_L9_unlikely_external_completions_are_dropped_before_advantages_are_comp
         assert len(expected) == 0
     else:
         assert 1 <= len(expected) < 16
+
+
+@pytest.mark.parametrize("oversample, num_generations", [(1, 2), (64, 8), (8, 64)])
+def test_L4_the_largest_file_that_an_honest_peer_publishes_is_read(
+    tmp_path, oversample, num_generations
+):
+    config = make_config(
+        MODEL_NAME="tiny", NUM_GENERATIONS=num_generations, LOCAL_OVERSAMPLE=oversample
+    )
+    completion = {"response": "☃" * 40, "reward": 1.0, "finished": True}  # three bytes each
+    groups = {}
+    for i in range(config.NUM_TRAIN_SAMPLES * oversample):
+        question = make_question(PAPER_TASKS[i % 9], i)
+        groups[str(i)] = {
+            "task": question.task,
+            "seed": question.seed,
+            "prompt": question.text,
+            "answer": question.answer,
+            "completions": [completion] * num_generations,
+        }
+    store = new_store(tmp_path, "p")
+    store.publish_rollouts(0, 0, "p", {}, groups)
+    assert len(store.fetch_rollouts(0, 0, "p", config.max_rollout_bytes)) == len(groups)
 
 
 def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):

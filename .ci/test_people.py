@@ -22,13 +22,14 @@ import huggingface_hub
 import pytest
 import torch
 from jupyter_client.manager import start_new_kernel
+from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 import coordinator
 import grpo
 import sapo
-from drive_store import DriveStore
+from drive_store import DriveStore, StoreError
 from test_swarm import LEARNING, QUICK, ROOT, Process, drive, experiment_dir  # noqa: F401
 from test_swarm import latest_checkpoint_round, read_heartbeat, read_log, repeatable_metrics
 from test_swarm import rounds_of, store_of, to_environ, wait_until
@@ -118,6 +119,34 @@ def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, mon
     monkeypatch.setattr(sapo, "policy_gradient", press_twice)
     assert run(tmp_path) == 130
     assert not repeatable_metrics(tmp_path), "the round was finished"
+
+
+def test_U2_L6_ctrl_c_in_a_warm_start_is_obeyed_at_once_and_the_next_start_waits_for_nobody(
+    tmp_path, monkeypatch, capsys
+):
+    real_step = sapo.log_warm_start
+    steps = []
+
+    def press_in_step_three(log, signals, started, step, *more):
+        steps.append(step)
+        if step == 3 and len(steps) == 3:
+            os.kill(os.getpid(), SIGINT)
+        real_step(log, signals, started, step, *more)
+
+    monkeypatch.setattr(sapo, "log_warm_start", press_in_step_three)
+    settings = {"MAX_ROUNDS": 2, "WARM_START_STEPS": 20}
+    assert run(tmp_path, **settings) == 130
+    assert steps == [1, 2, 3]
+    assert "\nstopping; once more to exit at once" in capsys.readouterr().out
+    assert os.listdir(tmp_path / "warmstart") == []
+
+    # Another name starts at once, also beside what older versions left or a stranger plants there.
+    claim = tmp_path / "warmstart/0123456789abcdef.claim.json"
+    claim.write_text(json.dumps({"time": time.time() + 10**6}))
+    started = time.monotonic()
+    assert run(tmp_path, **settings, NODE_ID="other") == 0
+    assert time.monotonic() - started < 30
+    assert "waits for" not in capsys.readouterr().out
 
 
 def processes_of_session(leader: int) -> list[int]:
@@ -235,6 +264,36 @@ def test_U3_each_round_has_a_line_and_the_end_says_what_was_learned_and_where_th
 def test_U3_the_summary_says_whether_the_rewards_rose(beginning, rewards, informative):
     history = [{"reward": reward, "informative_groups": informative} for reward in rewards]
     assert coordinator.learning_summary(history, "all").startswith(beginning)
+
+
+def test_U3_the_metrics_of_a_round_are_means_over_its_stages(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run(tmp_path, **LEARNING | {"MAX_STAGES": 2, "MAX_ROUNDS": 3}) == 0
+    rewards = {}
+    for (round_, _, _), row in repeatable_metrics(tmp_path).items():
+        rewards.setdefault(round_, []).append(row["reward"])
+    printed = re.findall(
+        r"^2 nodes (\d)/3 \| reward (\d\.\d\d)", capsys.readouterr().out, re.MULTILINE
+    )
+    assert len(printed) == 3
+    for round_, reward in printed:
+        assert len(rewards[int(round_)]) == 4
+        assert abs(float(reward) - sum(rewards[int(round_)]) / 4) < 0.006
+
+
+@pytest.mark.parametrize("settings", [
+    {"NODE_ROLE": "monitor"}, {"NODE_ROLE": "report"}, {"NODE_ROLE": "validate"}, {"MAX_ROUNDS": 3},
+])  # fmt: skip
+def test_U1_U3_U5_no_terminal_and_no_pipe_ends_a_role_with_a_traceback(tmp_path, settings):
+    assert run(tmp_path, MAX_ROUNDS=2) == 0
+    settings = {**QUICK, "LOCAL_NODES": 2, "NODE_ID": "n", "GDRIVE_PATH": tmp_path, **settings}
+    settings |= {"COLUMNS": 10, "PYTHONIOENCODING": "ascii"}
+    command = f"set -o pipefail; {sys.executable} sapo.py"
+    for reader in ("cat", "head -1", "true"):
+        done = run_command("bash", "-c", f"{command} | {reader}", **settings)
+        assert "Traceback" not in done.stdout + done.stderr
+        assert "Exception ignored" not in done.stderr
+        assert done.returncode in (0, 1), done.stdout + done.stderr  # validate finds faults
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -466,6 +525,11 @@ def test_U5_the_functions_for_notebooks_return_what_is_in_the_folder(tmp_path):
     assert sapo.list_experiments(tmp_path) == ["x"]
     assert sapo.list_experiments(tmp_path / "no") == []
 
+    # A name that does not exist is an error that names those that do.
+    for function in (sapo.get_experiment_status, sapo.get_experiment_metrics):
+        with pytest.raises(StoreError, match="no experiment 'nosuch'.*there are: x"):
+            function(tmp_path, "nosuch")
+
     metrics = sapo.get_experiment_metrics(tmp_path, "x")
     rows = metrics[["round", "node_id", "my_reward"]].values.tolist()
     assert rows == [[0, "n1", 0.25], [0, "n2", 0.25], [1, "n1", 0.25], [1, "n2", 0.25]]
@@ -549,6 +613,28 @@ def test_U8_a_final_model_is_an_ordinary_folder_with_the_same_logits_and_the_pri
     done = run_command("bash", "-c", line)
     assert done.returncode == 0, done.stderr
     assert "generated_text" in done.stdout
+
+
+def test_U8_F2_a_disk_that_is_full_when_the_model_is_exported_is_an_outage(
+    tmp_path, monkeypatch, capsys
+):
+    works = GPT2LMHeadModel.save_pretrained
+    failures = [SafetensorError("Error while serializing: No space left on device")] * 2
+
+    def fail_twice(model, folder, **more):
+        assert tmp_path in Path(folder).parents, "it is written elsewhere first"
+        if failures:
+            raise failures.pop()
+        return works(model, folder, **more)
+
+    monkeypatch.setattr(GPT2LMHeadModel, "save_pretrained", fail_twice)
+    assert run(tmp_path, MAX_ROUNDS=2) == 0
+    output = capsys.readouterr().out
+    assert not failures
+    assert output.count("outage: the shared folder fails (Error while serializing") == 1
+    assert output.count("outage over") == 1
+    for node_id in ("n_0", "n_1"):
+        AutoModelForCausalLM.from_pretrained(experiment_dir(tmp_path) / "models" / node_id)
 
 
 @pytest.mark.parametrize("is_down", [False, True])

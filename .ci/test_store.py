@@ -291,6 +291,33 @@ def test_F2_training_waits_for_the_folder_and_goes_on_unless_it_is_stopped(
             assert len(read_log(experiment_dir, f"{node_id}/metrics.jsonl")) == 6
 
 
+@pytest.mark.parametrize("name", ["mkdir", "disk_usage"])
+def test_F2_a_start_waits_for_a_folder_that_fails_for_a_moment(drive, monkeypatch, capsys, name):
+    """mkdir: of the experiment's folders; disk_usage: for the forecast of the disk space."""
+    module = os if name == "mkdir" else shutil
+    works = getattr(module, name)
+    failures = [OSError(errno.EIO, "Input/output error"), OSError(errno.ENOTCONN, "not connected")]
+
+    def fail_twice(path, *args, **kwargs):
+        if failures and "drive" in str(path):
+            raise failures.pop()
+        return works(path, *args, **kwargs)
+
+    monkeypatch.setattr(module, name, fail_twice)
+    assert run(drive, MAX_ROUNDS=1) == 0
+    output = capsys.readouterr().out
+    assert not failures
+    assert output.count("outage: the shared folder fails") == 1
+    assert output.count("outage over") == 1
+
+
+def test_F2_a_gdrive_path_that_is_no_folder_is_an_error_and_no_outage(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    assert run(tmp_path / "file") == 2
+    assert f"GDRIVE_PATH={tmp_path / 'file'} cannot be used" in capsys.readouterr().out
+    assert (tmp_path / "file").read_text() == "x"
+
+
 def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(drive, monkeypatch):
     store = DriveStore(drive, "y", "p")
     store.create(["p", "q"])
@@ -364,6 +391,39 @@ def test_F4_the_newest_readable_checkpoint_is_loaded_and_if_there_is_none_the_st
     assert repeatable_results(experiment_dir) == repeatable_results(undisturbed / "experiments/x")
 
 
+def test_F3_planted_checkpoints_cost_a_node_none_of_its_own_and_old_ones_leave_no_folders(drive):
+    assert run(drive, "x", MAX_ROUNDS=8) == 0
+    folder = drive / "experiments/x/checkpoints/n_0"
+    (folder / "round_999998.safetensors").write_text("x")
+    (folder / "round_999999.safetensors").symlink_to(drive / "experiments/x/config.json")
+
+    # The process keeps its own newest two, starts again in spite of the planted ones, and leaves no
+    # folder behind but those of its nodes.
+    for max_rounds in (10, 14):
+        assert run(drive, "x", MAX_ROUNDS=max_rounds) == 0
+        own = [path.name[6:12] for path in sorted(folder.iterdir())][:-2]
+        assert own == [f"{max_rounds - 3:06d}", f"{max_rounds - 1:06d}"]
+    assert {path.name for path in folder.parent.iterdir()} == {"n_0", "n_1"}
+
+
+def test_F4_planted_files_neither_finish_a_node_nor_refuse_a_new_one(drive, capsys):
+    # An empty checkpoint of the last round and a file in place of a model do not end a node's run.
+    assert run(drive, MAX_ROUNDS=4) == 0
+    experiment_dir = drive / "experiments/y"
+    (experiment_dir / "checkpoints/n_0/round_000005.safetensors").write_bytes(b"")
+    capsys.readouterr()
+    assert run(drive) == 0
+    assert "already finished" not in capsys.readouterr().out
+    assert DriveStore(drive, "y").read_reward(5, 0, "n_1") is not None
+
+    # Nor does such a file in the folder of a node that has never registered keep it out.
+    folder = experiment_dir / "checkpoints/anna"
+    folder.mkdir()
+    (folder / "round_000000.safetensors").write_bytes(b"")
+    assert run(drive, **JOINING | {"NODE_ID": "anna", "MAX_ROUNDS": 8}) == 0
+    assert DriveStore(drive, "y").read_reward(7, 0, "anna") is not None
+
+
 # -------- F5: retention ---------------------------------------------------------------------------
 
 
@@ -373,7 +433,7 @@ def rollouts_in(folder: Path) -> set[tuple]:
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(drive, archive):
+def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(drive, archive, capsys):
     store = DriveStore(drive, "y", "human")
     store.create(["human"])
     for t in (0, 4, 7):
@@ -383,8 +443,10 @@ def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(drive, 
     settings |= dict(ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_ARCHIVE_OLD=archive)
     assert run(drive, **settings) == 0
 
-    # A node that resumes may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds.
-    # The files of another node stay.
+    # A node that resumes may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds, which the start
+    # says. The files of another node stay.
+    text = "rollouts of 3 rounds are kept, which a resumed node needs: CHECKPOINT_INTERVAL"
+    assert text in capsys.readouterr().out
     published = {*itertools.product(range(9), ("n_0", "n_1"))}
     needed = {(t, node_id) for t, node_id in published if t >= 6}
     of_others = {(t, "human") for t in (0, 4, 7)}

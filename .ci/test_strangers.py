@@ -276,6 +276,53 @@ def test_X1_X3_texts_and_numbers_of_strangers_neither_end_nor_hold_up_nor_deceiv
     assert is_safe_to_print(capsys.readouterr().out)
 
 
+def test_X1_the_keys_of_a_strangers_config_json_are_printed_safely(tmp_path, capsys):
+    # Two experiments that differ in a setting of a name that would control the terminal.
+    evil = "A\x1b]0;X\x07\u202e"
+    for name, value in (("a", 1), ("b", 2)):
+        store = DriveStore(tmp_path, name, "p")
+        store.create(["p"])
+        store.register(["p"], "worker", {})
+        settings = dict.fromkeys(coordinator.ARM_SETTINGS, 1) | {evil.upper(): value}
+        store.write_atomic("config.json", drive_store.dump_json(settings))
+        store.open_round(0, "p")
+        store.submit_reward(0, 0, "p", {"reward": 0.5})
+
+    assert run(tmp_path, "*", NODE_ROLE="report") == 0
+    output = capsys.readouterr().out
+    assert "A?]0;X??" in output
+    assert is_safe_to_print(output)
+    assert is_safe_to_print((tmp_path / "reports/report.md").read_text())
+
+
+def test_X2_an_experiments_folder_that_is_a_link_is_refused(tmp_path, capsys):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/kept").write_text("x")
+    before = contents(tmp_path / "outside")
+    drive = tmp_path / "drive"
+    (drive / "experiments").mkdir(parents=True)
+    (drive / "experiments/y").symlink_to(tmp_path / "outside")
+
+    assert run(drive, MAX_ROUNDS=1) == 2
+    assert run(drive, NODE_ROLE="coordinator") == 2
+    assert capsys.readouterr().out.count("is a link: choose another EXPERIMENT_NAME") == 2
+    assert contents(tmp_path / "outside") == before
+
+
+def test_X3_twelve_thousand_unknown_tasks_in_config_json_are_refused_in_a_few_lines(
+    tmp_path, capsys
+):
+    store = DriveStore(tmp_path, "y", "p")
+    store.create(["p"])
+    tasks = ",".join(f"nonsense_{i}" for i in range(4000))
+    store.write_atomic("config.json", {"TASKS": tasks})
+    with time_limit(5):
+        assert run(tmp_path, TASKS=None) == 2
+    output = capsys.readouterr().out
+    assert "3995 more are unknown" in output
+    assert output.count("\n") < 20
+
+
 # -------- X3: damaged JSON ------------------------------------------------------------------------
 
 RAW = {  # what JSON text may hold and json.dumps does not write
@@ -654,3 +701,15 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
     shown += [str(contents(drive)), str(sorted(drive.rglob("*")))]
     assert len(shown) > 9
     assert not any("0123456789" in text or "SECRET" in text for text in shown)
+
+
+def test_X4_a_setting_that_contains_the_token_is_refused_because_settings_are_written(
+    tmp_path, capsys
+):
+    secret = "hf_0123456789abcdefSECRET"
+    settings = {"HUGGINGFACE_ACCESS_TOKEN": secret, "MODEL_NAME": f"/models/{secret}/model"}
+    assert run(tmp_path / "drive", **settings) == 2
+    output = capsys.readouterr().out
+    assert "MODEL_NAME: it contains the token of HUGGINGFACE_ACCESS_TOKEN" in output
+    assert secret not in output
+    assert not (tmp_path / "drive").exists()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -438,6 +439,26 @@ def test_S3_a_round_waits_for_peers_once_and_only_for_those_that_published_the_r
 # -------- S4: two processes of one name -----------------------------------------------------------
 
 
+def test_S1_a_coordinator_that_does_not_see_its_own_registration_yet_goes_on(drive, monkeypatch):
+    latest_sessions = DriveStore.latest_sessions
+    listings = []
+
+    def stale_listing(store):
+        sessions = latest_sessions(store)
+        listings.append(sessions)
+        if len(listings) < 4:  # it shows elsewhere after a while
+            sessions.pop("coordinator", None)
+        return sessions
+
+    monkeypatch.setattr(DriveStore, "latest_sessions", stale_listing)
+    worker = store_of(drive, "n1")
+    submit_reward(worker, 0, "n1")
+    worker.write_heartbeat("n1", worker.latest_sessions()["n1"], 0, "done")
+    settings = {**QUICK, "GDRIVE_PATH": drive, "NODE_ROLE": "coordinator", "MAX_ROUNDS": 1}
+    assert sapo.main(to_environ(settings)) == 0
+    assert len(listings) > 4
+
+
 @pytest.mark.parametrize("name", ["twin", "coordinator"])
 def test_S4_of_two_processes_of_one_name_the_older_says_so_and_stops_with_status_3(drive, name):
     older = Process(drive, name).start().wait_until_registered()
@@ -455,6 +476,32 @@ def test_S4_of_two_processes_of_one_name_the_older_says_so_and_stops_with_status
     assert newer.child.is_alive()
     assert read_heartbeat(drive, name)["state"] == "running"
     assert newer.send(signal.SIGINT).wait_for_exit(30) == 130
+
+
+def test_S4_processes_of_one_name_and_different_local_nodes_share_no_file(drive):
+    two = Process(drive, "anna", LOCAL_NODES=2).start().wait_until_registered()
+    one = Process(drive, "anna", LOCAL_NODES=1).start().wait_until_registered()
+    wait_until(lambda: all(latest_checkpoint_round(drive, name) for name in ("anna", "anna_0")))
+    for process in (two, one):
+        assert process.send(signal.SIGINT).wait_for_exit(30) == 130
+    folders = {path.parent.name for path in experiment_dir(drive).glob("checkpoints/*/*")}
+    assert folders == {"anna", "anna_0"}
+
+
+def test_S4_a_start_that_is_refused_leaves_the_temporary_files_of_the_running_process(
+    drive, monkeypatch, capsys
+):
+    running = Process(drive, "anna").start().wait_until_registered()
+    wait_until(lambda: latest_checkpoint_round(drive, "anna"))
+    temp = experiment_dir(drive) / "tmp/anna/on_its_way"
+    temp.write_text("x")
+
+    # Its checkpoints cannot be used, so the second start is refused before it registers.
+    monkeypatch.setattr(sapo, "load_checkpoint", Mock(side_effect=ValueError("damaged")))
+    assert sapo.main(to_environ(running.settings)) == 2
+    assert "cannot be used" in capsys.readouterr().out
+    assert temp.exists()
+    assert running.send(signal.SIGINT).wait_for_exit(30) == 130
 
 
 # -------- S5: engines and signals -----------------------------------------------------------------
