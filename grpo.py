@@ -736,7 +736,7 @@ import reasoning_gym
 from reasoning_gym.arithmetic import basic_arithmetic
 from reasoning_gym.code.contrib.bfit.Compiler import Optimizer as bf_optimizer
 from reasoning_gym.logic.propositional_logic import Expression
-from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
+from reasoning_gym.utils import SYSTEM_PROMPTS
 
 # name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: text
 # of peers reaches it. First come the paper's nine tasks, then eight that are small enough for
@@ -826,6 +826,20 @@ def first_valid_question(task: str, seed: int) -> Question:
     return make_question(task, seed + 50)  # fifty failures in a row are a bug, so let it raise
 
 
+def first_solved_question(task: str, seed: int) -> Question:
+    """The first question from this seed on whose own answer earns the full reward.
+
+    The example answers of propositional_logic fail its verifier once in a hundred times. As solved
+    examples they would teach what is not rewarded.
+    """
+    for _ in range(50):
+        question = first_valid_question(task, seed)
+        if compute_reward(question, f"<answer>{question.answer}</answer>") == 1:
+            return question
+        seed = question.seed + 1
+    raise QuestionError(f"{task}: its own answers do not earn its own full score")
+
+
 def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisors) -> list[int]:
     """reasoning-gym's own search, which tries every number up to the root of the gcd, with a bound.
 
@@ -884,14 +898,15 @@ def verifier_score(question: Question, answer: str) -> float:
 
 
 def extract_tagged_answer(text: str) -> str | None:
-    """The text in the last <answer>…</answer>, None without one.
+    """The text between the last </answer> and the last <answer> before it, None without both.
 
-    The text is capped and cut after the last tag, because extract_answer takes quadratic time. With
-    nested tags the answer begins after the first one.
+    A model may mention the tag before it uses it. (reasoning-gym's extract_answer would begin after
+    the first tag, and takes quadratic time.)
     """
-    # Without a tag rfind gives -1. The first eight characters hold no complete tag then.
     text = text[-MAX_SCORED_CHARS:]
-    return extract_answer(text[: text.rfind("</answer>") + len("</answer>")])
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return None if begin < 0 else text[begin + len("<answer>") : end].strip()
 
 
 def is_safe_formula(question: Question, answer: str) -> bool:
@@ -940,6 +955,12 @@ ANSWER_TEMPLATES = (
 )  # fmt: skip
 
 
+# Some chat templates write today's date, by date_string or by strftime_now. Prompts must repeat, so
+# they get this one. (A macro hides the function of the same name.)
+PROMPT_DATE = "1 January 2025"
+DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\n"
+
+
 class ModelError(ValueError):
     """A model that cannot be loaded or used. The text says why, for the user."""
 
@@ -953,9 +974,11 @@ class Codec:
     eos_ids: set[int]
     eos_id: int  # the one that ends this model's turn; appended to a peer's finished completion
     num_shots: int
-    max_prompt: int  # tokens
+    positions: int  # the longest text that the model can read, in tokens
+    max_prompt: int  # tokens; MAX_NEW_TOKENS positions are left for the completion
     max_completion: int  # tokens of a peer's completion, whose tokenizer may be another one
     vocabulary: int  # the model's number of ids; a tokenizer may know more
+    notes: list[str]  # sentences for the user about what is unusual in this model
 
     @property
     def few_shot(self) -> bool:
@@ -972,7 +995,7 @@ class Codec:
         examples = []
         for i in range(self.num_shots):
             seed = (question.seed + 1 + i) % HELD_OUT_SEEDS.start
-            solved = first_valid_question(question.task, seed)
+            solved = first_solved_question(question.task, seed)
             examples.append(f"{solved.text}\n<answer>{solved.answer}</answer>\n\n")
 
         # Drop whole examples until the prompt fits. The tokenizer may put a BOS before the text,
@@ -999,8 +1022,14 @@ class Codec:
         turns = [{"role": "user", "content": system + "\n" + text}]
         if self.has_system_role:
             turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        # EXERCISE: let a model that can think do so. It needs far more than 256 tokens.
         ids = self.tokenizer.apply_chat_template(
-            turns, add_generation_prompt=True, return_dict=False
+            turns,
+            chat_template=DATE_MACRO + self.tokenizer.get_chat_template(),
+            add_generation_prompt=True,
+            return_dict=False,
+            date_string=PROMPT_DATE,
+            enable_thinking=False,
         )
         return ids[-self.max_prompt :]
 
@@ -1074,7 +1103,7 @@ def make_checked_codec(model, tokenizer, config, tasks) -> Codec:
     """The Codec of a loaded model, after both have been checked. Raises ModelError."""
     codec = make_codec(model, tokenizer, config)
     questions = [first_valid_question(task, seed) for task in tasks for seed in range(5)]
-    check_codec(codec, [codec.encode_prompt(question) for question in questions], config)
+    check_codec(codec, questions, config)
     check_model(model, codec.encode(SYSTEM_PROMPTS["default"]), config)
     return codec
 
@@ -1084,6 +1113,15 @@ def load_pretrained(config):
 
     Raises ModelError with the reason if that fails.
     """
+    # Say what is wrong with a folder. The library's own message would be about something else.
+    name = config.MODEL_NAME
+    if os.path.isfile(os.path.join(name, "adapter_config.json")):
+        raise model_error(config, "it is an adapter (LoRA): merge it into its base model first")
+    if name.startswith(("/", "./", "../")) and not os.path.isdir(name):
+        raise model_error(config, "there is no such folder")
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        raise model_error(config, "the folder holds no model: it has no config.json")
+
     access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(config.MODEL_NAME, **access)
@@ -1101,6 +1139,15 @@ def load_pretrained(config):
         raise model_error(
             config, f"{type(model).__name__} keeps another state than keys and values"
         )
+
+    # Sampling settings are not used here, and some of them would make save_pretrained raise after
+    # the last round. Keep the ids.
+    loaded = model.generation_config
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=loaded.bos_token_id,
+        eos_token_id=loaded.eos_token_id,
+        pad_token_id=loaded.pad_token_id,
+    )
     return model, tokenizer
 
 
@@ -1114,13 +1161,25 @@ def model_error(config, reason: str) -> ModelError:
 
 
 def make_codec(model, tokenizer, config) -> Codec:
-    """The conventions of a loaded model. Raises ModelError if it has too few positions.
+    """The conventions of a loaded model. Raises ModelError if it has no EOS or too few positions.
 
     config: MODEL_NAME, MAX_NEW_TOKENS, NUM_SHOTS.
     """
-    # Every EOS id of the generation config ends a completion, and so does the tokenizer's.
+    # Every EOS id of the generation config ends a completion. So do the tokenizer's, and the token
+    # that the chat template writes after an answer.
     eos = model.generation_config.eos_token_id
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None, -1}
+    end_of_turn = find_end_of_turn_id(tokenizer, eos_ids)
+    notes = []
+    if end_of_turn is not None and end_of_turn not in eos_ids:
+        token = tokenizer.convert_ids_to_tokens(end_of_turn)
+        notes.append(f"{token} ends a completion, too: the chat template writes it after an answer")
+        eos_ids.add(end_of_turn)
+    if not eos_ids:
+        raise model_error(config, "it has no EOS token, so that nothing would end an answer")
+    if end_of_turn is None:
+        usual = tokenizer.eos_token_id
+        end_of_turn = usual if usual in eos_ids else min(eos_ids)
 
     # Longer texts than the original length would rotate all of a text in another way, so that
     # cached keys would be wrong.
@@ -1128,48 +1187,59 @@ def make_codec(model, tokenizer, config) -> Codec:
     positions = getattr(text_config, "max_position_embeddings", 0)
     rope = getattr(text_config, "rope_parameters", None) or {}
     if re.search("dynamic|longrope", str(rope)):
-        positions = rope.get("original_max_position_embeddings", 0)
+        positions = rope.get("original_max_position_embeddings", positions)
 
-    if positions < 2 * config.MAX_NEW_TOKENS:
-        limit = f"expected at most half of its {positions} positions"
+    if positions <= config.MAX_NEW_TOKENS:
+        limit = f"expected less than its {positions} positions"
         raise model_error(config, f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS}: {limit}")
-    max_completion = min(2 * config.MAX_NEW_TOKENS, positions // 2)
     return Codec(
         tokenizer=tokenizer,
         eos_ids=eos_ids,
-        eos_id=find_end_of_turn_id(tokenizer, eos_ids),
+        eos_id=end_of_turn,
         num_shots=config.NUM_SHOTS,
-        max_prompt=positions - max_completion,
-        max_completion=max_completion,
+        positions=positions,
+        max_prompt=positions - config.MAX_NEW_TOKENS,
+        max_completion=2 * config.MAX_NEW_TOKENS,
         vocabulary=text_config.vocab_size,
+        notes=notes,
     )
 
 
-def find_end_of_turn_id(tokenizer, eos_ids: set[int]) -> int:
-    """The EOS that the chat template puts after an answer (Gemma: <end_of_turn>), or else the usual
-    one."""
+def find_end_of_turn_id(tokenizer, eos_ids: set[int]) -> int | None:
+    """The token that the chat template puts after an answer (Gemma: <end_of_turn>): the first one
+    there that is an EOS or that was added to the vocabulary. None without one."""
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
     try:
         chat = tokenizer.apply_chat_template(turns, tokenize=False)
         tail = tokenizer(chat.rpartition("four")[2], add_special_tokens=False).input_ids
     except Exception:  # there is no template, or it raises
-        tail = []
-    for token in tail:
-        if token in eos_ids:
-            return token
-    return tokenizer.eos_token_id if tokenizer.eos_token_id in eos_ids else min(eos_ids)
+        return None
+    added = set(tokenizer.get_added_vocab().values())
+    return next((token for token in tail if token in eos_ids | added), None)
 
 
-def check_codec(codec: Codec, prompts: list[list[int]], config) -> None:
-    """Raise ModelError unless answers and ids survive the tokenizer.
-
-    prompts: those of a few questions.
-    """
+def check_codec(codec: Codec, questions: list[Question], config) -> None:
+    """Raise ModelError unless a few questions, an answer and all ids survive the tokenizer."""
     # Some tokenizers drop tokens of the answer or put words apart.
     decoded = codec.decode(codec.encode("<answer>12</answer>"))
     if (extract_tagged_answer(decoded) or "").strip() != "12":
         reason = f"its tokenizer gives back <answer>12</answer> as {decoded!r:.40}"
         raise model_error(config, reason)
+
+    # A prompt must hold the whole question, and the tokenizer must not end it.
+    prompts = [codec.encode_prompt(question) for question in questions]
+    for question, prompt in zip(questions, prompts, strict=True):
+        text = "".join(codec.tokenizer.decode(prompt).split())
+        if "".join(question.text.split()) not in text:
+            advice = "mend its chat template or tokenizer, one of which changes it"
+            if len(prompt) == codec.max_prompt:
+                advice = "lower MAX_NEW_TOKENS or leave the task out of TASKS"
+            lost = f"a question of {question.task} is not whole in its prompt"
+            raise model_error(config, f"{lost} of {len(prompt)} tokens: {advice}")
+        if prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template:
+            token = codec.tokenizer.convert_ids_to_tokens(prompt[-1])
+            reason = f"the prompt ends with {token}, which ends the text before the answer"
+            raise model_error(config, f"{reason}: set add_eos_token to false in its tokenizer")
 
     # An id beyond the embedding raises IndexError on a CPU and an opaque assertion on a GPU.
     highest = max(codec.eos_id, codec.tokenizer.vocab_size - 1, *map(max, prompts))
@@ -1346,7 +1416,7 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_sh
         answers = []
         for _ in range(16 * batch_size):
             seed_task = rng.choice(tasks)
-            question = first_valid_question(seed_task, rng.randrange(HELD_OUT_SEEDS.start))
+            question = first_solved_question(seed_task, rng.randrange(HELD_OUT_SEEDS.start))
             if config.MODEL_NAME != "tiny" or rng.random() < tag_share:
                 template = ANSWER_TEMPLATES[0]
             else:
@@ -1357,10 +1427,9 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_sh
         # Encode them, and leave out what does not fit.
         prompt_ids = codec.encode_prompts(questions)
         answer_ids = codec.encode_completions(answers, [True] * len(answers))
-        max_tokens = codec.max_prompt + codec.max_completion
         samples = []
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
-            if len(prompt) + len(answer) <= max_tokens:
+            if len(prompt) + len(answer) <= codec.positions:
                 samples.append((prompt, answer))
         if not samples:
             model = config.MODEL_NAME

@@ -512,10 +512,16 @@ def verify(run: Run, external: dict) -> "grpo.Group":
     texts = [completion["response"] for completion in completions]
     finished = [completion["finished"] for completion in completions]
 
-    # Encode the texts with this model's tokenizer. The model must be able to generate every token.
+    # Encode the texts with this model's tokenizer. They must fit into its positions, and the model
+    # must be able to generate every token. A token is hardly ever longer than 64 characters.
+    prompt = codec.encode_prompt(question)
+    longest = min(codec.max_completion, codec.positions - len(prompt))
+    reason = f"a completion is empty or over {longest} tokens here"
+    if any(len(text) > 64 * longest for text in texts):
+        raise Rejected(reason)
     token_ids = codec.encode_completions(texts, finished)
-    if not all(1 <= len(ids) <= codec.max_completion for ids in token_ids):
-        raise Rejected(f"a completion is empty or over {codec.max_completion} tokens here")
+    if not all(1 <= len(ids) <= longest for ids in token_ids):
+        raise Rejected(reason)
     if max(map(max, token_ids)) >= codec.vocabulary:
         raise Rejected("a completion contains a token that this model does not have")
     if not all(codec.eos_ids.isdisjoint(ids[:-1]) for ids in token_ids):
@@ -524,7 +530,6 @@ def verify(run: Run, external: dict) -> "grpo.Group":
     # Score the text that these tokens decode to, because the update trains on the tokens.
     texts = [codec.decode(ids) for ids in token_ids]
     rewards = grpo.group_rewards(question, texts, run.config.REWARD)
-    prompt = codec.encode_prompt(question)
     return grpo.Group(prompt, token_ids, rewards, question, texts, finished, external["key"])
 
 
@@ -950,6 +955,7 @@ MODEL_SETTINGS = settings_of_scope("model")
 PROCESS_SETTINGS = settings_of_scope("process")
 MUST_AGREE = ("SEED", "TASKS", "REWARD", "MAX_STAGES")  # between all nodes of an experiment
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
+COLAB_DRIVES = ("/content/drive/MyDrive", "/content/gdrive/MyDrive")
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 DEFAULT_MODEL_GB = 10  # weights, gradients, Adam and activations of one node
 TEST_MODE_DEFAULTS = {  # so little, and yet something to learn from
@@ -1030,9 +1036,14 @@ def read_environment(environ) -> tuple[dict, list[str]]:
 
     # The shared folder. Its parent must exist: a missing one means a drive that is not mounted.
     if env.get("GDRIVE_PATH", "auto") == "auto":
-        my_drive = Path("/content/drive/MyDrive")  # where Colab mounts it
-        env["GDRIVE_PATH"] = str(my_drive / "rl-swarm") if my_drive.is_dir() else "rl-swarm"
-    env["GDRIVE_PATH"] = os.path.expanduser(env["GDRIVE_PATH"])
+        mounted = [folder for folder in COLAB_DRIVES if os.path.isdir(folder)]
+        env["GDRIVE_PATH"] = f"{mounted[0]}/rl-swarm" if mounted else "rl-swarm"
+        if not mounted and environ.get("COLAB_RELEASE_TAG"):
+            advice = "from google.colab import drive; drive.mount('/content/drive')"
+            warnings.append(f"no Google Drive is mounted: all is lost with this session; {advice}")
+    for name in ("GDRIVE_PATH", "MODEL_NAME"):
+        if env.get(name, "").startswith("~"):
+            env[name] = os.path.expanduser(env[name])
     if not Path(env["GDRIVE_PATH"]).absolute().parent.is_dir():
         path = env["GDRIVE_PATH"]
         mistakes.append(f"GDRIVE_PATH={path!r}: its parent directory does not exist")
@@ -1466,9 +1477,10 @@ def push_to_hub(run: Run) -> None:
 # -------- Starting --------------------------------------------------------------------------------
 
 
-def run_role(env: dict, notes: list[str], signals: "SignalHandler") -> str:
+def run_role(env: dict, warnings: list[str], signals: "SignalHandler") -> str:
     """Run a worker, the coordinator or prepare. Returns how it ended: "finished", "stopped" or
     "superseded"."""
+    notes = list(warnings)
     experiment = env.get("EXPERIMENT_NAME", "default")
     saved = drive_store.DriveStore(env["GDRIVE_PATH"], experiment).load_config() or {}
     config = resolve_config(env, saved, notes)
@@ -1489,7 +1501,7 @@ def run_role(env: dict, notes: list[str], signals: "SignalHandler") -> str:
             return run_prepare(config, log, signals)
         if config.NODE_ROLE == "coordinator":
             return start_coordinator(config, store, log, signals)
-        return run_worker(config, env, store, log, signals)
+        return run_worker(config, env, warnings, store, log, signals)
     except (StopTraining, KeyboardInterrupt):
         log.close_bar()
         if not signals.is_quiet:
@@ -1570,11 +1582,15 @@ def start_coordinator(
 def run_worker(
     config: "Config",
     env: dict,
+    warnings: list[str],
     store: "drive_store.DriveStore",
     log: "Log",
     signals: "SignalHandler",
 ) -> str:
-    """Load, resume, train and save. Returns "finished", "stopped" or "superseded"."""
+    """Load, resume, train and save. Returns "finished", "stopped" or "superseded".
+
+    warnings: about variables; they are said again when the start has scrolled them away.
+    """
     # Load the model before anything is written: a start that fails leaves nothing behind.
     retrying = drive_store.RetryingStore(store, log.event, signals)
     build = functools.partial(build_run, config, retrying, log, signals)
@@ -1599,6 +1615,8 @@ def run_worker(
         log.info(f"to resume: {resume_command(config, env)}")
     run.initial_samples = sample_answers(run)
     log.info(format_samples(run.initial_samples), topic="sample")
+    for warning in warnings:
+        log.info(wrap_text(f"note: {warning}"), topic="start")
 
     log.show_bar(config.MAX_ROUNDS, run.last_finished_round + 1, "round")
     signals.is_training = True
@@ -1666,6 +1684,8 @@ def load_initial_model(config: "Config", log: "Log", signals: "SignalHandler"):
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # with 0.14 M parameters a second thread costs more than it gains
     model, codec = grpo.load_model(config, tasks)
+    for note in codec.notes:
+        log.info(wrap_text(f"note: {note}"), topic="start")
     if config.WARM_START_STEPS > 0:
         load_or_make_warm_start(config, model, codec, tasks, log, signals)
     return model, codec, tasks
@@ -2170,11 +2190,11 @@ def run_environment(environ: dict[str, str], signals: SignalHandler) -> int:
     status."""
     secret = environ.get(SECRET, "").strip()
     try:
-        env, notes = read_environment(environ)
+        env, warnings = read_environment(environ)
         if env.get("NODE_ROLE") in ("monitor", "report", "validate"):
             outcome = run_reader(env, signals)
         else:
-            outcome = run_role(env, notes, signals)
+            outcome = run_role(env, warnings, signals)
         statuses = {"finished": 0, "valid": 0, "invalid": 1, "stopped": 130, "superseded": 3}
         return statuses[outcome]
     except KeyboardInterrupt:

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -19,8 +20,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
 
 import coordinator
 import grpo
@@ -187,11 +189,17 @@ def test_L7_no_text_becomes_so_long_that_its_rotary_embeddings_would_change():
         )
         config = make_config(MODEL_NAME="x", MAX_NEW_TOKENS=8)
         codec = grpo.make_codec(model, tokenizer, config)
-        assert codec.max_prompt + codec.max_completion == 48
+        assert codec.positions == 48
+        assert codec.max_prompt == 40
 
-        too_long = make_config(MODEL_NAME="x", MAX_NEW_TOKENS=25)
-        with pytest.raises(grpo.ModelError, match="MAX_NEW_TOKENS=25"):
+        too_long = make_config(MODEL_NAME="x", MAX_NEW_TOKENS=48)
+        with pytest.raises(grpo.ModelError, match="MAX_NEW_TOKENS=48"):
             grpo.make_codec(model, tokenizer, too_long)
+
+    # Dynamic RoPE that names no original length: its positions are the original ones.
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    model = small_model("llama", **LLAMA, rope_parameters=rope)
+    assert grpo.make_codec(model, tokenizer, config).positions == 512
 
 
 def test_L7_a_model_with_missing_weights_or_too_large_a_tokenizer_is_refused(tmp_path):
@@ -563,9 +571,11 @@ def tiny_codec(num_shots=0, chat_template=None, control_tokens=()) -> Codec:
         eos_ids={0},
         eos_id=0,
         num_shots=num_shots,
+        positions=4352,
         max_prompt=4096,
         max_completion=256,
         vocabulary=len(tokenizer),
+        notes=[],
     )
 
 
@@ -679,7 +689,160 @@ def test_L2_a_chat_model_sees_the_system_prompt_and_ends_its_turn_as_its_templat
     assert not codec.few_shot
 
     assert grpo.find_end_of_turn_id(codec.tokenizer, {0, end}) == end
-    assert grpo.find_end_of_turn_id(tiny_codec().tokenizer, {0, 5}) == 0
+    assert grpo.find_end_of_turn_id(tiny_codec().tokenizer, {0, 5}) is None
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def saved_chat_model(folder, chat_template=CHATML, positions=512, **generation_config):
+    """A small GPT-2 with tiny's tokenizer and a chat template, as a folder."""
+    model, tokenizer = grpo.build_tiny_model(TASK_TABLE)
+    tokenizer.add_tokens([AddedToken(token) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.chat_template = chat_template
+    config = model.config
+    config.vocab_size = len(tokenizer)
+    config.n_positions = positions
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if generation_config:
+        path = Path(folder, "generation_config.json")
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(saved | generation_config))
+    return make_config(MODEL_NAME=str(folder), MAX_NEW_TOKENS=16)
+
+
+def test_L2_the_end_of_turn_that_a_chat_template_writes_ends_a_completion(tmp_path):
+    model, codec = grpo.load_model(saved_chat_model(tmp_path), ["small_gcd"])
+    (end,) = codec.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
+    assert codec.eos_id == end
+    assert codec.eos_ids == {0, end}
+    (note,) = codec.notes
+    assert note.startswith("<|im_end|> ends a completion, too")
+
+
+def test_L2_a_prompt_does_not_change_with_the_date_and_a_model_that_can_think_does_not(tmp_path):
+    dates = [
+        "{{ strftime_now('%d %B %Y') }}",
+        "{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}"
+        "{% endif %}{{ date_string }}",
+    ]
+    thinking = "{% if enable_thinking is defined and not enable_thinking %}no thoughts{% endif %}"
+    for i, date in enumerate(dates):
+        config = saved_chat_model(tmp_path / str(i), date + CHATML + thinking, 2048)
+        codec = grpo.load_model(config, ["small_gcd"])[1]
+        text = codec.tokenizer.decode(codec.encode_prompt(grpo.make_question("small_gcd", 1)))
+        assert text.startswith(grpo.PROMPT_DATE + "<|im_start|>")
+        assert text.endswith("no thoughts")
+
+
+@pytest.mark.parametrize("reason, template, positions", [
+    ("is not whole.*: mend its chat template", CHATML.replace("m.content", "m.content[0].text"), 512),
+    ("is not whole.*: lower MAX_NEW_TOKENS or leave the task out", CHATML, 50),
+])  # fmt: skip
+def test_L2_a_prompt_that_is_not_the_question_is_refused(tmp_path, reason, template, positions):
+    config = saved_chat_model(tmp_path, template, positions)
+    with pytest.raises(grpo.ModelError, match=reason):
+        grpo.load_model(config, ["small_gcd"])
+
+
+def test_L2_a_tokenizer_that_closes_each_prompt_is_refused(tmp_path):
+    config = saved_chat_model(tmp_path, chat_template=None)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    closing = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
+    tokenizer.backend_tokenizer.post_processor = closing
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(grpo.ModelError, match="the prompt ends with <eos>.*add_eos_token"):
+        grpo.load_model(config, ["small_gcd"])
+
+
+def test_L2_only_the_positions_that_max_new_tokens_needs_are_kept_for_completions(tmp_path):
+    config = saved_chat_model(tmp_path, positions=1024)
+    codec = grpo.load_model(config, ["small_gcd"])[1]
+    assert codec.max_prompt == 1024 - 16
+
+    # A peer's completion that does not fit behind its prompt is rejected.
+    question = grpo.make_question("small_gcd", 1)
+    num_free = 10
+    full = replace(codec, positions=len(codec.encode_prompt(question)) + num_free)
+    run = SimpleNamespace(codec=full, tasks=["small_gcd"], config=config)
+    for length in (num_free - 1, num_free):  # and its EOS
+        completion = {"response": "7" * length, "finished": True}
+        external = {"task": "small_gcd", "seed": 1, "prompt": question.text}
+        external |= {"completions": [completion] * 2, "key": (0, 0, "p", 0)}
+        if length < num_free:
+            assert len(sapo.verify(run, external).completions) == 2
+        else:
+            with pytest.raises(sapo.Rejected, match="over 10 tokens"):
+                sapo.verify(run, external)
+
+
+def test_L4_a_group_that_is_too_long_is_refused_alone(tmp_path):
+    store = new_store(tmp_path, "p")
+    config = make_config(MODEL_NAME="tiny", MAX_NEW_TOKENS=100)
+    run = SimpleNamespace(codec=tiny_codec(), tasks=["small_gcd"], config=config)
+    run.codec = replace(run.codec, max_completion=2 * config.MAX_NEW_TOKENS)
+
+    groups = {}
+    for i, text in enumerate(("7", "7" * 40_000)):  # more than any file's texts had before
+        question = grpo.make_question("small_gcd", i)
+        completion = {"response": text, "reward": 1.0, "finished": True}
+        groups[str(i)] = {"task": "small_gcd", "seed": i, "prompt": question.text}
+        groups[str(i)] |= {"answer": question.answer, "completions": [completion] * 2}
+    store.publish_rollouts(0, 0, "p", {}, groups)
+
+    short, long = store.fetch_rollouts(0, 0, "p", config.max_rollout_bytes)
+    assert len(sapo.verify(run, short).completions) == 2
+    with pytest.raises(sapo.Rejected, match="over 200 tokens"):
+        sapo.verify(run, long)
+
+
+@pytest.mark.parametrize("reason, change", [
+    ("no EOS token", lambda folder: remove_eos(folder)),
+    ("adapter .LoRA.: merge it", lambda folder: (folder / "adapter_config.json").write_text("{}")),
+    ("holds no model", lambda folder: (folder / "config.json").unlink()),
+    ("no such folder", lambda folder: shutil.rmtree(folder)),
+])  # fmt: skip
+def test_L7_a_refusal_names_the_cause(tmp_path, reason, change):
+    config = saved_chat_model(tmp_path / "model", chat_template=None)
+    change(tmp_path / "model")
+    with pytest.raises(grpo.ModelError, match=reason):
+        grpo.load_model(config, ["small_gcd"])
+
+
+def remove_eos(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        if path.name != "tokenizer.json":
+            settings = json.loads(path.read_text())
+            for name in [name for name in settings if name.startswith("eos_token")]:
+                del settings[name]
+            path.write_text(json.dumps(settings))
+
+
+def test_L3_examples_that_fail_their_own_verifier_are_drawn_again(monkeypatch):
+    wrong = grpo.make_question("small_gcd", 7)
+    compute_reward = grpo.compute_reward
+
+    def reward(question, text, kind="exact"):
+        return 0.0 if question.seed == wrong.seed else compute_reward(question, text, kind)
+
+    monkeypatch.setattr(grpo, "compute_reward", reward)
+    assert grpo.first_solved_question("small_gcd", 7).seed == 8
+    codec = tiny_codec(num_shots=2)
+    prompt = codec.decode(codec.encode_prompt(grpo.make_question("small_gcd", 6)))
+    assert wrong.text not in prompt
+    assert grpo.make_question("small_gcd", 8).text in prompt
+
+    # The warm start draws its questions in the same way.
+    config = make_config(MODEL_NAME="tiny")
+    rng = SimpleNamespace(choice=lambda values: values[0], randrange=lambda _: 7)
+    rng.random = lambda: 0.0
+    rng.shuffle = lambda batches: None
+    batches = grpo.warm_start_batches(tiny_codec(), config, ["small_gcd"], rng, 1, 1.0)
+    assert wrong.text not in tiny_codec().decode(next(batches)[0][0])
 
 
 # -------- The embedded model, the guard, and a peer that is no model ------------------------------

@@ -106,6 +106,42 @@ def test_U1_help_explains_every_variable_with_its_default():
         assert str(spec.default)[:8] in entry
 
 
+@pytest.mark.parametrize("mounted", ["", "drive", "gdrive"])
+def test_U1_in_colab_a_start_finds_the_mounted_drive_or_says_that_all_is_lost(
+    tmp_path, monkeypatch, capsys, mounted
+):
+    folders = [str(tmp_path / name / "MyDrive") for name in ("drive", "gdrive")]
+    monkeypatch.setattr(sapo, "COLAB_DRIVES", folders)
+    monkeypatch.chdir(tmp_path)
+    if mounted:
+        (tmp_path / mounted / "MyDrive").mkdir(parents=True)
+    settings = {**QUICK, "COLAB_RELEASE_TAG": "release", "MAX_ROUNDS": 1, "NODE_ID": "n"}
+    assert sapo.main(to_environ(settings)) == 0
+    output = capsys.readouterr().out
+
+    parent = tmp_path / mounted / "MyDrive" if mounted else tmp_path
+    assert (parent / "rl-swarm/experiments/default").is_dir()
+    before_training = output[: output.index("n 0/1 | reward")].splitlines()
+    assert before_training[-1].endswith("drive.mount('/content/drive')") == (not mounted)
+
+
+def test_U1_a_tilde_in_a_path_is_expanded():
+    env, _ = sapo.read_environment({"MODEL_NAME": "~/model", "GDRIVE_PATH": "~/folder"})
+    assert env["MODEL_NAME"] == str(Path.home() / "model")
+    assert env["GDRIVE_PATH"] == str(Path.home() / "folder")
+
+
+def test_U2_a_clone_that_converts_line_ends_leaves_run_swarm_as_it_is(tmp_path):
+    for name in (".gitattributes", "run_swarm.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.com"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "x"]):
+        assert run_command(*git, *command).returncode == 0
+    clone = ["git", "clone", "-q", "-c", "core.autocrlf=true", str(tmp_path), str(tmp_path / "c")]
+    assert run_command(*clone).returncode == 0
+    assert b"\r" not in (tmp_path / "c/run_swarm.sh").read_bytes()
+
+
 # -------- U2: stopping ----------------------------------------------------------------------------
 
 
@@ -613,6 +649,24 @@ def test_U8_a_final_model_is_an_ordinary_folder_with_the_same_logits_and_the_pri
     done = run_command("bash", "-c", line)
     assert done.returncode == 0, done.stderr
     assert "generated_text" in done.stdout
+
+
+def test_U8_a_model_with_a_generation_config_that_contradicts_itself_is_exported(tmp_path):
+    # Its sampling settings contradict do_sample, as those of many instruct models do.
+    model, tokenizer = grpo.build_tiny_model(["small_products"])
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    settings = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 0}
+    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
+
+    # Its whole life: training, export, and what it says afterwards.
+    drive = tmp_path / "drive"
+    more = {"MODEL_NAME": tmp_path / "model", "MAX_NEW_TOKENS": 8, "MAX_ROUNDS": 2}
+    assert run(drive, **more, NUM_SHOTS=0) == 0
+    folder = experiment_dir(drive) / "models/n_0"
+    ids = torch.tensor([tokenizer("4 * 1?").input_ids])
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert loaded.generate(ids, max_new_tokens=4, do_sample=True).shape[1] > ids.shape[1]
 
 
 def test_U8_F2_a_disk_that_is_full_when_the_model_is_exported_is_an_outage(
