@@ -4,11 +4,13 @@ The coordinator trains nothing and needs no model. The readers change nothing in
 functions are given a store (drive_store.py).
 """
 
+import contextlib
 import io
 import itertools
 import math
 import shutil
 import statistics
+import string
 import sys
 import textwrap
 import time
@@ -296,6 +298,19 @@ def all_rewards(store, cache: dict | None = None) -> list[dict]:
     return [cache[key] for key in sorted(cache)]
 
 
+def read_log(store, path: str) -> list[dict]:
+    """The records of a log. Lines that cannot be used are skipped, as is a log over 256 MiB."""
+    try:
+        lines = (store.read_bytes(path, 256 << 20) or b"").splitlines()
+    except drive_store.InvalidFileError:
+        return []
+    records = []
+    for line in lines:
+        with contextlib.suppress(drive_store.InvalidFileError):
+            records.append(drive_store.parse_json(line))
+    return records
+
+
 def saved_setting(store, name: str, default: int) -> int:
     """An integer from config.json, or `default` if it is missing or invalid."""
     value = (store.read_json_matching("config.json") or {}).get(name)
@@ -390,22 +405,32 @@ def validate_experiment(store, max_rounds: int, num_nodes: int) -> list[str]:
 def learning_summary(history: list[dict], who: str) -> str:
     """Say in a sentence whether rewards rose: the last 20 rounds against the first 20, or one half
     against the other. history: metrics of each round."""
-    part = min(20, (len(history) + 1) // 2)
-    rewards = [metrics["reward"] for metrics in history]
-    first = nanmean(rewards[:part])
-    last = nanmean(rewards[-part:])
-
-    if not any(metrics["informative_groups"] for metrics in history):
-        finding = f"nothing was learned: {diagnose_no_signal(history)}"
-    elif len(history) < 10:
-        finding = "too few rounds to tell what was learned"
-    elif last > first + 0.05:
-        finding = "learned"
-    else:
-        finding = "little was learned: more MAX_ROUNDS, another LEARNING_RATE?"
+    verdict, first, last, part = learning_verdict(history)
+    if verdict == "nothing was learned":
+        verdict += f": {diagnose_no_signal(history)}"
+    if verdict == "little was learned":
+        verdict += ": more MAX_ROUNDS, another LEARNING_RATE?"
     change = f"mean reward of {who} {first:.2f} -> {last:.2f}"
     rounds = f"first and last {part} of {len(history)} rounds"
-    return f"{finding}; {change} ({rounds}) {sparkline(rewards)}"
+    curve = sparkline([metrics["reward"] for metrics in history])
+    return f"{verdict}; {change} ({rounds}) {curve}"
+
+
+def learning_verdict(history: list[dict]) -> tuple[str, float, float, int]:
+    """Whether rewards rose, in a few words; the mean rewards at the beginning and at the end, and
+    how many rounds each of these means is over. history: metrics of each round."""
+    part = min(20, (len(history) + 1) // 2)
+    first = nanmean(metrics["reward"] for metrics in history[:part])
+    last = nanmean(metrics["reward"] for metrics in history[-part:])
+    if not any(metrics["informative_groups"] for metrics in history):
+        verdict = "nothing was learned"
+    elif len(history) < 10:
+        verdict = "too few rounds to tell what was learned"
+    elif last > first + 0.05:
+        verdict = "learned"
+    else:
+        verdict = "little was learned"
+    return verdict, first, last, part
 
 
 def diagnose_no_signal(metrics: list[dict]) -> str:
@@ -416,10 +441,10 @@ def diagnose_no_signal(metrics: list[dict]) -> str:
     rates = {name: nanmean(row.get(name) for row in metrics) or 0.0 for name in LINE_METRICS}
     if rates["reward"] > 0.95:
         advice = "harder TASKS: all answers are right"
+    elif rates["answer_tag_rate"] < 0.05:
+        advice = "raise WARM_START_STEPS or take easier TASKS: <answer> tags are rare"
     elif rates["truncated_rate"] > 0.5:
         advice = "raise MAX_NEW_TOKENS: the answers are cut off"
-    elif rates["answer_tag_rate"] < 0.05:
-        advice = "raise WARM_START_STEPS: the model does not write <answer> tags"
     else:
         advice = "easier TASKS, or a better MODEL_NAME: the answers are wrong"
     numbers = "reward {reward:.2f}, tags {answer_tag_rate:.0%}, cut {truncated_rate:.0%}"
@@ -590,6 +615,14 @@ def format_completions(completions: list[dict], width: int, label: str = "") -> 
     return lines
 
 
+def show_in_notebook(plot: bytes) -> None:
+    """Show a PNG file below the cell of a notebook. Elsewhere nothing happens."""
+    if in_notebook():
+        from IPython.display import Image, display
+
+        display(Image(plot))
+
+
 def in_notebook() -> bool:
     """Whether this runs in a Jupyter kernel. The package may be imported without one."""
     if not {"ipykernel", "IPython"} <= sys.modules.keys():
@@ -638,10 +671,14 @@ def summarize_experiment(store) -> dict | None:
     by_round = group_by("round", rewards)
     curve = []
     completions = []
+    history = []  # without the rounds that all nodes skipped
     for round_ in range(rewards[-1]["round"] + 1):
         rows = by_round.get(round_, [])
         curve.append(nanmean(row["reward"] for row in rows) or 0.0)
         completions.append(sum(row.get("completions", 0) for row in rows) / num_nodes)
+        if rows:
+            informative = nanmean(row.get("informative_groups") for row in rows)
+            history.append({"reward": curve[-1], "informative_groups": informative})
 
     # Its arm, such as "4/4" or "8/0 x2", and all other settings.
     own, external, oversample, is_filtered, floor = (config[name] for name in ARM_SETTINGS)
@@ -668,6 +705,7 @@ def summarize_experiment(store) -> dict | None:
         "per_node": sum(row["reward"] for row in rewards) / num_nodes,
         "held_out": nanmean(row.get("held_out") for row in last_tenth),
         "curve": curve,
+        "history": history,
         "spent": list(itertools.accumulate(completions)),
         "tasks": reward_per_task(last_tenth),
     }
@@ -691,12 +729,21 @@ def compare_arms(runs: list[dict]) -> list[dict]:
         condition = " ".join(f"{name}={run['settings'].get(name)}" for name in differing)
         arms.setdefault((condition, run["arm"]), []).append(run)
 
+    conditions = sorted({condition for condition, _ in arms})
     rows = []
     for (condition, arm), members in arms.items():
+        # A letter stands for the settings, which `format_report` lists below the table.
+        letter = string.ascii_letters[conditions.index(condition) % 52]
+        mean_history = []
+        for metrics in zip(*(run["history"] for run in members), strict=False):
+            mean = {name: nanmean(row[name] for row in metrics) for name in metrics[0]}
+            mean_history.append(mean)
         totals = {run["seed"]: run["per_node"] for run in members}
         floor = 0.05 * len(members[0]["curve"])  # below it the reward never rose
         row = {
-            "label": f"{arm} {condition}".strip(),
+            "label": f"{arm} ({letter})" if len(conditions) > 1 else arm,
+            "condition": f"({letter}) {condition}" if len(conditions) > 1 else "",
+            "verdict": learning_verdict(mean_history)[0],
             "runs": members,
             "per_node": nanmean(totals.values()),
             "sd": statistics.stdev(totals.values()) if len(totals) > 1 else None,
@@ -706,7 +753,6 @@ def compare_arms(runs: list[dict]) -> list[dict]:
             "low": None,
             "high": None,
         }
-        row["learned"] = row["per_node"] > floor
 
         # The same seeds of the baseline.
         baseline = members[0]["baseline"]
@@ -737,34 +783,46 @@ def format_report(rows: list[dict]) -> str:
         gain = ""
         if row["gain"] is not None:
             gain = f"{row['gain']:+.0%} ({row['low']:+.0%} to {row['high']:+.0%})"
-        if not row["learned"]:
-            gain = "nothing was learned: more MAX_ROUNDS"
-        numbers = [row[name] for name in ("per_node", "sd", "held_out", "completions")]
-        cells.append([row["label"][:60], len(row["runs"]), *numbers, gain])
-    headers = ["I/J", "runs", "cumulative reward per node", "sd", "held-out", "completions"]
-    arms = tabulate(
-        cells,
-        [*headers, "gain (95%)"],
-        "simple",
-        floatfmt=("", "d", ".2f", ".2f", ".2f", ".0f", ""),
-        missingval="-",
-        disable_numparse=[0, 6],
-    )
+        if not gain and row["verdict"] != "learned":
+            gain = row["verdict"].removesuffix(" to tell what was learned")
+        numbers = [f"{row['per_node']:.2f}"]
+        for name, digits in (("sd", 2), ("held_out", 2), ("completions", 0)):
+            numbers.append("" if row[name] is None else f"{row[name]:.{digits}f}")
+        cells.append([row["label"][:20], f"{len(row['runs'])}", *numbers, gain])
+    headers = ["I/J", "runs", "cumulative\nreward\nper node", "sd", "held-\nout", "completions"]
+    headers.append("gain (95%)")
 
-    # Reward per task at the end, a column for each arm.
+    # Columns without a value are left out. (Held-out accuracies need EVAL_INTERVAL.)
+    columns = []
+    for header, *column in zip(headers, *cells, strict=True):
+        if any(column):
+            columns.append([header, *column])
+    headers, *cells = zip(*columns, strict=True)
+    alignment = ("left", *["right"] * (len(headers) - 2), "left")
+    text = tabulate(cells, headers, "simple", disable_numparse=True, colalign=alignment)
+    for condition in sorted({row["condition"] for row in rows} - {""}):
+        text += "\n" + textwrap.fill(condition, 80, subsequent_indent="    ")
+
+    # Reward per task at the end, a column for each arm, five arms to a table.
+    for i in range(0, len(rows), 5):
+        text += "\n\n" + format_task_rewards(rows[i : i + 5])
+    return text
+
+
+def format_task_rewards(rows: list[dict]) -> str:
+    """A table of the rewards per task at the end, a column for each arm."""
     tasks = set()
     for row in rows:
         for run in row["runs"]:
             tasks |= run["tasks"].keys()
     cells = []
     for task in sorted(tasks):
-        cell = [drive_store.printable(task, 40)]
+        cell = [drive_store.printable(task, 24)]
         for row in rows:
             cell.append(nanmean(run["tasks"].get(task) for run in row["runs"]))
         cells.append(cell)
-    headers = ["reward at the end", *(row["label"][:30] for row in rows)]
-    by_task = tabulate(cells, headers, "simple", floatfmt=".2f", missingval="-")
-    return f"{arms}\n\n{by_task}"
+    headers = ["reward at the end", *(row["label"][:20] for row in rows)]
+    return tabulate(cells, headers, "simple", floatfmt=".2f", missingval="-")
 
 
 def new_figure():
@@ -858,7 +916,7 @@ def plot_comparison(rows: list[dict]) -> bytes | None:
 
         spent = row["runs"][0]["spent"][: len(mean)]
         for axis, x in ((by_round, range(len(mean))), (by_completions, spent)):
-            (line,) = axis.plot(x, mean, label=row["label"][:40].replace("$", ""))
+            (line,) = axis.plot(x, mean, label=row["label"][:20].replace("$", ""))
             axis.fill_between(x, low, high, color=line.get_color(), alpha=0.15)
 
     by_round.set(xlabel="round", ylabel="mean reward (0 to 1), smoothed", ylim=(0, None))
@@ -870,9 +928,9 @@ def plot_comparison(rows: list[dict]) -> bytes | None:
 
 def comparison_title(best: dict) -> str:
     """One sentence about the best arm."""
-    if not best["learned"]:
-        return "nothing was learned"
-    title = f"most reward: {best['label'][:60]}"
+    if best["verdict"] == "nothing was learned":
+        return best["verdict"]
+    title = f"most reward: {best['label'][:20]}"
     if best["gain"] is not None:
         interval = f"95%: {best['low']:+.0%} to {best['high']:+.0%}"
         title += f", {best['gain']:+.0%} over {best['runs'][0]['baseline']} ({interval})"

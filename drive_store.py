@@ -113,6 +113,7 @@ class DriveStore:
         self._last_activity = {}  # node_id -> timestamp in its rollout or reward file last read
         self._markers = {}  # (kind, node_id) -> (round, stage) of this process's marker
         self._is_maker = False  # whether this process begins the experiment
+        self._has_written_config = False
         self._waiting_since = None  # when it first waited for another process that begins it
 
     # -- the experiment
@@ -126,6 +127,7 @@ class DriveStore:
         # The one whose mkdir succeeds makes all folders that several nodes write into. Others wait
         # for layout.json. If it does not come, its maker was killed.
         self.create_root_dirs()
+        self._checked_dirs.clear()  # an earlier experiment of this name may have vanished
         if self.experiment_dir.is_symlink():
             raise StoreError(f"{self.experiment_dir} is a link: choose another EXPERIMENT_NAME")
         if not self.experiment_dir.is_dir():
@@ -216,10 +218,12 @@ class DriveStore:
         Raises StoreError if config.json cannot be used, or if the folder belongs to another program
         or to an older version of this one.
         """
-        if not self.experiment_dir.is_dir():
-            return None
         try:
+            if not self.experiment_dir.is_dir():
+                return None
             saved = self.read_json("config.json")
+        except PermissionError as error:
+            raise StoreError(f"GDRIVE_PATH={self.root} cannot be used: {error.strerror}") from error
         except InvalidFileError as error:
             path = self.experiment_dir / "config.json"
             advice = "wait, restore it or start a new EXPERIMENT_NAME"
@@ -240,9 +244,33 @@ class DriveStore:
         `settings`, which are written to it. Raises StoreError as `load_config` does."""
         saved = self.load_config()
         if saved is None:
-            self.write_once("config.json", dump_json(settings, indent=1), fsync=True)
+            is_new = self.write_once("config.json", dump_json(settings, indent=1), fsync=True)
+            self._has_written_config = self._has_written_config or is_new
             saved = self.load_config()  # of two simultaneous writers one has won
         return saved
+
+    def withdraw(self) -> None:
+        """Remove what this process has made, because its start fails: its folder in tmp/, and if no
+        worker has registered its config.json, the experiment's folder, and the shared folder if it
+        is empty then."""
+        sessions = self.latest_sessions()
+        if self.owner not in sessions:
+            self.delete(f"tmp/{self.owner}")
+        if self._has_written_config and not worker_ids(sessions):
+            self.delete("config.json")
+        if not self._is_maker:
+            return
+
+        # An empty folder can be removed, another one cannot. peers/ goes first: if a node has
+        # registered, a coordinator for example, this fails and all the rest stays.
+        archive = self.root / "archives" / self.experiment_dir.name
+        with contextlib.suppress(OSError):
+            os.rmdir(self.experiment_dir / "peers")
+            shutil.rmtree(self.experiment_dir)
+            for path in (archive, *(self.root / name for name in ROOT_DIRS)):
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+            os.rmdir(self.root)
 
     # -- rounds
 

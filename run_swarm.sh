@@ -44,6 +44,15 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=
 columns=${COLUMNS:-$(tput cols 2>/dev/null || echo 100)}
 lines_width=$(( columns > 74 ? columns - 14 : 60 ))
 
+# The shared folder, by the same rule as in sapo.py.
+drive=${GDRIVE_PATH:-auto}
+if [ "$drive" = auto ]; then
+  drive=rl-swarm
+  for folder in /content/gdrive/MyDrive /content/drive/MyDrive; do
+    if [ -d "$folder" ]; then drive=$folder/rl-swarm; fi
+  done
+fi
+
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 gpu_of() {  # a worker's own GPU, if there are several and the user has not chosen
   if [ "${gpus:-0}" -ge 2 ] && [ -z "${CUDA_VISIBLE_DEVICES:-}${DEVICE:-}" ]; then
@@ -87,16 +96,35 @@ start() {  # NAME VAR=VALUE…: one process in the background, in a process grou
   if [ "$stopping" -ne 0 ]; then kill -INT $! 2>/dev/null || true; fi  # Ctrl-C came before pids+=
 }
 
-wait_for_all() {  # until all processes have ended; returns 1 and names those that failed
-  local failed=0 status still waiting="${!pids[*]}"
+say_goodbye() {  # EXPERIMENT NODE: write the heartbeat "stopped" of a worker that cannot do it itself
+  # Otherwise the others would wait for it in every round, until STALE_AFTER_SECONDS have passed.
+  "$python" -c 'import sys
+sys.path.insert(0, sys.argv[1])
+import drive_store
+store = drive_store.DriveStore(*sys.argv[2:5])
+session = store.latest_sessions()[sys.argv[4]]
+store.write_heartbeat(sys.argv[4], session, store.current_round(), "stopped")
+' "$here" "$drive" "$1" "$2" 2>/dev/null || true
+}
+
+wait_for_all() {  # EXPERIMENT: until all processes have ended; returns 1 and names those that failed
+  local failed=0 status still text failures=() waiting="${!pids[*]}"
   while [ -n "$waiting" ]; do
     still=
     for i in $waiting; do
       if kill -0 "${pids[$i]}" 2>/dev/null; then still+="$i "; continue; fi
       status=0
-      wait "${pids[$i]}" || status=$?
+      wait "${pids[$i]}" 2>/dev/null || status=$?  # bash itself would write "Killed env …"
       if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ] && [ "$failed" -ne 2 ]; then
-        echo "run_swarm: ${names[$i]} ended with exit code $status" >&2 || true
+        text="${names[$i]} ended with exit code $status"
+        if [[ ${names[$i]} = worker_* ]]; then
+          # Status 3: a newer process of this name has taken over, and is alive.
+          if [ "$status" -ne 3 ]; then say_goodbye "$1" "${names[$i]}"; fi
+          text+="; to start it again: GDRIVE_PATH=$drive EXPERIMENT_NAME=$1 NODE_ID=${names[$i]}"
+          text+=" MODEL_NAME=$MODEL_NAME $python $here/sapo.py"
+        fi
+        echo "run_swarm: $text" >&2 || true
+        failures+=("$text")
         failed=1
       fi
     done
@@ -108,15 +136,20 @@ wait_for_all() {  # until all processes have ended; returns 1 and names those th
     fi
     sleep 0.5 || true  # Ctrl-C ends it, too
   done
+  if [[ $failed -ne 0 && ${names[0]} != prepare ]]; then
+    for text in "${failures[@]}"; do echo "run_swarm: $text" >&2 || true; done
+  fi
   [ "$failed" -eq 0 ]
 }
 
-run_experiment() {  # VAR=VALUE…: prepare, then coordinator and workers, until all have ended
+run_experiment() {  # NAME VAR=VALUE…: prepare, then coordinator and workers, until all have ended
+  local experiment=$1
+  shift
   # Load the model once and make its warm start. If that fails, nothing else is started.
   echo "run_swarm: loading torch, some seconds" || true
   pids=() names=()
   start prepare NODE_ROLE=prepare "$@"
-  wait_for_all || return 1
+  wait_for_all "$experiment" || return 1
   if [ "$stopping" -ne 0 ]; then return 0; fi
 
   # What several processes would say is said once: QUIET=True prints only errors and the end,
@@ -133,7 +166,7 @@ run_experiment() {  # VAR=VALUE…: prepare, then coordinator and workers, until
       start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" QUIET=$quiet_rounds $(gpu_of "$i") "$@"
     done
   fi
-  wait_for_all
+  wait_for_all "$experiment"
 }
 
 is_stopped() {
@@ -146,6 +179,7 @@ is_stopped() {
 run_comparison() {  # an experiment for each pair of CONFIGS and each of SEEDS, then the report
   local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$'
   local pairs=($CONFIGS) seeds=(${SEEDS:-${SEED:-42}}) number=0 config seed name filter
+  local total eta began=$SECONDS
   export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
 
   # Check all of it before hours of training.
@@ -160,15 +194,20 @@ run_comparison() {  # an experiment for each pair of CONFIGS and each of SEEDS, 
     exit 2
   fi
 
+  total=$((${#pairs[@]} * ${#seeds[@]}))
   for seed in "${seeds[@]}"; do
     for config in "${pairs[@]}"; do
+      eta=
+      if [ "$number" -gt 0 ]; then
+        eta="; about $(((SECONDS - began) * (total - number) / number / 60 + 1)) minutes left for all"
+      fi
       [[ $config =~ $pattern ]]
       name=${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed
       filter=True
       if [ -n "${BASH_REMATCH[3]}" ]; then filter=False; fi
       number=$((number + 1))
-      echo "run_swarm: experiment $number of $((${#pairs[@]} * ${#seeds[@]})): $name" || true
-      run_experiment EXPERIMENT_NAME="$name" SEED="$seed" \
+      echo "run_swarm: experiment $number of $total: $name$eta" || true
+      run_experiment "$name" EXPERIMENT_NAME="$name" SEED="$seed" \
         NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" \
         EXTERNAL_FILTER=$filter LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}" || exit 1
       if is_stopped; then exit 130; fi
@@ -196,7 +235,7 @@ main() {
     echo "SEEDS=$SEEDS: goes with CONFIGS, such as CONFIGS=4/4; for one run set SEED"
     exit 2
   fi
-  run_experiment || exit 1
+  run_experiment "${EXPERIMENT_NAME:-default}" || exit 1
   if is_stopped; then exit 130; fi
 }
 

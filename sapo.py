@@ -155,8 +155,10 @@ class Run:
 
     # Mean metrics of the nodes in each round since the start of this process.
     history: list = field(default_factory=list)
+    # The same of the rounds before, if this process resumes.
+    earlier_history: list = field(default_factory=list)
     start_time: float = field(default_factory=time.monotonic)
-    # What the model answered at the start.
+    # What the model answered before any round.
     initial_samples: list = field(default_factory=list)
 
 
@@ -324,7 +326,7 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
     node.metrics |= {"external_pool": 0, "external_peers": 0, "rejected": 0}
     external = []
     if config.NUM_TRANSPLANT_TREES > 0:
-        wait_for_peers(run, t, stage)
+        wait_for_peers(run, node, t, stage)
         rng = random.Random(derive_seed(config, node.id, t, stage, "external"))
         for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
             candidates = external_candidates(run, node, t, stage, age, rng)
@@ -350,7 +352,7 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
     return external
 
 
-def wait_for_peers(run: Run, t: int, stage: int) -> None:
+def wait_for_peers(run: Run, node: Node, t: int, stage: int) -> None:
     """Step 4a: wait for the live peers that have not published this stage yet, at most
     FETCH_TIMEOUT_SECONDS (30) in a round.
 
@@ -372,8 +374,19 @@ def wait_for_peers(run: Run, t: int, stage: int) -> None:
     # Poll until none is late. If the swarm has opened a later round, there is no point in waiting.
     while late and not run.signals.requested and store.current_round() <= t:
         poll_started = time.monotonic()
-        late -= set(store.list_nodes("rollouts", t, stage))
-        late = {peer for peer in late if is_alive(run, peer)}
+        progress = store.list_progress("rollouts")
+        for peer in sorted(late):
+            marker = progress.get(peer, (-1, 0))
+            # On some storages a marker arrives before its file. (If more peers publish than are
+            # read, another one replaces a file that is missing.)
+            is_on_its_way = (
+                marker == (t, stage)
+                and len(expected) <= config.FETCH_MAX_PEERS
+                and fetch_peer_groups(run, node, (t, stage, peer)) is None
+            )
+            has_published = marker >= (t, stage) and not is_on_its_way
+            if has_published or not is_alive(run, peer):
+                late.remove(peer)
         if not late:
             return
 
@@ -459,7 +472,7 @@ def external_candidates(
 def fetch_peer_groups(run: Run, node: Node, file: tuple) -> list[dict] | None:
     """The groups of a peer's rollout file (round, stage, node_id), [] if it cannot be used, None if
     there is no such file."""
-    if file not in run.fetched:
+    if run.fetched.get(file) is None:
         try:
             run.fetched[file] = run.store.fetch_rollouts(*file, run.config.max_rollout_bytes)
         except drive_store.InvalidFileError as error:
@@ -705,6 +718,10 @@ def wait_for_round(run: Run, own: int) -> int:
         is_first_round = not run.history
         if num_registered < config.NUM_WORKERS and is_first_round:
             delay = config.COORDINATOR_ROUND_INTERVAL
+            if "workers" not in run.logged_once:
+                run.logged_once.add("workers")
+                text = f"for {config.NUM_WORKERS} workers (NUM_WORKERS), {num_registered} are here"
+                run.log.event("wait", f"{text}; {delay:.0f} s at most", topic="start")
         if is_alive(run, drive_store.COORDINATOR_ID):
             run.coordinator_last_seen = poll_started
         elif poll_started - run.coordinator_last_seen >= delay:
@@ -754,7 +771,7 @@ def finish_round(run: Run, t: int) -> None:
     log_round_metrics(run, t)
     run.log.flush(run.store)
     if (t + 1) % SAMPLE_INTERVAL == 0 and t < last:
-        run.log.info(format_samples(sample_answers(run)), topic="sample")
+        log_samples(run, sample_answers(run))
     if checkpoint_is_due or t == last:
         save_checkpoint(run)
 
@@ -1427,8 +1444,12 @@ def export_models(run: Run) -> None:
         write = functools.partial(grpo.save_model, node.model, run.codec.tokenizer)
         run.store.write_directory(f"models/{node.id}", write)
 
-    # A chat model is asked by turns, another one by the prompt that it was trained with.
+    # Ask the question that was answered best in the last round. A chat model is asked by turns,
+    # another one by the prompt that it was trained with.
     question = grpo.first_valid_question(run.tasks[0], 1)
+    groups = run.nodes[0].groups
+    if groups:
+        question = max(groups, key=lambda group: sum(group.rewards)).question
     if run.codec.tokenizer.chat_template:
         prompt = [{"role": "user", "content": question.text}]
     else:
@@ -1437,7 +1458,9 @@ def export_models(run: Run) -> None:
     pipeline = f'pipeline("text-generation", {json.dumps(folder)})'
     ask = f"print({pipeline}({json.dumps(prompt)}, max_new_tokens=99))"
     code = f"from transformers import pipeline; {ask}"
-    text = f"final model: {folder}\n  try it: python -c {shlex.quote(code)}"
+    mark = "!" if coordinator.in_notebook() else ""
+    text = f"final model: {folder}\n  try it (right: {question.answer}; it may be wrong):"
+    text += f"\n  {mark}python -c {shlex.quote(code)}"
     run.log.info(text, topic="sample")
 
 
@@ -1480,13 +1503,14 @@ def push_to_hub(run: Run) -> None:
 def run_role(env: dict, warnings: list[str], signals: "SignalHandler") -> str:
     """Run a worker, the coordinator or prepare. Returns how it ended: "finished", "stopped" or
     "superseded"."""
+    # The settings of this process are in the environment, the others perhaps in the experiment.
+    own = Config(**env)
+    log = Log(own.process_id, own.HUGGINGFACE_ACCESS_TOKEN, own.QUIET)
+    signals.is_quiet = own.QUIET != "False"
+    store = drive_store.DriveStore(own.GDRIVE_PATH, own.EXPERIMENT_NAME, own.process_id)
+    store = drive_store.RetryingStore(store, log.event, signals)
     notes = list(warnings)
-    experiment = env.get("EXPERIMENT_NAME", "default")
-    saved = drive_store.DriveStore(env["GDRIVE_PATH"], experiment).load_config() or {}
-    config = resolve_config(env, saved, notes)
-    store = drive_store.DriveStore(config.GDRIVE_PATH, experiment, config.process_id)
-    signals.is_quiet = config.QUIET != "False"
-    log = Log(config.process_id, config.HUGGINGFACE_ACCESS_TOKEN, config.QUIET)
+    config = resolve_config(env, store.load_config() or {}, notes)
 
     for note in notes:
         log.info(f"note: {note}", topic="start")
@@ -1509,24 +1533,25 @@ def run_role(env: dict, warnings: list[str], signals: "SignalHandler") -> str:
         return "stopped"
 
 
-def log_experiment_state(config: "Config", store: "drive_store.DriveStore", log: "Log") -> str:
-    """Say whether the experiment is new, joined, resumed or finished, and return that word.
+def log_experiment_state(config: "Config", store: "drive_store.RetryingStore", log: "Log") -> str:
+    """Say whether the experiment is new, joined, resumed or finished. Returns "finished" if nothing
+    is left to do, else "".
 
-    "finished" means that nothing is left to do: the nodes of this process, or for a coordinator all
-    nodes, have written their last checkpoint and model. Raises ConfigError if a node with an
-    auto-generated NODE_ID would join a finished experiment.
+    That is the case if the nodes of this process, or for a coordinator all nodes, have written
+    their last checkpoint and model. Raises ConfigError if a node would join an experiment that is
+    over for it.
     """
     name = config.EXPERIMENT_NAME
-    sessions = store.latest_sessions() if store.is_complete() else {}
-    if not sessions:
+    if not store.is_complete():
         others = [other for other in list_experiments(config.GDRIVE_PATH) if other != name]
         text = f"new experiment {name}"
         if others:
             text += f"; other experiments here: {coordinator.join_names(others, 8)}"
         log.info(text, topic="start")
-        return "new"
+        return ""
 
     # Is the last round's checkpoint there, and the model of each node concerned?
+    sessions = store.latest_sessions()
     workers = drive_store.worker_ids(sessions)
     node_ids = workers if config.NODE_ROLE == "coordinator" else config.node_ids
     last_round = config.MAX_ROUNDS - 1
@@ -1542,18 +1567,21 @@ def log_experiment_state(config: "Config", store: "drive_store.DriveStore", log:
         log.info(f"{text}; raise it, or choose another EXPERIMENT_NAME", topic="start")
         return "finished"
 
+    # A node may still join in the last round, unless its name is made up.
     current = store.current_round()
-    has_made_up_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
-    if has_made_up_name and current >= config.MAX_ROUNDS - 1:
-        advice = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
-        raise ConfigError(f"{name} has finished its {config.MAX_ROUNDS} rounds: {advice}")
-
     is_known = bool(sessions.keys() & {config.NODE_ID, *config.node_ids})
+    has_made_up_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
+    last_to_join = last_round - 1 if has_made_up_name else last_round
+    if current > last_to_join and not is_known:
+        advice = "set EXPERIMENT_NAME for another, or NODE_ID and MAX_ROUNDS to go on with this one"
+        rounds = f"round {current} is open and MAX_ROUNDS is {config.MAX_ROUNDS}"
+        raise ConfigError(f"{name} has nothing left to do for a new node: {rounds}; {advice}")
+
     open_round = f"round {current} is open" if current >= 0 else "no round is open yet"
     nodes = f"nodes: {coordinator.join_names(workers, 8)}" if workers else "no workers yet"
     verb = "resuming" if is_known else "joining"
     log.info(f"{verb} experiment {name}: {open_round}, {nodes}", topic="start")
-    return "resumed" if is_known else "joined"
+    return ""
 
 
 def run_prepare(config: "Config", log: "Log", signals: "SignalHandler") -> str:
@@ -1565,17 +1593,16 @@ def run_prepare(config: "Config", log: "Log", signals: "SignalHandler") -> str:
 
 
 def start_coordinator(
-    config: "Config", store: "drive_store.DriveStore", log: "Log", signals: "SignalHandler"
+    config: "Config", store: "drive_store.RetryingStore", log: "Log", signals: "SignalHandler"
 ) -> str:
     """Open rounds for the swarm (`run_coordinator` in coordinator.py), then draw the plot."""
-    retrying = drive_store.RetryingStore(store, log.event, signals)
-    retrying.create([drive_store.COORDINATOR_ID], drive_store.COORDINATOR_DIRS)
-    outcome = coordinator.run_coordinator(config, retrying, log, signals)
+    store.create([drive_store.COORDINATOR_ID], drive_store.COORDINATOR_DIRS)
+    outcome = coordinator.run_coordinator(config, store, log, signals)
     suffix = " by a newer coordinator" if outcome == "superseded" else ""
     log.info(f"coordinator: {outcome}{suffix}")
     if outcome == "finished":
-        retrying.retry(write_plot, store, log)
-    log.flush(retrying)
+        store.retry(write_plot, store.store, log)
+    log.flush(store)
     return outcome
 
 
@@ -1583,7 +1610,7 @@ def run_worker(
     config: "Config",
     env: dict,
     warnings: list[str],
-    store: "drive_store.DriveStore",
+    store: "drive_store.RetryingStore",
     log: "Log",
     signals: "SignalHandler",
 ) -> str:
@@ -1591,30 +1618,29 @@ def run_worker(
 
     warnings: about variables; they are said again when the start has scrolled them away.
     """
-    # Load the model before anything is written: a start that fails leaves nothing behind.
-    retrying = drive_store.RetryingStore(store, log.event, signals)
-    build = functools.partial(build_run, config, retrying, log, signals)
-    run, _ = grpo.retry_with_smaller_batch(build, max_rows=1, num_rows=1, where="the start")
+    try:
+        # Begin the experiment before the model is loaded, which may take minutes: a node that joins
+        # meanwhile finds the settings. If another node was faster, its settings count.
+        config = begin_experiment(config, env, store, log)
+        build = functools.partial(build_run, config, store, log, signals)
+        run, _ = grpo.retry_with_smaller_batch(build, max_rows=1, num_rows=1, where="the start")
 
-    # Begin the experiment, or agree with the node that was faster.
-    retrying.create(config.node_ids)
-    settings = {}
-    for name, value in asdict(config).items():
-        if name not in PROCESS_SETTINGS:
-            settings[name] = value
-    settings["reasoning_gym"] = grpo.REASONING_GYM_VERSION
-    settings["task_table"] = grpo.task_hash()
-    settings["created_at"] = time.time()
-    saved = retrying.load_or_create_config(settings)
-    check_agreement(config, saved)
+        # If the node that began the experiment has failed meanwhile, it has removed it again.
+        begin_experiment(config, env, store, log)
+        store.create(config.node_ids)
 
-    # Resume before registering: a start that is refused must not supersede a running node.
-    load_latest_checkpoint(run)
-    register_nodes(run)
+        # Resume before registering: a start that is refused must not supersede a running node.
+        run.initial_samples = sample_answers(run)
+        load_latest_checkpoint(run)
+        load_earlier_history(run)
+        register_nodes(run)
+    except BaseException:  # Ctrl-C, too
+        with contextlib.suppress(OSError):
+            store.store.withdraw()
+        raise
     if not signals.is_quiet:
         log.info(f"to resume: {resume_command(config, env)}")
-    run.initial_samples = sample_answers(run)
-    log.info(format_samples(run.initial_samples), topic="sample")
+    log_samples(run, sample_answers(run) if run.last_finished_round >= 0 else run.initial_samples)
     for warning in warnings:
         log.info(wrap_text(f"note: {warning}"), topic="start")
 
@@ -1639,8 +1665,31 @@ def run_worker(
     log.close_bar()
     if outcome != "superseded":
         send_heartbeats(run, "done" if outcome == "finished" else "stopped")
-    log.flush(retrying)
+    log.flush(store)
     return outcome
+
+
+def begin_experiment(
+    config: "Config", env: dict, store: "drive_store.RetryingStore", log: "Log"
+) -> "Config":
+    """Write config.json, unless the experiment has one. Returns the settings of this start, which
+    follow those of the experiment."""
+    store.create()
+    settings = {}
+    for name, value in asdict(config).items():
+        if name not in PROCESS_SETTINGS:
+            settings[name] = value
+    settings["reasoning_gym"] = grpo.REASONING_GYM_VERSION
+    settings["task_table"] = grpo.task_hash()
+    settings["created_at"] = time.time()
+    saved = store.load_or_create_config(settings)
+
+    notes = []
+    resolved = resolve_config(env, saved, notes)
+    if resolved != config:
+        for note in notes:
+            log.info(f"note: {note}", topic="start")
+    return resolved
 
 
 def finish_run(run: Run) -> None:
@@ -1839,8 +1888,8 @@ def run_reader(env: dict, signals: "SignalHandler") -> str:
 
 
 def run_report(path: str, pattern: str) -> str:
-    """Compare the experiments whose names match `pattern`; print the table, write it and a plot to
-    reports/."""
+    """Compare the experiments whose names match `pattern`; print the table, and write it, a plot
+    and the numbers as JSON to reports/."""
     rows = compare_experiments(path, fnmatch.filter(list_experiments(path), pattern))
     if not rows:
         print(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
@@ -1848,13 +1897,18 @@ def run_report(path: str, pattern: str) -> str:
     text = coordinator.format_report(rows)
     print(text)
 
+    # Files named after the pattern: "compare_*" -> reports/report_compare.md
     shared = drive_store.DriveStore(path, None, "reader")
     shared.create_root_dirs()
-    shared.write_atomic("reports/report.md", text.encode())
+    name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
+    report = f"reports/report_{name}"
+    shared.write_atomic(f"{report}.md", text.encode())
+    shared.write_atomic(f"{report}.json", json.dumps(rows).encode())
     plot = coordinator.plot_comparison(rows)
     if plot:
-        shared.write_atomic("reports/report.png", plot)
-        print(shared.experiment_dir / "reports" / "report.png")
+        shared.write_atomic(f"{report}.png", plot)
+        print(shared.experiment_dir / f"{report}.png")
+        coordinator.show_in_notebook(plot)
     return "finished"
 
 
@@ -2000,7 +2054,7 @@ def mean_metrics(stages: list[dict]) -> dict:
 
 
 def sample_answers(run: Run) -> list[dict]:
-    """Ask the first node two questions, always the same ones, three times each, and record it."""
+    """Ask the first node two questions, always the same ones, three times each."""
     seeds = [derive_seed(run.config, "", 0, 0, "sample", i) for i in range(2)]
     questions = questions_from_seeds(run, seeds)
     seed = derive_seed(run.config, "", 0, 0, "sampled")
@@ -2016,12 +2070,16 @@ def sample_answers(run: Run) -> list[dict]:
                 "completions": completions,
             }
         )
-
-    next_round_number = run.last_finished_round + 1
-    is_last = next_round_number == run.config.MAX_ROUNDS  # the summary prints that one
-    text = f"what it answers before round {next_round_number}"
-    run.log.event("sample", text, topic="sample", file_only=is_last, groups=samples)
     return samples
+
+
+def log_samples(run: Run, samples: list[dict]) -> None:
+    """Record what the model answers now, and print it."""
+    next_round_number = run.last_finished_round + 1
+    text = f"what it answers before round {next_round_number}"
+    is_last = next_round_number == run.config.MAX_ROUNDS  # the summary prints that one
+    run.log.event("sample", text, topic="sample", file_only=is_last, groups=samples)
+    run.log.info(format_samples(samples), topic="sample", file_only=is_last)
 
 
 def format_samples(samples: list[dict], before: list[dict] | None = None) -> str:
@@ -2040,18 +2098,32 @@ def format_samples(samples: list[dict], before: list[dict] | None = None) -> str
     return "\n".join(lines)
 
 
+def load_earlier_history(run: Run) -> None:
+    """Read the metrics of the rounds up to the checkpoint from this process's own logs."""
+    rows = {}  # a round that was repeated is there twice, and its last row counts
+    for node in run.nodes:
+        for row in coordinator.read_log(run.store, f"logs/{node.id}/metrics.jsonl"):
+            metrics = drive_store.parse_reward(row) or {}
+            round_ = metrics.get("round", math.inf)
+            if round_ <= run.last_finished_round and "informative_groups" in metrics:
+                rows[round_, metrics.get("stage"), node.id] = metrics
+    by_round = coordinator.group_by("round", list(rows.values()))
+    run.earlier_history = [mean_metrics(stages) for stages in by_round.values()]
+
+
 def log_summary(run: Run) -> None:
-    """Log what was learned since the start of this process, or why nothing was."""
-    first = run.last_finished_round + 1 - len(run.history)
-    text = f"what it answered before round {first}, and now, after round {run.last_finished_round}:"
-    run.log.info(text, topic="sample")
+    """Log what was learned in all rounds of these nodes, or why nothing was."""
     samples = sample_answers(run)
+    log_samples(run, samples)
+    text = f"what it answered at the start, and now, after round {run.last_finished_round}:"
+    run.log.info(text, topic="sample")
     run.log.info(format_samples(samples, before=run.initial_samples), topic="sample")
 
     name = run.nodes[0].id if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
-    summary = coordinator.learning_summary(run.history, name)
+    history = run.earlier_history + run.history
+    summary = coordinator.learning_summary(history, name)
     total = coordinator.nanmean(node.total_reward for node in run.nodes)
-    external = coordinator.nanmean(metrics["external_groups"] for metrics in run.history)
+    external = coordinator.nanmean(metrics.get("external_groups") for metrics in history)
     unit = " per node" if len(run.nodes) > 1 else ""
     text = f"cumulative reward {total:.2f}{unit}; {external:.1f} groups a round came from peers"
     run.log.event("end", f"{summary}; {text}")
@@ -2070,6 +2142,7 @@ def write_plot(store: "drive_store.DriveStore", log: Log) -> None:
         shared = drive_store.DriveStore(store.root, None, store.owner)
         shared.write_atomic(f"reports/{name}.png", plot)
         log.info(f"picture: {shared.experiment_dir / 'reports' / name}.png")
+        coordinator.show_in_notebook(plot)
 
 
 class SignalHandler:
@@ -2233,10 +2306,14 @@ def main(environ=None) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] and not coordinator.in_notebook():  # --help, -h, help
+    arguments = [] if coordinator.in_notebook() else sys.argv[1:]
+    if set(arguments) & {"--help", "-h", "help"}:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for `| head`
         print(help_text())
         sys.exit(0)
+    if arguments:  # such as MAX_ROUNDS=5 or monitor
+        words = [word if "=" in word else f"NODE_ROLE={word}" for word in arguments]
+        sys.exit(f"settings are environment variables: {shlex.join(words)} python sapo.py")
     status = main()
     if not coordinator.in_notebook():  # in a notebook the cell just ends
         sys.exit(status)

@@ -174,10 +174,11 @@ def test_U2_L6_ctrl_c_in_a_warm_start_is_obeyed_at_once_and_the_next_start_waits
     assert run(tmp_path, **settings) == 130
     assert steps == [1, 2, 3]
     assert "\nstopping; once more to exit at once" in capsys.readouterr().out
-    assert os.listdir(tmp_path / "warmstart") == []
+    assert list(tmp_path.rglob("*")) == []  # what the start had made is gone again
 
     # Another name starts at once, also beside what older versions left or a stranger plants there.
     claim = tmp_path / "warmstart/0123456789abcdef.claim.json"
+    claim.parent.mkdir(parents=True)
     claim.write_text(json.dumps({"time": time.time() + 10**6}))
     started = time.monotonic()
     assert run(tmp_path, **settings, NODE_ID="other") == 0
@@ -537,15 +538,18 @@ def test_U5_the_report_pairs_seeds_and_needs_no_matplotlib(
     assert best["completions"] == 320
 
     # The table. Runs that differ in more than their seed are never averaged.
-    table = (tmp_path / "reports/report.md").read_text()
+    table = (tmp_path / "reports/report_all.md").read_text()
     assert table in output
-    for text in ("+102% (+86% to +119%)", "9.20", "4.55", "LOSS_TYPE=grpo", "nothing was learned"):
+    assert max(map(len, table.splitlines())) <= 80
+    rows = json.loads((tmp_path / "reports/report_all.json").read_text())
+    assert rows == json.loads(json.dumps(sapo.compare_experiments(tmp_path)))
+    for text in ("+102% (+86% to +119%)", "9.20", "4.55", "LOSS_TYPE=grpo", "little was learned"):
         assert text in table
     assert "SEED" not in table
     assert re.search(r"^gcd +0.46 +0.23 +0.01$", table, re.MULTILINE)
 
     # Without matplotlib and pandas there is no picture, and metrics come as a list.
-    assert (tmp_path / "reports/report.png").exists() == has_packages
+    assert (tmp_path / "reports/report_all.png").exists() == has_packages
     assert ("matplotlib" in output) == (not has_packages)
     assert isinstance(sapo.get_experiment_metrics(tmp_path, "a0"), list) == (not has_packages)
 
@@ -600,8 +604,9 @@ def test_U7_run_swarm_runs_configs_and_seeds_one_after_another_and_reports_them(
         most = 1 if "1-1" in name else 0
         assert {*metrics["external_groups"]} <= {0, most}
 
-    table = (tmp_path / "reports/report.md").read_text()
+    table = (tmp_path / "reports/report_compare.md").read_text()
     assert table in done.stdout
+    assert re.search("experiment 4 of 4: compare_1-1_seed2; about 1 minutes left", done.stdout)
     assert {*re.findall(r"^ *(\d/\d) +2 ", table, re.MULTILINE)} == {"2/0", "1/1"}
 
 

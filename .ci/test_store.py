@@ -467,7 +467,8 @@ def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(drive, 
     (["joining experiment x: round 5 is open, nodes: n_0, n_1"], JOINING, 0),
     (["already finished", "all 6 rounds"], {}, 0),
     (["already finished"], {"NODE_ROLE": "coordinator", "NODE_ID": None}, 0),
-    (["has finished its 6 rounds"], JOINING | {"NODE_ID": None}, 2),  # its name is made up
+    (["has nothing left to do"], JOINING | {"NODE_ID": None}, 2),  # its name is made up
+    (["round 5 is open and MAX_ROUNDS is 3"], JOINING | {"MAX_ROUNDS": 3}, 2),
 ])  # fmt: skip
 def test_F6_a_start_says_whether_the_experiment_is_new_joined_resumed_or_finished(
     drive, capsys, expected, settings, status

@@ -122,7 +122,7 @@ OWN_FILES = [f"{kind}/n_0/{name}" for kind, name in STAGES] + """
     state/current_state.json""".split()  # fmt: skip
 OWN_LOGS = """logs/n_0/stdout.log logs/n_0/training_events.jsonl logs/n_0/metrics.jsonl
     logs/coordinator/stdout.log""".split()  # fmt: skip
-SHARED_FILES = """../../reports/report.md ../../reports/report.png ../../reports/y.png ../../archives tmp/n_0
+SHARED_FILES = """../../reports/report_y.md ../../reports/report_y.png ../../reports/y.png ../../archives tmp/n_0
     progress/n_0.rollouts.000009.0 progress/p.rewards.000009.0 progress/n_1.rollouts.000000.0
     ../../tmp/n_0.1 ../../warmstart/WARM.safetensors""".split()  # fmt: skip
 
@@ -292,7 +292,7 @@ def test_X1_the_keys_of_a_strangers_config_json_are_printed_safely(tmp_path, cap
     output = capsys.readouterr().out
     assert "A?]0;X??" in output
     assert is_safe_to_print(output)
-    assert is_safe_to_print((tmp_path / "reports/report.md").read_text())
+    assert is_safe_to_print((tmp_path / "reports/report_all.md").read_text())
 
 
 def test_X2_an_experiments_folder_that_is_a_link_is_refused(tmp_path, capsys):
