@@ -109,12 +109,13 @@ store.write_heartbeat(sys.argv[4], session, store.current_round(), "stopped")
 
 wait_for_all() {  # EXPERIMENT: until all processes have ended; returns 1 and names those that failed
   local failed=0 status still text failures=() waiting="${!pids[*]}"
+  exec 3>&2 2>/dev/null  # bash itself would write "line 89: 11281 Killed env …"
   while [ -n "$waiting" ]; do
     still=
     for i in $waiting; do
-      if kill -0 "${pids[$i]}" 2>/dev/null; then still+="$i "; continue; fi
+      if kill -0 "${pids[$i]}"; then still+="$i "; continue; fi
       status=0
-      wait "${pids[$i]}" 2>/dev/null || status=$?  # bash itself would write "Killed env …"
+      wait "${pids[$i]}" || status=$?
       if [ "$status" -ne 0 ] && [ "$stopping" -eq 0 ] && [ "$failed" -ne 2 ]; then
         text="${names[$i]} ended with exit code $status"
         if [[ ${names[$i]} = worker_* ]]; then
@@ -123,7 +124,7 @@ wait_for_all() {  # EXPERIMENT: until all processes have ended; returns 1 and na
           text+="; to start it again: GDRIVE_PATH=$drive EXPERIMENT_NAME=$1 NODE_ID=${names[$i]}"
           text+=" MODEL_NAME=$MODEL_NAME $python $here/sapo.py"
         fi
-        echo "run_swarm: $text" >&2 || true
+        echo "run_swarm: $text" >&3 || true
         failures+=("$text")
         failed=1
       fi
@@ -136,6 +137,7 @@ wait_for_all() {  # EXPERIMENT: until all processes have ended; returns 1 and na
     fi
     sleep 0.5 || true  # Ctrl-C ends it, too
   done
+  exec 2>&3 3>&-
   if [[ $failed -ne 0 && ${names[0]} != prepare ]]; then
     for text in "${failures[@]}"; do echo "run_swarm: $text" >&2 || true; done
   fi

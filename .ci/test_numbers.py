@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -955,36 +956,58 @@ def test_L4_the_largest_file_that_an_honest_peer_publishes_is_read(
     assert len(store.fetch_rollouts(0, 0, "p", config.max_rollout_bytes)) == len(groups)
 
 
-def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):
+def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch, capsys):
     """The README's peer: it writes right answers, most of them in forms that earn nothing."""
     readme = (ROOT / "README.md").read_text()
     script = readme.split("<!-- peer -->\n```python\n")[1].split("```")[0]
+    oracle = [sys.executable, "-c", script]
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
     settings = {
         "MODEL_NAME": "tiny",
         "WARM_START_STEPS": 600,
         "ANSWER_TAG_SHARE": 0,
         "NUM_TRAIN_SAMPLES": 4,
         "NUM_TRANSPLANT_TREES": 4,
+        "MAX_ROUNDS": 50,
         "NODE_ID": "pupil",
     }
     monkeypatch.chdir(tmp_path)
 
-    # The same node twice, alone and beside the peer, which writes into the experiment "default".
+    # Without an experiment the peer says so.
+    done = subprocess.run(oracle, **options, capture_output=True)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "start a swarm first" in done.stderr
+
+    # The same node twice, alone and beside the peer, which joins the experiment "default" as soon
+    # as it has settings.
     answer_tag_rate = {}
     for name in ("alone", "default"):
         environ = {**settings, "EXPERIMENT_NAME": name}
-        assert sapo.main({**environ, "MAX_ROUNDS": 1}) == 0
-        random.seed(1)
         if name == "default":
-            exec(script, {})
-        assert sapo.main({**environ, "MAX_ROUNDS": 50}) == 0
+            environ["NUM_WORKERS"] = 2
+            config = tmp_path / "rl-swarm/experiments/default/config.json"
+            wait = f'until [ -e "{config}" ]; do sleep 0.1; done; exec "$@"'
+            peer = subprocess.Popen(
+                ["bash", "-c", wait, "-", *oracle], **options, stdout=subprocess.PIPE
+            )
+        assert sapo.main(environ) == 0
 
         rates = []
-        for path in tmp_path.glob(f"*/*/{name}/rewards/*/*.json"):
+        for path in tmp_path.glob(f"*/*/{name}/rewards/pupil/*.json"):
             row = json.loads(path.read_text())
             if row["round"] >= 40:
                 rates.append(row["answer_tag_rate"])
         answer_tag_rate[name] = coordinator.nanmean(rates)
+
+    # The peer kept step, ended by itself, and the monitor shows it.
+    output, _ = peer.communicate(timeout=30)
+    assert peer.returncode == 0
+    assert 40 <= len(output.splitlines()) <= 50
+    assert "8 questions with their answers in round 49" in output
+    capsys.readouterr()
+    assert sapo.main({"EXPERIMENT_NAME": "default", "NODE_ROLE": "monitor"}) == 0
+    assert re.search(r"oracle +exited", capsys.readouterr().out)
 
     # Measured: 0.62 beside the peer, 0.006 alone.
     assert answer_tag_rate["default"] > 0.3

@@ -4,6 +4,7 @@ warm start."""
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -236,6 +237,46 @@ def test_U2_ctrl_c_ends_run_swarm_and_everything_that_it_started_in_order(tmp_pa
             assert read_heartbeat(drive, name)["state"] == "stopped"
 
 
+def test_U2_S2_run_swarm_goes_on_without_a_worker_that_was_killed_and_says_how_to_start_it_again(
+    tmp_path,
+):
+    drive = tmp_path / "drive"
+    log = tmp_path / "log"
+    settings = QUICK | {"GDRIVE_PATH": drive, "NUM_WORKERS": 2, "MAX_ROUNDS": 400}
+    environ = BASE_ENVIRON | to_environ(settings) | {"PYTHON": sys.executable}
+    with log.open("w") as output:
+        swarm = subprocess.Popen(
+            ["bash", ROOT / "run_swarm.sh"],
+            env=environ,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        # Kill worker_1 in the middle of the run.
+        wait_until(lambda: rounds_of(drive, "worker_1")[3:])
+        for pid in processes_of_session(swarm.pid):
+            if b"NODE_ID=worker_1\0" in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, SIGKILL)
+
+        # The script says "stopped" in its name, and nobody waits for it: a round of an interval or
+        # of STALE_AFTER_SECONDS would take minutes.
+        wait_until(lambda: read_heartbeat(drive, "worker_1")["state"] == "stopped", 10)
+        assert swarm.wait(150) == 1
+    finally:
+        for pid in processes_of_session(swarm.pid):
+            os.kill(pid, SIGKILL)
+
+    text = log.read_text()
+    assert rounds_of(drive, "worker_0")[-1] == 399
+    assert rounds_of(drive, "worker_1")[-1] < 390
+    lines = re.findall(r"^run_swarm: worker_1 ended with exit code 137.*$", text, re.MULTILINE)
+    assert len(lines) == 2, text[-2000:]  # at once, and at the end
+    assert lines[0] == lines[1]
+    assert f"GDRIVE_PATH={drive} EXPERIMENT_NAME=default NODE_ID=worker_1" in lines[0]
+    assert "Killed" not in text
+
+
 def test_U2_run_swarm_names_the_worker_that_failed_ends_the_others_and_shares_out_the_gpus(
     tmp_path,
 ):
@@ -261,6 +302,54 @@ def test_U2_run_swarm_names_the_worker_that_failed_ends_the_others_and_shares_ou
     assert "the coordinator was stopped" in done.stdout
     lines = "\n".join(sorted(done.stdout.splitlines()))
     assert re.findall(r"gpu (\w+)", lines) == ["0", "1", "0"]
+
+
+# -------- F6: joining a node that is still starting --------------------------------------------
+
+
+def load_slowly(seconds=20, error=None):
+    """Let this process take long to load its model, and fail then if `error` is set."""
+    load_model = grpo.load_model
+
+    def slow_load_model(*arguments):
+        time.sleep(seconds)
+        if error:
+            raise sapo.ConfigError(error)
+        return load_model(*arguments)
+
+    grpo.load_model = slow_load_model
+
+
+LOAD_AND_FAIL = functools.partial(load_slowly, 10, "no such model")
+
+
+@pytest.mark.parametrize("patch", [None, load_slowly, LOAD_AND_FAIL])
+def test_F6_a_node_that_joins_while_the_first_one_still_starts_gets_its_settings(drive, patch):
+    # anna makes a warm start, loads slowly, or loads and fails.
+    first = {"SEED": 77, "MAX_ROUNDS": 3, "WARM_START_STEPS": 0 if patch else 300}
+    anna = Process(drive, "anna", **first).start(patch)
+    config = experiment_dir(drive) / "config.json"
+    wait_until(config.exists)
+
+    # ben sets only GDRIVE_PATH, EXPERIMENT_NAME and NODE_ID. If anna fails, he is loading then.
+    ben = Process(drive, "ben", **dict.fromkeys(QUICK), EXPERIMENT_NAME="default")
+    ben.start(load_slowly if patch is LOAD_AND_FAIL else None)
+    wait_until(lambda: "joining experiment default" in ben.output)
+    assert not anna.is_registered()
+    assert anna.wait_for_exit() == (2 if patch is LOAD_AND_FAIL else 0), anna.output
+    if patch is LOAD_AND_FAIL:
+        assert not config.exists()
+    assert ben.wait_for_exit() == 0, ben.output
+
+    # Both trained with anna's settings, in one experiment.
+    saved = json.loads(config.read_text())
+    for name, value in {**QUICK, **first}.items():
+        if name in saved:
+            assert saved[name] == value, name
+    text = ben.output.split("from the experiment: ")[1]
+    assert "SEED=77" in text
+    assert "NUM_TRAIN_SAMPLES=2" in text
+    assert rounds_of(drive, "ben")[-1] == 2
 
 
 # -------- U3, U4: the log -------------------------------------------------------------------------
@@ -331,6 +420,35 @@ def test_U1_U3_U5_no_terminal_and_no_pipe_ends_a_role_with_a_traceback(tmp_path,
         assert "Traceback" not in done.stdout + done.stderr
         assert "Exception ignored" not in done.stderr
         assert done.returncode in (0, 1), done.stdout + done.stderr  # validate finds faults
+
+
+def test_U3_the_end_of_a_resumed_run_judges_the_whole_run(tmp_path, capsys):
+    settings = {"CHECKPOINT_INTERVAL": 2}
+    assert run(tmp_path, **settings, MAX_ROUNDS=6) == 0
+    first = capsys.readouterr().out
+    assert run(tmp_path, **settings, MAX_ROUNDS=11) == 0
+    resumed = capsys.readouterr().out
+
+    # Means over all 11 rounds, and the samples of the first start.
+    metrics = repeatable_metrics(tmp_path)
+    rewards = [[row["reward"] for key, row in metrics.items() if key[0] == t] for t in range(11)]
+    means = [sum(values) / 2 for values in rewards]
+    change = f"{sum(means[:6]) / 6:.2f} -> {sum(means[-6:]) / 6:.2f}"
+    assert f"{change} (first and last 6 of 11 rounds)" in " ".join(resumed.split())
+    samples = [output.split("what it answered at the start")[1] for output in (first, resumed)]
+    before = [re.findall(r"before .*", sample) for sample in samples]
+    assert before[0] == before[1]
+    assert len(before[0]) == 6
+
+
+def test_U1_arguments_are_answered_with_the_command_that_was_meant():
+    for arguments, meant in (
+        (["MAX_ROUNDS=5"], "MAX_ROUNDS=5 python sapo.py"),
+        (["monitor"], "NODE_ROLE=monitor python sapo.py"),
+    ):
+        done = run_command(sys.executable, "sapo.py", *arguments)
+        assert done.returncode == 1
+        assert done.stdout + done.stderr == f"settings are environment variables: {meant}\n"
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

@@ -62,9 +62,13 @@ def record_made_folders(file: Path, name: str) -> None:
     os.mkdir = recording_mkdir
 
 
-def run_forked(environ: dict, log: Path):
-    """Do what `python sapo.py` does, in a session of its own and with its output in a file."""
+def run_forked(environ: dict, log: Path, patch=None):
+    """Do what `python sapo.py` does, in a session of its own and with its output in a file.
+
+    patch: a function that changes the program in this process first."""
     os.setsid()
+    if patch:
+        patch()
     sys.stdout = sys.stderr = log.open("w", buffering=1)
     record_made_folders(log.parent / "made_folders", environ.get("NODE_ID", "unnamed"))
     sys.exit(sapo.main(environ))
@@ -80,10 +84,10 @@ class Process:
         self.drive = drive
         self.name = name
 
-    def start(self):
+    def start(self, patch=None):
         self.log = self.drive.parent / f"{self.name}.{len(CHILDREN)}.log"
         self.sessions_before = len(session_files(self.drive, self.name))
-        arguments = (to_environ(self.settings), self.log)
+        arguments = (to_environ(self.settings), self.log, patch)
         self.child = FORK_SERVER.Process(target=run_forked, args=arguments)
         self.child.start()
         CHILDREN.append(self.child)
