@@ -41,10 +41,10 @@ def run_coordinator(config, store, log, signals) -> str:
     current = max(0, store.current_round())
     store.open_round(current, coordinator_id)
     waiting_to_begin = current == 0 or (current < last_round and config.NUM_WORKERS > 0)
-    log_start(config, log, current, waiting_to_begin)
+    log.info(f"coordinator: round {current} is open", topic="start")
 
     opened_at = started_at = time.monotonic()
-    next_heartbeat = 0.0
+    next_heartbeat = next_reminder = 0.0
     num_stages = 0  # until the first worker has written config.json
     history = []  # metrics of each round that ended
     while not signals.requested:
@@ -85,6 +85,9 @@ def run_coordinator(config, store, log, signals) -> str:
             if not has_reward:
                 opened_at = poll_started
             started_at = opened_at
+            if waiting_to_begin and poll_started >= next_reminder:
+                next_reminder = poll_started + interval
+                log_waiting(config, log, sorted(alive))
         elif current >= last_round:
             if not pending or elapsed > interval + config.STALE_AFTER_SECONDS:
                 log_round(
@@ -107,13 +110,15 @@ def run_coordinator(config, store, log, signals) -> str:
     return "stopped"
 
 
-def log_start(config, log, current: int, waiting_to_begin: bool) -> None:
-    """Say which round is open and what the coordinator waits for."""
-    text = f"coordinator: round {current} is open"
-    if waiting_to_begin:
-        workers = f"{config.NUM_WORKERS} workers" if config.NUM_WORKERS > 1 else "the first worker"
-        text += f"; waiting for {workers} (NODE_ROLE=worker) and a first reward"
-    log.info(text, topic="start")
+def log_waiting(config, log, alive: list[str]) -> None:
+    """Say what the coordinator waits for before the first round, and how to start a worker."""
+    workers = f"{config.NUM_WORKERS} workers" if config.NUM_WORKERS > 1 else "a worker"
+    here = f"{join_names(alive, 8)} here" if alive else "none here"
+    text = f"coordinator: waiting for {workers} ({here}) and a first reward"
+    if len(alive) < max(1, config.NUM_WORKERS):
+        text += f"; to start one: GDRIVE_PATH={config.GDRIVE_PATH}"
+        text += f" EXPERIMENT_NAME={config.EXPERIMENT_NAME} NODE_ID=anna python sapo.py"
+    log.info(textwrap.fill(text, 100, subsequent_indent="  "), topic="start")
 
 
 def submission_status(
@@ -177,8 +182,10 @@ def log_round(
     history: metrics of the rounds that ended since start_time; the round's are appended.
     """
     rewards = write_winners(store, round_, submitted, max(1, num_stages))
-    metrics = {name: nanmean(row.get(name) for row in rewards) or 0.0 for name in LINE_METRICS}
-    history.append(metrics | {"ended": time.monotonic()})
+    metrics = {"ended": time.monotonic()}
+    for name in (*LINE_METRICS, "held_out"):
+        metrics[name] = nanmean(row.get(name) for row in rewards)
+    history.append(metrics)
 
     notes = []
     if pending:
@@ -196,9 +203,11 @@ def format_metrics(
     history: metrics of all rounds since start_time, the newest last. notes: warnings, which always
     stay. The least important parts are dropped until the line fits. The manual explains the words.
     """
-    metrics = history[-1]
+    metrics = {name: history[-1].get(name) or 0.0 for name in LINE_METRICS}
     recent = history[-20:]
     mean_reward = nanmean(row["reward"] for row in recent)
+    held_out = history[-1].get("held_out")
+    is_generating = history[-1]["reward"] is not None  # not with I = 0
     seconds, eta = format_timing(start_time, history, rounds_left)
 
     # Groups are means over nodes, so they may be fractions. Without J there are no peers to name.
@@ -210,10 +219,11 @@ def format_metrics(
     truncated = metrics["truncated_rate"]
     parts = [  # (rank, text): the highest rank is dropped first, rank 0 never
         (0, label),
-        (0, f"reward {metrics['reward']:.2f}"),
-        (4, f"{len(recent)} rounds: {mean_reward:.2f}" if len(recent) > 1 else ""),
-        (2, f"tags {metrics['answer_tag_rate']:.0%}"),
-        (0 if truncated > 0.1 else 5, f"cut {truncated:.0%}"),
+        (0, f"reward {metrics['reward']:.2f}" if is_generating else ""),
+        (4, f"{len(recent)} rounds: {mean_reward:.2f}" if is_generating and recent[1:] else ""),
+        (1, "" if held_out is None else f"held-out {held_out:.2f}"),
+        (2, f"tags {metrics['answer_tag_rate']:.0%}" if is_generating else ""),
+        (0 if truncated > 0.1 else 5, f"cut {truncated:.0%}" if is_generating else ""),
         (0, groups),
         *((0, note) for note in notes),
         (6, seconds),
@@ -252,7 +262,7 @@ def write_winners(store, round_: int, node_ids, num_stages: int) -> list[dict]:
     for node_id, rows in group_by("node_id", rewards).items():
         means[node_id] = nanmean(row["reward"] for row in rows)
     if means:
-        best_first = sorted(means.items(), key=lambda item: (-item[1], item[0]))
+        best_first = sorted(means.items(), key=lambda item: (-(item[1] or 0.0), item[0]))
         store.write_atomic(f"winners/round_{round_:06d}.json", dict(best_first))
     return rewards
 
@@ -311,6 +321,18 @@ def read_log(store, path: str) -> list[dict]:
     return records
 
 
+def read_metrics(store, node_id: str) -> list[dict]:
+    """The usable rows of a node's metrics.jsonl, one for each round and stage: of one that was
+    repeated, the last row counts. "teachers" is as the node wrote it, everything else a number."""
+    rows = {}
+    for row in read_log(store, f"logs/{node_id}/metrics.jsonl"):
+        metrics = drive_store.parse_reward(row)
+        if metrics is not None and {"round", "informative_groups"} <= metrics.keys():
+            metrics["teachers"] = row.get("teachers")
+            rows[metrics["round"], metrics.get("stage")] = metrics
+    return list(rows.values())
+
+
 def saved_setting(store, name: str, default: int) -> int:
     """An integer from config.json, or `default` if it is missing or invalid."""
     value = (store.read_json_matching("config.json") or {}).get(name)
@@ -326,7 +348,7 @@ def experiment_status(store, stale_after: float = 300.0) -> dict:
 
     cumulative = {}
     for node_id, rows in group_by("node_id", rewards).items():
-        cumulative[node_id] = sum(row["reward"] for row in rows)
+        cumulative[node_id] = sum(row["reward"] or 0.0 for row in rows)
 
     checkpoints = {}  # round -> path
     for process in node_ids:
@@ -405,32 +427,39 @@ def validate_experiment(store, max_rounds: int, num_nodes: int) -> list[str]:
 def learning_summary(history: list[dict], who: str) -> str:
     """Say in a sentence whether rewards rose: the last 20 rounds against the first 20, or one half
     against the other. history: metrics of each round."""
-    verdict, first, last, part = learning_verdict(history)
+    verdict, part, scores = learning_verdict(history)
     if verdict == "nothing was learned":
         verdict += f": {diagnose_no_signal(history)}"
     if verdict == "little was learned":
         verdict += ": more MAX_ROUNDS, another LEARNING_RATE?"
-    change = f"mean reward of {who} {first:.2f} -> {last:.2f}"
-    rounds = f"first and last {part} of {len(history)} rounds"
-    curve = sparkline([metrics["reward"] for metrics in history])
-    return f"{verdict}; {change} ({rounds}) {curve}"
+    if not scores:
+        return f"{verdict}; set EVAL_INTERVAL, because a node with I = 0 has no rewards"
+
+    is_reward = any(metrics.get("reward") is not None for metrics in history)
+    score = "mean reward" if is_reward else "held-out accuracy"
+    unit = "rounds" if is_reward else "measurements"
+    change = f"{score} of {who} {nanmean(scores[:part]):.2f} -> {nanmean(scores[-part:]):.2f}"
+    rounds = f"first and last {part} of {len(scores)} {unit}"
+    return f"{verdict}; {change} ({rounds}) {sparkline(scores)}"
 
 
-def learning_verdict(history: list[dict]) -> tuple[str, float, float, int]:
-    """Whether rewards rose, in a few words; the mean rewards at the beginning and at the end, and
-    how many rounds each of these means is over. history: metrics of each round."""
-    part = min(20, (len(history) + 1) // 2)
-    first = nanmean(metrics["reward"] for metrics in history[:part])
-    last = nanmean(metrics["reward"] for metrics in history[-part:])
+def learning_verdict(history: list[dict]) -> tuple[str, int, list[float]]:
+    """Whether rewards rose, in a few words; how many rounds at either end were compared; and the
+    rewards. history: metrics of each round. Without any reward (I = 0), held-out accuracies count.
+    """
+    scores = [metrics["reward"] for metrics in history if metrics.get("reward") is not None]
+    if not scores:
+        scores = [metrics["held_out"] for metrics in history if metrics.get("held_out") is not None]
+    part = min(20, (len(scores) + 1) // 2)
     if not any(metrics["informative_groups"] for metrics in history):
         verdict = "nothing was learned"
-    elif len(history) < 10:
+    elif len(history) < 10 or not scores:
         verdict = "too few rounds to tell what was learned"
-    elif last > first + 0.05:
+    elif nanmean(scores[-part:]) > nanmean(scores[:part]) + 0.05:
         verdict = "learned"
     else:
         verdict = "little was learned"
-    return verdict, first, last, part
+    return verdict, part, scores
 
 
 def diagnose_no_signal(metrics: list[dict]) -> str:
@@ -518,7 +547,11 @@ def dashboard(store, stale_after: float, cache: dict, max_rounds: int | None) ->
     coordinator_status = status.pop(drive_store.COORDINATOR_ID, "none")
     num_alive = list(status.values()).count("alive")
     workers = f"{num_alive} of {len(status)} workers alive" if status else "no worker yet"
+    published = store.list_progress("rollouts")
     rounds = f"round {current} of {planned}" if planned else f"round {current}"
+    if saved_setting(store, "MAX_STAGES", default=1) > 1:
+        stages = [stage for round_, stage in published.values() if round_ == current]
+        rounds += f", stage {max(stages, default=0)}"
     if current < 0:
         rounds = "no round is open yet"
     name = store.experiment_dir.name
@@ -527,13 +560,23 @@ def dashboard(store, stale_after: float, cache: dict, max_rounds: int | None) ->
         newest = rewards[-1]["round"]
         mean = nanmean(row["reward"] for row in rewards if row["round"] == newest)
         age = format_duration(max(0.0, time.time() - rewards[-1]["timestamp"]))
-        lines.append(f"reward {mean:.2f} in round {newest}, {age} ago")
+        lines.append(f"reward {mean or 0:.2f} in round {newest}, {age} ago")
 
-    # A line for each node: its status, its rewards and their curve.
+    # How many nodes have written the files of the newest rounds?
+    counts = []
+    for t in range(max(0, current - 2), current + 1):
+        num_rollouts = sum(marker >= (t, 0) for marker in published.values())
+        num_rewards = sum(row["round"] == t for row in rewards)
+        counts.append(f"round {t}: {num_rollouts} rollouts, {num_rewards} rewards")
+    lines += textwrap.wrap("files of " + "; ".join(counts), screen.columns) if counts else []
+
+    # A line for each node: its status, since when it runs, its rewards and their curve.
     by_node = group_by("node_id", rewards)
     for node_id in sorted(status):
-        own = [row["reward"] for row in by_node.get(node_id, [])]
-        line = f"{node_id:16.16} {status[node_id]:6} {len(own):5} rewards, in all {sum(own):8.2f}  "
+        since = format_duration(max(0.0, time.time() - int(sessions[node_id][:13]) / 1000))
+        own = [row["reward"] or 0.0 for row in by_node.get(node_id, [])]
+        line = f"{node_id:16.16} {status[node_id]:6} since {since:>5} {len(own):5} rewards,"
+        line += f" in all {sum(own):8.2f}  "
         curve_width = max(8, min(24, screen.columns - len(line)))
         lines.append(line + sparkline(moving_average(own), curve_width))
 
@@ -677,8 +720,10 @@ def summarize_experiment(store) -> dict | None:
         curve.append(nanmean(row["reward"] for row in rows) or 0.0)
         completions.append(sum(row.get("completions", 0) for row in rows) / num_nodes)
         if rows:
-            informative = nanmean(row.get("informative_groups") for row in rows)
-            history.append({"reward": curve[-1], "informative_groups": informative})
+            metrics = {}
+            for name in ("reward", "held_out", "informative_groups"):
+                metrics[name] = nanmean(row.get(name) for row in rows)
+            history.append(metrics)
 
     # Its arm, such as "4/4" or "8/0 x2", and all other settings.
     own, external, oversample, is_filtered, floor = (config[name] for name in ARM_SETTINGS)
@@ -702,7 +747,7 @@ def summarize_experiment(store) -> dict | None:
         "arm": arm,
         "baseline": f"{own + external}/0",  # a lone node that trains on as many groups
         "settings": settings,
-        "per_node": sum(row["reward"] for row in rewards) / num_nodes,
+        "per_node": sum(row["reward"] or 0.0 for row in rewards) / num_nodes,
         "held_out": nanmean(row.get("held_out") for row in last_tenth),
         "curve": curve,
         "history": history,
@@ -825,14 +870,14 @@ def format_task_rewards(rows: list[dict]) -> str:
     return tabulate(cells, headers, "simple", floatfmt=".2f", missingval="-")
 
 
-def new_figure():
+def new_figure(height: float = 4.2):
     """An empty figure, or None and a sentence if matplotlib is missing."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         print("no picture: pip install matplotlib")
         return None
-    return Figure((10, 4.2), dpi=150, layout="constrained")
+    return Figure((10, height), dpi=150, layout="constrained")
 
 
 def png_bytes(figure) -> bytes:
@@ -843,14 +888,16 @@ def png_bytes(figure) -> bytes:
 
 
 def plot_run(rewards: list[dict], name: str) -> bytes | None:
-    """One experiment as PNG: reward per node, reward per task, shares of informative groups and of
-    tagged answers. None if matplotlib is missing or there are no rewards."""
-    figure = new_figure()
+    """One experiment as PNG: reward per node, reward per task, shares of informative groups, of
+    tagged answers and of active nodes, and the distribution of the first and the last rewards. None
+    if matplotlib is missing or there are no rewards."""
+    figure = new_figure(height=7)
     if figure is None or not rewards:
         return None
-    nodes_axis, tasks_axis, shares_axis = figure.subplots(1, 3, sharex=True, sharey=True)
+    (nodes_axis, tasks_axis), (shares_axis, rewards_axis) = figure.subplots(2, 2)
     by_round = group_by("round", rewards)
     rounds = list(by_round)
+    num_nodes = len(group_by("node_id", rewards))
 
     def plot_mean(axis, value, *style, **options):
         """Plot the smoothed mean of value(row) over the rows of each round."""
@@ -865,10 +912,22 @@ def plot_run(rewards: list[dict], name: str) -> bytes | None:
         own_rewards = []
         for row in rows:
             own_rounds.append(row["round"])
-            own_rewards.append(row["reward"])
+            own_rewards.append(math.nan if row["reward"] is None else row["reward"])
         label = drive_store.printable(node_id, 20)
         nodes_axis.plot(own_rounds, moving_average(own_rewards), alpha=0.4, label=label)
     plot_mean(nodes_axis, lambda row: row["reward"], "k", label="mean")
+
+    # A band of one standard deviation over the nodes of a round.
+    low = []
+    high = []
+    for rows in by_round.values():
+        values = [row["reward"] for row in rows if row["reward"] is not None]
+        deviation = statistics.pstdev(values) if values else math.nan
+        mean = nanmean(values) or 0.0
+        low.append(mean - deviation)
+        high.append(mean + deviation)
+    band = (moving_average(low), moving_average(high))
+    nodes_axis.fill_between(rounds, *band, color="k", alpha=0.12, label="± one sd over nodes")
 
     # Reward of each task.
     for task in reward_per_task(rewards):
@@ -881,6 +940,18 @@ def plot_run(rewards: list[dict], name: str) -> bytes | None:
 
     plot_mean(shares_axis, informative_share, label="informative groups")
     plot_mean(shares_axis, lambda row: row.get("answer_tag_rate"), label="answers in <answer> tags")
+    active = [len(group_by("node_id", rows)) / num_nodes for rows in by_round.values()]
+    shares_axis.step(rounds, active, "k:", label=f"active nodes, of {num_nodes}")
+
+    # The distribution of the nodes' rewards in the first and in the last 20 rounds.
+    ends = []
+    for some_rounds in (rounds[:20], rounds[-20:]):
+        rows = [row for t in some_rounds for row in by_round[t] if row["reward"] is not None]
+        ends.append([row["reward"] for row in rows])
+    labels = ["first 20 rounds", "last 20 rounds"]
+    rewards_axis.hist(ends, bins=10, range=(0, 1), label=labels)
+    rewards_axis.set(title="rewards of the nodes", xlabel="reward", ylabel="how many")
+    rewards_axis.legend(fontsize=6)
 
     titles = (
         (nodes_axis, f"{name}: reward"),
@@ -888,9 +959,55 @@ def plot_run(rewards: list[dict], name: str) -> bytes | None:
         (shares_axis, "shares"),
     )
     for axis, title in titles:
-        axis.set(title=title, xlabel="round", ylim=(0, 1))
+        axis.set(title=title, xlabel="round", ylim=(0, 1.02))
         axis.legend(fontsize=6)
     return png_bytes(figure)
+
+
+def plot_teachers(store) -> bytes | None:
+    """Who taught whom, as PNG: how many groups each node (row) drew from each peer (column), and
+    the round in which each node first earned a reward in each task. None if matplotlib is missing
+    or no node has logged a group of a peer."""
+    taught = {}  # node -> {its teacher: number of groups}
+    first_round = {}  # node -> {task: round}
+    for node_id in drive_store.worker_ids(store.latest_sessions()):
+        rows = read_metrics(store, node_id)
+        if not rows:
+            continue
+        taught[node_id] = Counter()
+        first_round[node_id] = {}
+        for row in sorted(rows, key=lambda row: row["round"]):
+            for peer, _ in row["teachers"] if is_list_of_pairs(row["teachers"]) else ():
+                taught[node_id][drive_store.printable(peer, 20)] += 1
+            for name in row:
+                if name.startswith("reward_") and row[name]:
+                    task = name.removeprefix("reward_").removeprefix("small_")
+                    first_round[node_id].setdefault(task, row["round"])
+
+    figure = new_figure()
+    if figure is None or not any(taught.values()):
+        return None
+    titles = ("groups drawn (row: learner, column: teacher)", "round of the first reward in a task")
+    tables = (taught, first_round)
+    for axis, table, title in zip(figure.subplots(1, 2), tables, titles, strict=True):
+        columns = sorted({name for row in table.values() for name in row})[:20]
+        values = [[row.get(name, math.nan) for name in columns] for row in table.values()]
+        axis.imshow(values, aspect="auto", cmap="Blues", alpha=0.6)
+        axis.set(title=title, xticks=range(len(columns)), yticks=range(len(table)))
+        axis.set_xticklabels(columns, rotation=30, ha="right", fontsize=7)
+        axis.set_yticklabels(list(table), fontsize=7)
+        for y, row in enumerate(values):
+            for x, value in enumerate(row):
+                if math.isfinite(value):
+                    axis.text(x, y, f"{value:g}", ha="center", va="center", fontsize=7)
+    return png_bytes(figure)
+
+
+def is_list_of_pairs(value) -> bool:
+    """Whether a value from a log is a list of pairs of strings."""
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) for pair in value
+    )
 
 
 def plot_comparison(rows: list[dict]) -> bytes | None:

@@ -863,7 +863,7 @@ def parse_reward(data: dict, **metadata) -> dict | None:
     """The numbers of a reward file, 64 at most, together with `metadata`.
 
     Returns None if the file does not agree with `metadata`, or if its reward or timestamp is out of
-    range.
+    range. A node that generated nothing (I = 0) has no reward: it is None.
     """
     # Keep only numbers with plain names: they become columns of tables and curves of plots.
     numbers = {}
@@ -875,7 +875,10 @@ def parse_reward(data: dict, **metadata) -> dict | None:
 
     # The metadata must agree with the file's path, and the reward must be one.
     row = numbers | metadata
-    in_range = 0 <= row.get("reward", -1) <= 1 and 0 < row.get("timestamp", 0) < 1e11
+    if row.get("completions") == 0:
+        row.setdefault("reward", None)
+    is_reward = "reward" in row and (row["reward"] is None or 0 <= row["reward"] <= 1)
+    in_range = is_reward and 0 < row.get("timestamp", 0) < 1e11
     return row if in_range and metadata.items() <= data.items() else None
 
 

@@ -179,8 +179,8 @@ def update_policy(
     for group in groups:
         lengths += [len(ids) for ids in group.completions]
         gives_gradient += [group.is_informative] * len(group.completions)
-    lengths = torch.tensor(lengths)  # (B,)
-    gives_gradient = torch.tensor(gives_gradient)  # (B,)
+    lengths = torch.tensor(lengths, dtype=torch.long)  # (B,)
+    gives_gradient = torch.tensor(gives_gradient, dtype=torch.bool)  # (B,)
     weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)  # (B,)
 
     # The update itself needs only the K completions of informative groups. If there are none, skip

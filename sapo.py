@@ -114,6 +114,8 @@ class Node:
     pending: list = field(default_factory=list)
     # Numbers about the current stage, for the log and for the reward file.
     metrics: dict = field(default_factory=dict)
+    # Of each external group of this stage the peer that wrote it, and the task. For the log.
+    teachers: list = field(default_factory=list)
     # The metrics of each stage of this round.
     stage_metrics: list[dict] = field(default_factory=list)
 
@@ -269,11 +271,11 @@ def answer_questions(
     return groups
 
 
-def mean_reward(groups: "list[grpo.Group]") -> float:
+def mean_reward(groups: "list[grpo.Group]") -> float | None:
     """Mean reward of all completions of these groups.
 
     The reward of a round is the mean over the node's own groups, unfiltered. External groups or a
-    filter would bias it.
+    filter would bias it. None if there are no groups.
     """
     rewards = []
     for group in groups:
@@ -340,6 +342,8 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
     oldest = t - config.ROLLOUT_MAX_AGE
     node.used_external = {key for key in node.used_external if key[0] >= oldest}
     node.used_external |= {group.key for group in external}
+
+    node.teachers = [(group.key[2], group.question.task) for group in external]
 
     rounds_of_files = [round_ for (round_, _, _), groups in run.fetched.items() if groups]
     newest_file = max(rounds_of_files, default=t)
@@ -442,10 +446,10 @@ def external_candidates(
         # A node trains on each group at most once.
         groups = [group for group in groups if group["key"] not in node.used_external]
 
-        # A peer contributes at most I groups here, chosen before they are verified, so it gains
-        # nothing by publishing thousands.
-        if len(groups) > config.NUM_TRAIN_SAMPLES:
-            groups = rng.sample(groups, config.NUM_TRAIN_SAMPLES)
+        # A peer contributes at most I groups here (J if I = 0), chosen before they are verified, so
+        # it gains nothing by publishing thousands.
+        if len(groups) > config.max_groups_per_peer:
+            groups = rng.sample(groups, config.max_groups_per_peer)
 
         # Verification makes the question again and scores every completion. A hostile peer can make
         # that slow, so each peer has a time budget. The results, groups or rejections, are kept in
@@ -585,7 +589,7 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
     is_last_stage = stage == config.MAX_STAGES - 1
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and is_last_stage:
         node.metrics["held_out"] = held_out_accuracy(run, node, t)
-    node.total_reward += node.metrics["reward"]
+    node.total_reward += node.metrics["reward"] or 0.0
 
     run.store.submit_reward(t, stage, node.id, {"session": run.session, **node.metrics})
     row = {
@@ -597,6 +601,7 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
         "experiment": config.EXPERIMENT_NAME,
         "my_reward": node.metrics["reward"],
         "total_reward": node.total_reward,
+        "teachers": node.teachers,
     }
     run.log.queue(f"{node.id}/metrics.jsonl", json.dumps(row))
     node.stage_metrics.append(node.metrics)
@@ -621,7 +626,7 @@ def drop_unlikely(run: Run, node: Node, groups: "list[grpo.Group]") -> "list[grp
     arXiv:2605.22537). Completions are dropped first, and advantages are computed from the rest. In
     the other order, dropping the only right answer would leave only negative advantages.
     """
-    if not groups or run.config.EXTERNAL_FLOOR == 0:
+    if not groups or not node.groups or run.config.EXTERNAL_FLOOR == 0:
         return groups
 
     # Score own and external completions under the current policy.
@@ -830,7 +835,8 @@ class Config:
     LOCAL_NODES: int = setting(1, "workers in this process, named NODE_ID_0, NODE_ID_1 …", (1, 256))
     SEED: int = setting(42, "the swarm's seed; nodes differ by NODE_ID", (0, 2**31), scope="swarm")
     TEST_MODE: bool = setting(False,
-        "quick check: 3 rounds, I = 4, J = 2, G = 4, tiny, a short warm start")
+        "quick check: 3 rounds, I = 4, J = 2, G = 4, tiny, a short warm start; with another "
+        "model the eight small tasks, 32 tokens and 20 warm-start steps")
     MAX_ROUNDS: int = setting(2000, "rounds to train", (1, 10**6), scope="swarm")
     MAX_STAGES: int = setting(1, "generate-share-update stages in a round", (1, 100), scope="swarm")
     MODEL_NAME: str = setting("auto",
@@ -848,7 +854,8 @@ class Config:
         " a little for near misses",
         "exact verifier", scope="swarm")
     NUM_TRAIN_SAMPLES: int = setting(8,
-        "I: own questions per round and stage", (1, 4096), scope="swarm")
+        "I: own questions per round and stage; 0: learn from peers' groups alone",
+        (0, 4096), scope="swarm")
     NUM_TRANSPLANT_TREES: int = setting(0,
         "J: groups of peers per round and stage; 0: plain GRPO", (0, 4096), scope="swarm")
     NUM_GENERATIONS: int = setting(8, "G: completions per question", (2, 64), scope="swarm")
@@ -953,9 +960,14 @@ class Config:
         return self.CHECKPOINT_INTERVAL + self.ROLLOUT_MAX_AGE
 
     @property
+    def max_groups_per_peer(self) -> int:
+        """A peer's fair share of a draw: I, or J if this node generates nothing itself."""
+        return self.NUM_TRAIN_SAMPLES or self.NUM_TRANSPLANT_TREES
+
+    @property
     def max_rollout_bytes(self) -> int:
         """Size limit of a peer's rollout file, far above what its groups need."""
-        groups = self.NUM_TRAIN_SAMPLES * self.LOCAL_OVERSAMPLE * self.MAX_STAGES
+        groups = self.max_groups_per_peer * self.LOCAL_OVERSAMPLE * self.MAX_STAGES
         bytes_per_completion = 64 * (self.MAX_NEW_TOKENS + 16)
         bytes_per_group = (1 << 13) + self.NUM_GENERATIONS * bytes_per_completion  # 8 kB: question
         return min(drive_store.MAX_JSON_BYTES, (1 << 18) + groups * bytes_per_group)
@@ -983,6 +995,11 @@ TEST_MODE_DEFAULTS = {  # so little, and yet something to learn from
     "MODEL_NAME": "tiny",
     "WARM_START_STEPS": 150,
     "ANSWER_TAG_SHARE": 0.9,
+}
+TEST_MODE_OTHER_DEFAULTS = {  # for a model that is not tiny
+    "TASKS": ",".join(grpo.TINY_TASKS),
+    "WARM_START_STEPS": 20,
+    "MAX_NEW_TOKENS": 32,
 }
 TINY_DEFAULTS = {
     "TASKS": ",".join(grpo.TINY_TASKS),
@@ -1033,7 +1050,10 @@ def read_environment(environ) -> tuple[dict, list[str]]:
     role = env.get("NODE_ROLE", "worker")
     num_nodes = env.get("LOCAL_NODES", 1)
     if role in ("coordinator", "prepare"):
-        env["NODE_ID"] = drive_store.COORDINATOR_ID if role == "coordinator" else "prepare"
+        fixed_name = drive_store.COORDINATOR_ID if role == "coordinator" else "prepare"
+        if env.get("NODE_ID", "auto") not in ("auto", fixed_name):
+            warnings.append(f"NODE_ID={env['NODE_ID']}: the name of a {role} is {fixed_name}")
+        env["NODE_ID"] = fixed_name
     elif env.get("NODE_ID", "auto") == "auto":
         if rank:
             env["NODE_ID"] = f"node_{rank}"
@@ -1187,11 +1207,15 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> "Config":
         inherited["MODEL_NAME"] = "tiny"
     test_mode = TEST_MODE_DEFAULTS if env.get("TEST_MODE") else {}
     defaults = resolve_auto(Config(**test_mode | inherited | env), notes)
+    if test_mode and defaults["MODEL_NAME"] != "tiny":
+        test_mode = test_mode | TEST_MODE_OTHER_DEFAULTS
     if saved_model == defaults["MODEL_NAME"]:
         for name in MODEL_SETTINGS:
             if name in saved and name not in env:
                 inherited[name] = saved[name]
     config = Config(**defaults | test_mode | inherited | env)
+    if config.max_groups_per_peer == 0:
+        raise ConfigError("NUM_TRAIN_SAMPLES=0 needs NUM_TRANSPLANT_TREES: nothing to train on")
 
     check_agreement(config, saved, mistakes)
 
@@ -1826,7 +1850,7 @@ def register_nodes(run: Run) -> None:
     end = 0 if is_whole_swarm else min(store.current_round(), config.MAX_ROUNDS)
     for t in range(run.last_finished_round + 1, end):
         for row in store.read_rewards(t, nodes, config.MAX_STAGES):
-            nodes[row["node_id"]].total_reward += row["reward"]
+            nodes[row["node_id"]].total_reward += row["reward"] or 0.0
 
     if config.NUM_TRANSPLANT_TREES == 0:
         text = "NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)"
@@ -1908,6 +1932,15 @@ def run_report(path: str, pattern: str) -> str:
     if plot:
         shared.write_atomic(f"{report}.png", plot)
         print(shared.experiment_dir / f"{report}.png")
+        coordinator.show_in_notebook(plot)
+
+    # Of a single experiment also who taught whom.
+    names = [run["experiment"] for row in rows for run in row["runs"]]
+    store = drive_store.DriveStore(path, names[0], "reader")
+    plot = coordinator.plot_teachers(store) if len(names) == 1 else None
+    if plot:
+        shared.write_atomic(f"{report}_teachers.png", plot)
+        print(shared.experiment_dir / f"{report}_teachers.png")
         coordinator.show_in_notebook(plot)
     return "finished"
 
@@ -2048,7 +2081,8 @@ def log_round_metrics(run: Run, t: int) -> None:
 def mean_metrics(stages: list[dict]) -> dict:
     """The mean of each metric over several stages or nodes, and the time at which they ended."""
     mean = {"ended": time.monotonic()}
-    for name in {name for metrics in stages for name in metrics} - {"external_ages"}:  # a list
+    lists = {"external_ages", "teachers"}
+    for name in {name for metrics in stages for name in metrics} - lists:
         mean[name] = coordinator.nanmean(metrics.get(name) for metrics in stages)
     return mean
 
@@ -2100,14 +2134,12 @@ def format_samples(samples: list[dict], before: list[dict] | None = None) -> str
 
 def load_earlier_history(run: Run) -> None:
     """Read the metrics of the rounds up to the checkpoint from this process's own logs."""
-    rows = {}  # a round that was repeated is there twice, and its last row counts
+    rows = []
     for node in run.nodes:
-        for row in coordinator.read_log(run.store, f"logs/{node.id}/metrics.jsonl"):
-            metrics = drive_store.parse_reward(row) or {}
-            round_ = metrics.get("round", math.inf)
-            if round_ <= run.last_finished_round and "informative_groups" in metrics:
-                rows[round_, metrics.get("stage"), node.id] = metrics
-    by_round = coordinator.group_by("round", list(rows.values()))
+        for row in coordinator.read_metrics(run.store, node.id):
+            if row["round"] <= run.last_finished_round:
+                rows.append(row)
+    by_round = coordinator.group_by("round", rows)
     run.earlier_history = [mean_metrics(stages) for stages in by_round.values()]
 
 
