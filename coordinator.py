@@ -921,11 +921,9 @@ def plot_run(rewards: list[dict], name: str) -> bytes | None:
     low = []
     high = []
     for rows in by_round.values():
-        values = [row["reward"] for row in rows if row["reward"] is not None]
-        deviation = statistics.pstdev(values) if values else math.nan
-        mean = nanmean(values) or 0.0
-        low.append(mean - deviation)
-        high.append(mean + deviation)
+        values = [row["reward"] for row in rows if row["reward"] is not None] or [0.0]
+        low.append(nanmean(values) - statistics.pstdev(values))
+        high.append(nanmean(values) + statistics.pstdev(values))
     band = (moving_average(low), moving_average(high))
     nodes_axis.fill_between(rounds, *band, color="k", alpha=0.12, label="± one sd over nodes")
 
@@ -991,8 +989,10 @@ def plot_teachers(store) -> bytes | None:
     tables = (taught, first_round)
     for axis, table, title in zip(figure.subplots(1, 2), tables, titles, strict=True):
         columns = sorted({name for row in table.values() for name in row})[:20]
+        if not columns:  # a node with I = 0 earns no rewards
+            continue
         values = [[row.get(name, math.nan) for name in columns] for row in table.values()]
-        axis.imshow(values, aspect="auto", cmap="Blues", alpha=0.6)
+        axis.imshow(values, aspect="auto", cmap="Blues", alpha=0.6, vmin=0)
         axis.set(title=title, xticks=range(len(columns)), yticks=range(len(table)))
         axis.set_xticklabels(columns, rotation=30, ha="right", fontsize=7)
         axis.set_yticklabels(list(table), fontsize=7)

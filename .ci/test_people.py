@@ -708,6 +708,67 @@ def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp
     assert sapo.main(settings | {"NODE_ROLE": "validate"}) == 0
 
 
+def test_U6_test_mode_of_a_real_model_is_small_too():
+    environ = {"TEST_MODE": True, "GDRIVE_PATH": ".", "NODE_ID": "n", "MODEL_NAME": "gpt2"}
+    config = sapo.resolve_config(environ, {}, [])
+    assert config.TASKS.split(",") == list(grpo.TINY_TASKS)
+    assert (config.MAX_NEW_TOKENS, config.WARM_START_STEPS, config.MAX_ROUNDS) == (32, 20, 3)
+    config = sapo.resolve_config(environ | {"MAX_NEW_TOKENS": 99}, {}, [])
+    assert config.MAX_NEW_TOKENS == 99
+
+
+def test_L4_U5_a_finished_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path, capsys):
+    """The README's recipe, after a short run and with fewer rounds."""
+    recipe = (ROOT / "README.md").read_text().split("<!-- teach -->\n```bash\n")[1].split("```")[0]
+    recipe = recipe.replace("MAX_ROUNDS=120 EVAL_INTERVAL=20", "MAX_ROUNDS=11 EVAL_INTERVAL=1")
+    recipe = recipe.replace("python sapo.py", f"{sys.executable} {ROOT}/sapo.py")
+    experiments = tmp_path / "rl-swarm/experiments"
+    shutil.copytree(finished.drive, tmp_path / "rl-swarm")
+    shutil.move(experiments / "default", experiments / "one")
+    settings = {name: LEARNING[name] for name in ("ANSWER_TAG_SHARE", "LEARNING_RATE")}
+    settings |= {
+        "WARM_START_STEPS": 60,
+        "TASKS": QUICK["TASKS"],
+        "EVAL_SAMPLES": 8,
+        "DEVICE": "cpu",
+    }
+    environ = BASE_ENVIRON | to_environ(settings)
+    done = subprocess.run(
+        ["bash", "-euc", recipe], env=environ, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(
+        r"pupil 05/11 \| .*held-out 0\.\d\d \| 0 own \+ [1-8] peer groups", done.stdout
+    )
+    assert re.search(
+        r"held-out accuracy of pupil .* of 11 measurements", " ".join(done.stdout.split())
+    )
+
+    # Nothing was generated, and yet it was trained; each reward file counts as submitted.
+    store = DriveStore(tmp_path / "rl-swarm", "school")
+    rows = store.read_rewards(5, ["pupil"], 1)
+    assert [row["reward"] for row in rows] == [None]
+    assert rows[0]["completions"] == 0
+    assert rows[0]["external_groups"] > 0
+    assert rows[0]["grad_norm"] > 0
+    assert not store.fetch_rollouts(5, 0, "pupil")
+    readers = {"GDRIVE_PATH": str(tmp_path / "rl-swarm"), "EXPERIMENT_NAME": "school"}
+    for role in ("validate", "monitor", "report"):
+        assert sapo.main(readers | {"NODE_ROLE": role}) == 0, role
+    assert "0/8" in capsys.readouterr().out
+
+    # Who taught whom: the report draws what the log says.
+    row = json.loads((experiments / "school/logs/pupil/metrics.jsonl").read_text().splitlines()[5])
+    assert len(row["teachers"]) == row["external_groups"]
+    assert {peer for peer, _ in row["teachers"]} <= {"n_0", "n_1"}
+    picture = tmp_path / "rl-swarm/reports/report_school_teachers.png"
+    assert picture.read_bytes()[:4] == b"\x89PNG"
+
+    # Without own questions and without peers there is nothing to train on.
+    assert sapo.main({"NODE_ID": "n", "NUM_TRAIN_SAMPLES": "0", "MODEL_NAME": "tiny"}) == 2
+    assert "nothing to train on" in capsys.readouterr().out
+
+
 def test_U7_run_swarm_runs_configs_and_seeds_one_after_another_and_reports_them(tmp_path):
     settings = {**QUICK, "LOCAL_NODES": 2, "MAX_ROUNDS": 3, "EVAL_INTERVAL": 3, "EVAL_SAMPLES": 4}
     settings |= {"CONFIGS": "2/0 1/1", "SEEDS": "1 2"}
