@@ -43,6 +43,7 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
+from transformers.cache_utils import DynamicLayer
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
@@ -314,7 +315,9 @@ def token_logprobs(model, hidden, targets, temperature: float):
 
 def chunk_logprobs(model, hidden, targets, temperature: float):
     """`token_logprobs` of one chunk."""
-    logits = lm_head_logits(model, hidden) / temperature  # (S, V)
+    logits = lm_head_logits(model, hidden)  # (S, V)
+    if temperature != 1:  # dividing by 1 would copy all of them
+        logits = logits / temperature
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
@@ -363,7 +366,9 @@ def sample_tokens(logits, uniforms, temperature: float):
     `temperature`, without top-k or top-p, because the loss scores the same distribution. The random
     numbers come from outside, so that the draw of a row does not depend on the other rows.
     """
-    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(-1)  # (B, V)
+    if temperature != 1:
+        logits = logits / temperature
+    cumulative = torch.softmax(logits, dim=-1).cumsum(-1)  # (B, V)
     # The last entry should be 1 but is rounded. Scaled by it, no target lies beyond the vocabulary.
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True).squeeze(1)  # (B,)
@@ -476,9 +481,7 @@ def forward_hidden(model, ids, mask=None, cache=None):
     Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
     """
     if cache is None:
-        is_autocast = torch.is_autocast_enabled(ids.device.type)
-        new_cache = ComputeCache if is_autocast else transformers.DynamicCache
-        cache = new_cache(config=model.config)
+        cache = KVCache(config=model.config)
 
     # Positions count real tokens only, so that padding never changes a log-probability.
     past = cache.get_seq_length()
@@ -499,20 +502,63 @@ def forward_hidden(model, ids, mask=None, cache=None):
     return output.last_hidden_state, cache
 
 
-class ComputeCache(transformers.DynamicCache):
-    """Keys and values in the type of autocast. Rotary embeddings would leave float32 keys."""
+class KVCache(transformers.DynamicCache):
+    """A KV cache in the type of autocast, whose layers grow in place (see `GrowingLayer`)."""
+
+    def __init__(self, config):
+        super().__init__(config=config)
+        for i, layer in enumerate(self.layers):
+            if type(layer) is DynamicLayer:  # not one with a sliding window
+                self.layers[i] = GrowingLayer()
 
     def update(self, keys, values, *args, **kwargs):
-        dtype = torch.get_autocast_dtype(keys.device.type)  # attention casts to it in any case
-        return super().update(keys.to(dtype), values.to(dtype), *args, **kwargs)
+        if torch.is_autocast_enabled(keys.device.type):
+            # Attention casts to this type in any case. Rotary embeddings leave float32 keys.
+            dtype = torch.get_autocast_dtype(keys.device.type)
+            keys, values = keys.to(dtype), values.to(dtype)
+        return super().update(keys, values, *args, **kwargs)
 
 
 # ==================================================================================================
 # Speed only: the same numbers, faster
 # ==================================================================================================
 
+SPARE_TOKENS = 64  # for which a layer of the KV cache reserves room
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer of the KV cache. While no gradient is needed, a token is written behind the others,
+    where the layer it is derived from copies all of them for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.room = {}  # "keys" and "values" with room for more tokens
+
+    def update(self, keys, values, *args, **kwargs):
+        if torch.is_grad_enabled() or not self.is_initialized:
+            return super().update(keys, values, *args, **kwargs)
+        self.keys = self.append("keys", self.keys, keys)
+        self.values = self.append("values", self.values, values)
+        return self.keys, self.values
+
+    def append(self, name: str, old, new):
+        """What torch.cat((old, new), dim=2) returns. old, new: (rows, heads, tokens, size)."""
+        past = old.shape[2]
+        length = past + new.shape[2]
+        room = self.room.get(name)
+        # Rows may have been repeated or removed since the last token. Then `old` lies elsewhere.
+        is_same = room is not None and room.data_ptr() == old.data_ptr()
+        if not is_same or length > room.shape[2]:
+            rows, heads, _, size = old.shape
+            room = old.new_empty(rows, heads, length + SPARE_TOKENS, size)
+            room[:, :, :past] = old
+            self.room[name] = room
+        room[:, :, past:length] = new
+        return room[:, :, :length]
+
+
 MIN_SHARED_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
-MAX_LOGIT_ELEMENTS = 2**25  # logits (tokens x vocabulary) computed at once: 128 MiB in float32
+MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) computed at once: 512 MiB in float32
 
 
 def completion_logprobs_shared_prompt(model, prompts_and_completions, config, pad_id: int = 0):
@@ -669,10 +715,10 @@ def estimate_micro_batch_size(model, config, available: int) -> int:
     """Completions per forward pass of the update, roughly. If it is too many, memory runs out once
     and the batch is halved.
 
-    config: MICRO_BATCH_SIZE, MAX_NEW_TOKENS, NUM_GENERATIONS and DEVICE; available: bytes.
-    Assumes 150 bytes of activations per token, layer and hidden unit, in a quarter of the memory.
-    On a CPU the memory that happens to be free has no influence, because then a run would not
-    repeat bit for bit.
+    config: MICRO_BATCH_SIZE, MAX_NEW_TOKENS, NUM_GENERATIONS, NUM_WORKERS and DEVICE; available:
+    bytes. Assumes 150 bytes of activations per token, layer and hidden unit, in a quarter of the
+    memory. On a CPU it is an eighth of the machine's memory, 3 GB at most. The memory that happens
+    to be free has no influence there, because then a run would not repeat bit for bit.
     """
     if config.MICRO_BATCH_SIZE != "auto":
         return config.MICRO_BATCH_SIZE
@@ -681,7 +727,9 @@ def estimate_micro_batch_size(model, config, available: int) -> int:
     bytes_per_token = text_config.num_hidden_layers * text_config.hidden_size * 150
     bytes_per_row = config.MAX_NEW_TOKENS * bytes_per_token
     if config.DEVICE == "cpu":
-        rows = max(config.NUM_GENERATIONS, int(1.5e9 / bytes_per_row))
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        budget = min(3e9, total / 8 / max(1, config.NUM_WORKERS))
+        rows = max(config.NUM_GENERATIONS, int(budget / bytes_per_row))
     else:
         rows = available // 4 // bytes_per_row
     return max(1, min(1024, rows))
@@ -697,11 +745,21 @@ def available_devices() -> dict[str, str]:
     names.append("cpu")
     names += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
 
+    # bfloat16 only where the hardware multiplies it: emulated it is many times slower than float32.
+    has_bfloat16 = {"cpu": cpu_has_bfloat16()}
+    if "cuda" in names:
+        has_bfloat16["cuda"] = torch.cuda.is_bf16_supported(including_emulation=False)
     devices = {}
-    has_bfloat16 = "cuda" in names and torch.cuda.is_bf16_supported(including_emulation=False)
     for name in names:
-        devices[name] = "bfloat16" if has_bfloat16 and name.startswith("cuda") else "float32"
+        is_fast = has_bfloat16.get(name.split(":")[0], False)
+        devices[name] = "bfloat16" if is_fast else "float32"
     return devices
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has AMX or AVX512_BF16. False if torch is too old to tell."""
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
 
 
 def available_memory(device: str) -> int:
@@ -1248,7 +1306,6 @@ def check_codec(codec: Codec, questions: list[Question], config) -> None:
         raise model_error(config, reason)
 
 
-@torch.no_grad()
 def check_model(model, ids: list[int], config) -> None:
     """Raise ModelError unless shared prompts give the log-probabilities of the model's own plain
     forward pass. Training would be silently wrong otherwise.
@@ -1261,23 +1318,29 @@ def check_model(model, ids: list[int], config) -> None:
     with_shared_prefix = [ids[:18], ids[:23]]  # more than MIN_SHARED_PREFIX tokens in common
     without = [ids[2:7], ids[4:18]]
     for prompts in (with_shared_prefix, without):
-        prompts_and_completions = [(prompt, answers) for prompt in prompts]
-        ours, mask = completion_logprobs_shared_prompt(
-            model, prompts_and_completions, exact, pad_id=ids[0]
-        )
-
         # The plain way: every row on its own, without padding or a cache.
         theirs = []
         for prompt, answer in itertools.product(prompts, answers):
             row = torch.tensor([prompt + answer], device=model.device)
-            logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
+            with torch.no_grad():
+                logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
             losses = F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")
             theirs.append(-losses[-len(answer) :])
+        theirs = torch.cat(theirs)
 
-        error = (ours[mask] - torch.cat(theirs)).abs().max().item()
-        if not error < 2e-3:
-            reason = f"log-probabilities differ by {error:.2g} from a plain forward pass"
-            raise model_error(config, reason)
+        # Our way, without a gradient as in generation and with one as in the update.
+        prompts_and_completions = [(prompt, answers) for prompt in prompts]
+        for has_gradient in (False, True):
+            with torch.set_grad_enabled(has_gradient):
+                ours, mask = completion_logprobs_shared_prompt(
+                    model, prompts_and_completions, exact, pad_id=ids[0]
+                )
+            error = (ours.detach()[mask] - theirs).abs().max().item()
+            if not error < 2e-3:
+                reason = f"log-probabilities differ by {error:.2g} from a plain forward pass"
+                raise model_error(config, reason)
+        ours.sum().backward()
+        model.zero_grad()
 
 
 def build_tiny_model(tasks):

@@ -275,14 +275,14 @@ def test_device_an_update_with_externals_above_the_floor_makes_the_same_step(dev
 def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(device, monkeypatch):
     # Record the types of all keys and values in the cache.
     cached_dtypes = set()
-    update = grpo.ComputeCache.update
+    update = grpo.KVCache.update
 
     def recording_update(*args, **kwargs):
         cached = update(*args, **kwargs)
         cached_dtypes.update(x.dtype for x in cached)
         return cached
 
-    monkeypatch.setattr(grpo.ComputeCache, "update", recording_update)
+    monkeypatch.setattr(grpo.KVCache, "update", recording_update)
 
     # Log-probabilities in bfloat16 are those of the CPU in bfloat16, up to its precision, and
     # differ from those in float32.
@@ -459,6 +459,7 @@ def make_machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
         monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+        monkeypatch.setattr(grpo, "cpu_has_bfloat16", lambda: False)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
         return asked
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -295,6 +296,36 @@ def test_L1_under_bfloat16_weights_and_probabilities_stay_float32():
     assert weights.dtype == torch.float32
     assert not torch.equal(weights, exact_weights)
     assert_close(metrics["grad_norm"], exact_metrics["grad_norm"], 0, 0.05)
+
+
+@pytest.mark.parametrize("capability, expected", [
+    ("amx_bf16", "bfloat16"), ("avx512_bf16", "bfloat16"), ("avx512_f", "float32"),
+])  # fmt: skip
+def test_L1_auto_computes_in_bfloat16_on_a_cpu_that_has_it_but_never_for_tiny(
+    monkeypatch, capability, expected
+):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True}, raising=False)
+    assert make_config(MODEL_NAME="gpt2", DEVICE="cpu").DTYPE == expected
+    assert make_config(MODEL_NAME="tiny", DEVICE="cpu").DTYPE == "float32"
+    monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch
+    assert make_config(MODEL_NAME="gpt2", DEVICE="cpu").DTYPE == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_L2_a_cache_that_grows_in_place_gives_the_same_tokens(monkeypatch, dtype):
+    """Rows end at different times and leave the batch, and the room is used up several times."""
+    monkeypatch.setattr(grpo, "SPARE_TOKENS", 7)
+    prompts = [[3, 4, 5], [6, 7], [9]]
+    config = make_config(MAX_NEW_TOKENS=50, DTYPE=dtype)
+    drawn = [grpo.generate(small_gpt2(), prompts, 4, config, 5, {1})]
+    appended = Mock(side_effect=grpo.DynamicLayer.update)
+    monkeypatch.setattr(grpo.GrowingLayer, "update", lambda *args, **more: appended(*args, **more))
+    drawn.append(grpo.generate(small_gpt2(), prompts, 4, config, 5, {1}))
+    assert appended.call_count > 40
+    assert drawn[0] == drawn[1]
+    lengths = {len(ids) for ids in itertools.chain(*drawn[0])}
+    assert max(lengths) > 2 * 7
+    assert len(lengths) > 3
 
 
 @pytest.mark.parametrize("vocabulary", [5, 50_000])

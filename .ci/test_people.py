@@ -712,7 +712,7 @@ def test_U6_test_mode_of_a_real_model_is_small_too():
     environ = {"TEST_MODE": True, "GDRIVE_PATH": ".", "NODE_ID": "n", "MODEL_NAME": "gpt2"}
     config = sapo.resolve_config(environ, {}, [])
     assert config.TASKS.split(",") == list(grpo.TINY_TASKS)
-    assert (config.MAX_NEW_TOKENS, config.WARM_START_STEPS, config.MAX_ROUNDS) == (32, 20, 3)
+    assert (config.MAX_NEW_TOKENS, config.WARM_START_STEPS, config.MAX_ROUNDS) == (32, 40, 3)
     config = sapo.resolve_config(environ | {"MAX_NEW_TOKENS": 99}, {}, [])
     assert config.MAX_NEW_TOKENS == 99
 
