@@ -116,9 +116,9 @@ def log_waiting(config, log, alive: list[str]) -> None:
     here = f"{join_names(alive, 8)} here" if alive else "none here"
     text = f"coordinator: waiting for {workers} ({here}) and a first reward"
     if len(alive) < max(1, config.NUM_WORKERS):
-        text += f"; to start one: GDRIVE_PATH={config.GDRIVE_PATH}"
+        text += f"; to start one:\n  GDRIVE_PATH={config.GDRIVE_PATH}"
         text += f" EXPERIMENT_NAME={config.EXPERIMENT_NAME} NODE_ID=anna python sapo.py"
-    log.info(textwrap.fill(text, 100, subsequent_indent="  "), topic="start")
+    log.info(text, topic="start")
 
 
 def submission_status(

@@ -441,6 +441,33 @@ def test_U3_the_end_of_a_resumed_run_judges_the_whole_run(tmp_path, capsys):
     assert len(before[0]) == 6
 
 
+def test_U3_a_process_that_waits_for_workers_says_for_how_many(drive):
+    settings = {"NUM_WORKERS": 2, "COORDINATOR_ROUND_INTERVAL": 1}
+    lonely = Process(drive, "coordinator", **settings).start()
+    wait_until(lambda: lonely.output.count("waiting for 2 workers (none here)") >= 2)
+    assert f"GDRIVE_PATH={drive} EXPERIMENT_NAME=default" in lonely.output
+    assert lonely.send(SIGINT).wait_for_exit() == 130
+
+    anna = Process(drive, "anna", **settings, MAX_ROUNDS=2).start()
+    assert anna.wait_for_exit() == 0
+    assert "for 2 workers (NUM_WORKERS), 1 are here; 1 s at most" in anna.output
+
+
+def test_U1_a_start_without_packages_is_a_sentence_with_the_pip_command():
+    done = run_command(sys.executable, "-S", "sapo.py", "--help")
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count("\n") == 1
+    assert "pip install torch transformers reasoning-gym" in done.stderr
+
+
+def test_U1_a_wrong_variable_is_named_again_as_the_last_thing_before_training(tmp_path, capsys):
+    assert run(tmp_path, LOCAL_NODE=3, MAX_ROUNDS=1) == 0
+    output = capsys.readouterr().out
+    before, _ = output.split("2 nodes 0/1")
+    assert before.count("LOCAL_NODE") == 2 + before.count("LOCAL_NODES")
+    assert "LOCAL_NODE is not a variable" in " ".join(before.splitlines()[-2:])
+
+
 def test_U1_arguments_are_answered_with_the_command_that_was_meant():
     for arguments, meant in (
         (["MAX_ROUNDS=5"], "MAX_ROUNDS=5 python sapo.py"),
