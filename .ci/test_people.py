@@ -448,7 +448,7 @@ def test_U3_a_process_that_waits_for_workers_says_for_how_many(drive):
     assert f"GDRIVE_PATH={drive} EXPERIMENT_NAME=default" in lonely.output
     assert lonely.send(SIGINT).wait_for_exit() == 130
 
-    anna = Process(drive, "anna", **settings, MAX_ROUNDS=2).start()
+    anna = Process(drive.parent / "other", "anna", **settings, MAX_ROUNDS=2).start()
     assert anna.wait_for_exit() == 0
     assert "for 2 workers (NUM_WORKERS), 1 are here; 1 s at most" in anna.output
 
