@@ -532,7 +532,7 @@ class GrowingLayer(DynamicLayer):
 
     def __init__(self):
         super().__init__()
-        self.room = {}  # "keys" and "values" with room for more tokens
+        self.room = {}  # "keys" or "values" -> (tensor with room for more tokens, what it holds)
 
     def update(self, keys, values, *args, **kwargs):
         if torch.is_grad_enabled() or not self.is_initialized:
@@ -545,16 +545,16 @@ class GrowingLayer(DynamicLayer):
         """What torch.cat((old, new), dim=2) returns. old, new: (rows, heads, tokens, size)."""
         past = old.shape[2]
         length = past + new.shape[2]
-        room = self.room.get(name)
-        # Rows may have been repeated or removed since the last token. Then `old` lies elsewhere.
-        is_same = room is not None and room.data_ptr() == old.data_ptr()
-        if not is_same or length > room.shape[2]:
+        room, held = self.room.get(name, (None, None))
+        # Rows may have been repeated or removed since the last token. Then `old` is another tensor.
+        if held is not old or length > room.shape[2]:
             rows, heads, _, size = old.shape
             room = old.new_empty(rows, heads, length + SPARE_TOKENS, size)
             room[:, :, :past] = old
-            self.room[name] = room
         room[:, :, past:length] = new
-        return room[:, :, :length]
+        held = room[:, :, :length]
+        self.room[name] = room, held
+        return held
 
 
 MIN_SHARED_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
