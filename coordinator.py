@@ -958,7 +958,8 @@ def plot_run(rewards: list[dict], name: str) -> bytes | None:
     )
     for axis, title in titles:
         axis.set(title=title, xlabel="round", ylim=(0, 1.02))
-        axis.legend(fontsize=6)
+        if axis.get_legend_handles_labels()[0]:  # a node with I = 0 has no tasks
+            axis.legend(fontsize=6)
     return png_bytes(figure)
 
 

@@ -2167,7 +2167,8 @@ def log_summary(run: Run) -> None:
     tasks = []
     for task, mean in coordinator.reward_per_task(run.history[-20:]).items():
         tasks.append(f"{task} {mean:.2f}")
-    run.log.info(wrap_text("reward per task: " + ", ".join(tasks)), topic="sample")
+    if tasks:
+        run.log.info(wrap_text("reward per task: " + ", ".join(tasks)), topic="sample")
 
 
 def write_plot(store: "drive_store.DriveStore", log: Log) -> None:

@@ -792,7 +792,8 @@ def test_L4_U5_a_finished_swarm_teaches_a_node_that_generates_nothing(finished, 
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
     # Without own questions and without peers there is nothing to train on.
-    assert sapo.main({"NODE_ID": "n", "NUM_TRAIN_SAMPLES": "0", "MODEL_NAME": "tiny"}) == 2
+    settings = {"GDRIVE_PATH": tmp_path / "new", "NODE_ID": "n", "NUM_TRAIN_SAMPLES": 0}
+    assert sapo.main(to_environ(settings | {"MODEL_NAME": "tiny"})) == 2
     assert "nothing to train on" in capsys.readouterr().out
 
 
