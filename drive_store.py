@@ -1,32 +1,33 @@
-"""The shared folder is the swarm's only means of communication. This module reads and writes it.
+"""The shared folder is the swarm's only means of communication. Every path in it has one writer.
 
-Write-once files: the names of open rounds, registrations, rollouts, rewards and the experiment's
-    config. Each is written to a temporary file and then hard-linked to its final name, so that a
-    reader sees either no file or the complete one, and the first writer wins. (Without hard links
-    the file is renamed; of two simultaneous writers the last one wins.)
-Replaceable files: heartbeats, checkpoints, exported models and what is written for people. Written
-    to a temporary file, then renamed.
-Append-only files: logs. If a crash left an incomplete last line, the next append starts a new one.
-Progress markers: empty files whose names say how far a node has got. They are renamed.
-Folders: each is made by one process only. On Google Drive a name is no identity, so a folder that
-    two processes make at once exists twice, and a mount shows only one of the two. The process that
-    begins an experiment makes all folders that several nodes write into (`create`); below them a
-    node makes those of its own name. No other call makes a folder.
+experiments/NAME/
+    config.json      the settings that the experiment began with; written last by its maker, the
+                     process whose mkdir made NAME, so whoever sees it finds board/ and nodes/, too
+    board/           the names of its files are the state of the swarm; a node renames its own
+        session.anna.1795300037123-ab12cd34      anna's newest process (holds model, host, versions)
+        open.coordinator.000012.0                the coordinator has opened round 12
+        rollouts.anna.000012.0                   anna has published up to round 12, stage 0
+        rewards.anna.000012.0                    … and has submitted its reward
+        checkpoint.anna.000009.0                 … and has written a checkpoint after round 9
+    nodes/anna/      everything that anna writes: heartbeat.json, rollouts/, rewards/, checkpoints/,
+                     logs/, model/
+warmstart/  reports/  archives/NAME/             beside the experiments; also made by the maker
 
-Anyone with access to the folder may write anything into it. Readers therefore limit the size and
-check the type of every file; they return parsed data or raise `InvalidFileError`. Symbolic links
-below the experiment's folder are never followed. Every method tries once and raises OSError if the
-folder cannot be reached; `RetryingStore` repeats it. A missing file, or a missing folder of a node,
-is not an error: the result is None or [], as long as the experiment's own folders exist.
+A path in this file is relative to the experiment's folder, or to the shared folder if it begins
+with "/". A file is written beside its place as .new-<hex>, a name that no listing shows, and then
+renamed: a reader sees no file or the whole one.
 
-A network drive may still show an old or an incomplete file for a while. An incomplete one does not
-parse, counts as invalid, and is read again in the next round.
+Whatever another node wrote may come from a stranger. Size, type and structure of a file are checked
+before it is used; one that cannot be used raises InvalidFileError. No link is followed. Where a
+node's own folder is a link, its writes fail and it waits.
+
+Every method tries once, may be called twice, and raises OSError if the folder cannot be reached.
+`RetryingStore` repeats it until it can.
 """
 
 import contextlib
 import errno
 import json
-import math
 import os
 import re
 import secrets
@@ -34,29 +35,20 @@ import shutil
 import stat
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
+LAYOUT = 5  # of the tree above; config.json says it
 ROLLOUT_FORMAT_VERSION = 1  # the key "format" of a rollout file
-LAYOUT_VERSION = 4  # in layout.json: where an experiment keeps its files
-ROOT_DIRS = ("experiments", "warmstart", "reports", "archives", "tmp")  # below the shared folder
-SHARED_DIRS = (  # below an experiment's folder; several nodes write into each of them
-    "peers", "heartbeats", "progress", "state", "state/rounds", "winners", "rollouts", "rewards",
-    "checkpoints", "models", "logs", "tmp",
-)  # fmt: skip
-WORKER_DIRS = ("rollouts", "rewards", "checkpoints", "models", "logs", "tmp")  # each holds NODE/
-COORDINATOR_DIRS = ("logs", "tmp")
-LAYOUT_TIMEOUT_SECONDS = 30.0  # how long to wait for folders that another process makes
+NODE_DIRS = ("rollouts", "rewards", "checkpoints", "logs")
+EXITED_STATES = ("done", "stopped", "failed")  # of the last heartbeat of a process
+FOLDER_TIMEOUT_SECONDS = 30.0  # a folder that another process made shows later on a mounted drive
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens takes about 4 MiB
 MAX_JSON_ELEMENTS = 400_000  # 8 MiB of "[]," would parse to a gigabyte of Python objects
-MAX_METADATA_BYTES = 64 << 10  # a registration, heartbeat, reward or config
-MAX_LOG_BYTES = 1 << 40  # no log grows so long; a larger file was planted and is replaced
-MAX_TEXT_CHARS = 32768  # of a question
-GROUP_SIZES = range(2, 65)  # completions per question in a peer's file; its G may differ from ours
+MAX_METADATA_BYTES = 64 << 10
+MAX_TEXT_CHARS = 32768
 MAX_SEED = 2**53  # JSON readers in other languages round larger integers
-HEARTBEAT_CACHE_SECONDS = 2.0  # heartbeats are written every few seconds, so reading can be rarer
-NOT_REGULAR_FILE_ERRNOS = {
-    errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM,
-}  # fmt: skip
+COORDINATOR_ID = "coordinator"
 
 
 class StoreError(Exception):
@@ -67,744 +59,468 @@ class InvalidFileError(ValueError):
     """A file that cannot be used. The text is a short reason, fit for a log line."""
 
 
-# -------- The experiment's records ----------------------------------------------------------------
+@dataclass
+class Board:
+    """The state of the swarm: one listing of board/."""
 
+    open_round: int = -1
+    sessions: dict = field(default_factory=dict)  # node -> its newest session id
+    progress: dict = field(default_factory=dict)  # (kind, node) -> (round, stage)
 
-def round_file(kind: str, node_id: str, round_: int, stage: int) -> str:
-    """Path of a node's file of a round and stage.
+    @property
+    def workers(self) -> list[str]:
+        """All nodes that ever registered but the coordinator, sorted."""
+        return sorted(self.sessions.keys() - {COORDINATOR_ID})
 
-    ("rewards", "anna", 12, 0) -> "rewards/anna/round_000012.stage_0.json"
-    """
-    return f"{kind}/{node_id}/round_{round_:06d}.stage_{stage}.json"
-
-
-def marker_file(kind: str, node_id: str, round_: int, stage: int) -> str:
-    """Path of a progress marker: the node has written all its files of this kind up to here.
-
-    ("rewards", "anna", 12, 0) -> "progress/anna.rewards.000012.0"
-    """
-    return f"progress/{node_id}.{kind}.{round_:06d}.{stage}"
+    def reached(self, kind: str, round_: int, stage: int) -> list[str]:
+        """The nodes that have got as far as this round and stage, sorted."""
+        nodes = []
+        for (marker_kind, node), at in self.progress.items():
+            if marker_kind == kind and at >= (round_, stage):
+                nodes.append(node)
+        return sorted(nodes)
 
 
 class DriveStore:
-    """One experiment's files. Paths are relative to `experiment_dir`.
+    """The files of one experiment, and what stands beside the experiments."""
 
-    experiment=None stands for what all experiments share: warmstart/, archives/ and reports/.
-    owner: the node that writes; its temporary files lie in tmp/OWNER. A reader has none.
-    invalid_files counts, by reason, the files that could not be used.
-
-    All methods but `create` and `load_config` raise OSError if `experiment_dir` is missing, because
-    that means a drive that is not mounted. For a node the same holds for a missing folder among
-    SHARED_DIRS, which may not have arrived yet.
-    """
-
-    def __init__(self, root, experiment: str | None, owner: str = ""):
+    def __init__(self, root, experiment: str):
         self.root = Path(root)
-        self.experiment_dir = self.root
-        if experiment is not None:
-            self.experiment_dir = self.root / "experiments" / experiment
-        self.owner = owner
-        self.is_root = experiment is None
+        self.dir = self.root / "experiments" / experiment
         self.invalid_files = Counter()  # reason -> number of failed reads
+        self.is_maker = False
+        self.waiting_since = {}  # reason -> when this process began to wait for a folder
+        self.sessions = {}  # node -> its session, of the nodes that this process has registered
+        self.markers = {}  # (kind, node) -> name of the marker that this process has written
+        self.progress = {}  # of the last listing of the board
+        self.moved_at = {}  # node -> when one of its markers was last seen to move
+        self.checked_dirs = set()  # known to be no links; a check costs a file-system call
+        self.checked_logs = set()  # the same of logs
+        self.append_at = {}  # path of a log -> its length before an append that is not complete
 
-        self._checked_dirs = set()  # known to be no links; a check costs a file-system call
-        self._append_offsets = {}  # log -> its length before an append that failed
-        self._heartbeat_cache = {}  # node_id -> (when it was read, the heartbeat)
-        self._last_activity = {}  # node_id -> timestamp in its rollout or reward file last read
-        self._markers = {}  # (kind, node_id) -> (round, stage) of this process's marker
-        self._is_maker = False  # whether this process begins the experiment
-        self._has_written_config = False
-        self._waiting_since = None  # when it first waited for another process that begins it
+    # -- the board
 
-    # -- the experiment
+    def board(self) -> Board:
+        """What the swarm is doing. Names such as "… (1)", made by sync clients, do not count."""
+        # "rollouts.anna.000012.0" and "session.anna.1795300037123-ab12cd34"
+        board = Board()
+        kinds = "open|rollouts|rewards|checkpoint"
+        marker = re.compile(rf"({kinds})\.(.+)\.(\d{{6}})\.(\d{{1,2}})", re.ASCII)
+        session = re.compile(r"session\.(.+)\.(\d{13}-[0-9a-f]{8})", re.ASCII)
 
-    def create(self, node_ids: list[str] = (), kinds: tuple = WORKER_DIRS) -> None:
-        """Begin the experiment unless another process has, and make the folders of these nodes.
+        # Of several of one kind and node the last counts.
+        for name in sorted(os.listdir(self.resolve("board"))):
+            if (match := session.fullmatch(name)) and is_safe_name(match[1]):
+                board.sessions[match[1]] = match[2]
+            elif (match := marker.fullmatch(name)) and is_safe_name(match[2]):
+                board.progress[match[1], match[2]] = (int(match[3]), int(match[4]))
 
-        kinds: the folders of a node. Raises StoreError if the folder cannot be used, and OSError
-        while another process is still making the experiment, so that the caller tries again.
-        """
-        # The one whose mkdir succeeds makes all folders that several nodes write into. Others wait
-        # for layout.json. If it does not come, its maker was killed.
-        self.create_root_dirs()
-        self._checked_dirs.clear()  # an earlier experiment of this name may have vanished
-        if self.experiment_dir.is_symlink():
-            raise StoreError(f"{self.experiment_dir} is a link: choose another EXPERIMENT_NAME")
-        if not self.experiment_dir.is_dir():
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.experiment_dir)
-                self._is_maker = True
-        if not self.is_complete():
-            if not self._is_maker:
-                self._wait_for(self.experiment_dir, "another process is still creating it")
-            self._create_shared_dirs()
+        # A marker that moves is a sign of life (see `node_status`).
+        for (kind, node), at in board.progress.items():
+            if kind == "open":
+                board.open_round = max(board.open_round, at[0])
+            if self.progress.get((kind, node), at) != at:
+                self.moved_at[node] = time.time()
+        self.progress = board.progress
+        return board
 
-        self._create_node_dirs(node_ids, kinds)
-        if self.owner not in node_ids:
-            self._make_dir(self.experiment_dir / "tmp" / self.owner)
-        self._check_append()
+    def post(self, node: str, name: str, data: bytes = b"") -> None:
+        """Put a file of this node on the board. It is written in the node's own folder first."""
+        self.write(f"nodes/{node}/posting", data)
+        os.replace(self.resolve(f"nodes/{node}/posting"), self.resolve(f"board/{name}"))
 
-    def create_root_dirs(self) -> None:
-        """Make what is missing of the folders that all experiments share. Raises StoreError if the
-        shared folder cannot be used."""
+    def move_marker(self, kind: str, node: str, round_: int, stage: int = 0) -> None:
+        """Say how far a node has got: rename its marker, or write the first one."""
+        new = f"{kind}.{node}.{round_:06d}.{stage}"
+        old = self.markers.get((kind, node))
+        if old is None:
+            # The first time in this process: go on with the marker of the process before.
+            pattern = re.compile(rf"{kind}\.{re.escape(node)}\.\d{{6}}\.\d{{1,2}}", re.ASCII)
+            names = sorted(os.listdir(self.resolve("board")))
+            earlier = [name for name in names if pattern.fullmatch(name)]
+            old = earlier[-1] if earlier else None
+            for name in earlier[:-1]:
+                self.delete(f"board/{name}")
+
+        # Of two calls with the same arguments the second finds the new name.
         try:
-            if not self.root.is_dir():
-                os.mkdir(self.root)
-            for name in ROOT_DIRS:
-                self._make_dir(self.root / name)
-        except (FileExistsError, NotADirectoryError, PermissionError) as error:
-            raise StoreError(f"GDRIVE_PATH={self.root} cannot be used: {error.strerror}") from error
+            os.replace(self.resolve(f"board/{old}"), self.resolve(f"board/{new}"))
+        except FileNotFoundError:
+            self.post(node, new)
+        self.markers[kind, node] = new
 
-    def _create_shared_dirs(self) -> None:
-        for name in SHARED_DIRS:
-            self._make_dir(self.experiment_dir / name)
-        self._make_dir(self.root / "archives" / self.experiment_dir.name)
-        if self.owner:
-            self._make_dir(self.experiment_dir / "tmp" / self.owner)
-        data = {"layout": LAYOUT_VERSION, "created_by": self.owner}
-        self.write_atomic("layout.json", data, fsync=True)  # last: all folders are there
+    def register(self, nodes: list[str], metadata: dict, folders=NODE_DIRS) -> str:
+        """Register a process under the names of its nodes, and make the folders in theirs. Returns
+        the id of the new session.
 
-    def _create_node_dirs(self, node_ids: list[str], kinds: tuple) -> None:
-        """Make the missing folders of these nodes. Those of a node that has registered before exist
-        already, but may not have arrived here yet."""
-        known = self.latest_sessions()
-        for node_id in node_ids:
-            for kind in kinds:
-                path = self.experiment_dir / kind / node_id
-                if path.is_dir() and not path.is_symlink():
-                    continue
-                if node_id in known and not os.path.lexists(path):
-                    self._wait_for(path, f"{kind}/{node_id} is not here yet")
-                self._make_dir(path)
-
-    def _wait_for(self, path: Path, reason: str) -> None:
-        """Raise OSError, so that the caller tries again, until LAYOUT_TIMEOUT_SECONDS have passed
-        since this store first waited. Then the maker was killed, or never existed."""
-        self._waiting_since = self._waiting_since or time.monotonic()
-        if time.monotonic() - self._waiting_since < LAYOUT_TIMEOUT_SECONDS:
-            raise OSError(errno.EAGAIN, reason, str(path))
-
-    def _make_dir(self, path: Path) -> None:
-        """Make a directory unless it exists. A link or a file in its place is replaced."""
-        if path.is_dir() and not path.is_symlink():
-            return
-        if os.path.lexists(path):
-            path.unlink()
-        os.mkdir(path)
-
-    def _check_append(self) -> None:
-        """Find out now, not after the first round, whether logs can be written."""
-        # Append twice: the first call creates the file, and every storage can do that.
-        path = f"tmp/{self.owner}/try"
-        try:
-            for _ in range(2):
-                self.append(path, "x\n")
-        except (InvalidFileError, PermissionError) as error:
-            advice = "an rclone mount needs --vfs-cache-mode writes"
-            raise StoreError(
-                f"{self.experiment_dir}: files cannot be appended to there: {advice}"
-            ) from error
-        self.delete(path)
-
-    def is_complete(self) -> bool:
-        """Whether the experiment exists with all its shared folders."""
-        if not self.experiment_dir.is_dir() or self.experiment_dir.is_symlink():
-            return False
-        return self.read_json_matching("layout.json", layout=LAYOUT_VERSION) is not None
-
-    def load_config(self) -> dict | None:
-        """Return the settings that the experiment began with, None if there are none yet.
-
-        Raises StoreError if config.json cannot be used, or if the folder belongs to another program
-        or to an older version of this one.
+        It begins with the time in milliseconds and sorts after every earlier one of these nodes.
         """
-        try:
-            if not self.experiment_dir.is_dir():
-                return None
-            saved = self.read_json("config.json")
-        except PermissionError as error:
-            raise StoreError(f"GDRIVE_PATH={self.root} cannot be used: {error.strerror}") from error
-        except InvalidFileError as error:
-            path = self.experiment_dir / "config.json"
-            advice = "wait, restore it or start a new EXPERIMENT_NAME"
-            raise StoreError(f"{path}: {error}; {advice}") from error
-
-        # Older layouts have a key in config.json, and folders of rounds below rollouts/, as has
-        # rl-swarm's Google Drive mode.
-        is_older = saved is not None and "layout" in saved
-        for name in DriveStore(self.root, self.experiment_dir.name).list_names("rollouts"):
-            is_older = is_older or re.fullmatch(r"round_\d+", name) is not None
-        if is_older:
-            reason = "was written by another program, or another version; nothing was changed"
-            raise StoreError(f"{self.experiment_dir} {reason}: start a new EXPERIMENT_NAME")
-        return saved
-
-    def load_or_create_config(self, settings: dict) -> dict:
-        """Return the settings that the experiment began with: those in config.json, or else
-        `settings`, which are written to it. Raises StoreError as `load_config` does."""
-        saved = self.load_config()
-        if saved is None:
-            is_new = self.write_once("config.json", dump_json(settings, indent=1), fsync=True)
-            self._has_written_config = self._has_written_config or is_new
-            saved = self.load_config()  # of two simultaneous writers one has won
-        return saved
-
-    def withdraw(self) -> None:
-        """Remove what this process has made, because its start fails: its folder in tmp/, and if no
-        worker has registered its config.json, the experiment's folder, and the shared folder if it
-        is empty then."""
-        sessions = self.latest_sessions()
-        if self.owner not in sessions:
-            self.delete(f"tmp/{self.owner}")
-        if self._has_written_config and not worker_ids(sessions):
-            self.delete("config.json")
-        if not self._is_maker:
-            return
-
-        # An empty folder can be removed, another one cannot. peers/ goes first: if a node has
-        # registered, a coordinator for example, this fails and all the rest stays.
-        archive = self.root / "archives" / self.experiment_dir.name
-        with contextlib.suppress(OSError):
-            os.rmdir(self.experiment_dir / "peers")
-            shutil.rmtree(self.experiment_dir)
-            for path in (archive, *(self.root / name for name in ROOT_DIRS)):
-                with contextlib.suppress(OSError):
-                    os.rmdir(path)
-            os.rmdir(self.root)
-
-    # -- rounds
-
-    def current_round(self) -> int:
-        """The highest open round, -1 if there is none. Only names count: one listing is enough."""
-        newest = -1
-        for name in self.list_names("state/rounds"):
-            match = re.fullmatch(r"round_(\d{6})\.[\w.-]+\.json", name, re.ASCII)
-            if match:
-                newest = max(newest, int(match[1]))
-        return newest
-
-    def open_round(self, round_: int, by: str) -> None:
-        """Declare that this round and all before it are open. Several nodes may open the same round
-        without harm."""
-        state = {"round": round_, "stage": 0, "updated_at": time.time(), "updated_by": by}
-        self.write_once(f"state/rounds/round_{round_:06d}.{by}.json", state)
-        self.write_atomic("state/current_state.json", state)  # for people
-
-    # -- rollouts
-
-    def publish_rollouts(
-        self, round_: int, stage: int, node_id: str, metadata: dict, groups: dict
-    ) -> bool:
-        """Write a node's rollout file, then move its marker. Returns False if a valid file exists
-        already.
-
-        groups: {"0": {"task", "seed", "prompt", "answer", "completions"}, "1": …}
-        """
-        # What the file says of itself comes first, so that a person sees it at once.
-        data = {
-            "format": ROLLOUT_FORMAT_VERSION,
-            "peer_id": node_id,
-            "round": round_,
-            "stage": stage,
-            "timestamp": time.time(),
-            **metadata,
-            "rollouts": groups,
-        }
-
-        # An existing file counts if a peer could use it.
-        def is_valid(existing: bytes) -> bool:
-            parse_rollouts(parse_json(existing), round_, stage, node_id)
-            return True
-
-        path = round_file("rollouts", node_id, round_, stage)
-        is_new = self.write_once(path, data, is_valid)
-        self.advance_marker("rollouts", node_id, round_, stage)
-        return is_new
-
-    def fetch_rollouts(
-        self, round_: int, stage: int, node_id: str, max_bytes: int = MAX_JSON_BYTES
-    ) -> list[dict] | None:
-        """Read a peer's groups. Their structure is checked here, their content is not.
-
-        Returns None if there is no file: the peer has skipped this round, or its file has not
-        arrived yet. Raises InvalidFileError with the reason if the file cannot be used.
-        """
-        data = self.read_json(round_file("rollouts", node_id, round_, stage), max_bytes)
-        if data is None:
-            return None
-
-        # A file that was published a moment ago shows that its node is alive.
-        groups = parse_rollouts(data, round_, stage, node_id)
-        self._last_activity[node_id] = data["timestamp"]
-        return groups
-
-    def prune_rollouts(self, node_id: str, before_round: int, archive: bool) -> None:
-        """Delete a node's own rollouts of all rounds before this one, or move them to
-        archives/EXPERIMENT/NODE/."""
-        for round_, stage in self.list_stages("rollouts", node_id):
-            if round_ >= before_round:
-                break
-            path = round_file("rollouts", node_id, round_, stage)
-            if archive:
-                self._archive(path, node_id)
-            self.delete(path)
-
-    def _archive(self, path: str, node_id: str) -> None:
-        shared = DriveStore(self.root, None)
-        folder = f"archives/{self.experiment_dir.name}/{node_id}"
-        self._make_dir(shared.resolve(folder, for_writing=True))  # only this node makes it
-        target = shared.resolve(f"{folder}/{Path(path).name}", for_writing=True)
-        if os.path.lexists(target):  # from a deleted experiment of the same name
-            target = target.with_name(f"{target.name}.{secrets.token_hex(4)}")
-        with contextlib.suppress(FileNotFoundError):  # moved before, by a call that then failed
-            self.resolve(path).rename(target)
-
-    # -- rewards
-
-    def submit_reward(self, round_: int, stage: int, node_id: str, data: dict) -> bool:
-        """Publish a node's reward and metrics, then move its marker. Returns False if a valid file
-        exists already."""
-        metadata = {"node_id": node_id, "round": round_, "stage": stage}
-
-        def is_valid(existing: bytes) -> bool:
-            return parse_reward(parse_json(existing), **metadata) is not None
-
-        path = round_file("rewards", node_id, round_, stage)
-        data = {**metadata, "timestamp": time.time(), **data}
-        is_new = self.write_once(path, data, is_valid)
-        self.advance_marker("rewards", node_id, round_, stage)
-        return is_new
-
-    def read_reward(self, round_: int, stage: int, node_id: str) -> dict | None:
-        """A node's reward and metrics, None if there is no valid file. It may not have arrived."""
-        data = self.read_json_matching(round_file("rewards", node_id, round_, stage)) or {}
-        reward = parse_reward(data, node_id=node_id, round=round_, stage=stage)
-        if reward is not None:
-            self._last_activity[node_id] = reward["timestamp"]
-        return reward
-
-    def read_rewards(self, round_: int, node_ids, num_stages: int) -> list[dict]:
-        """The valid rewards that `node_ids` submitted in a round, stage by stage."""
-        rewards = []
-        progress = self.list_progress("rewards")
-        for stage in range(num_stages):
-            for node_id in sorted(node_ids):
-                if progress.get(node_id, (-1, 0)) >= (round_, stage):
-                    reward = self.read_reward(round_, stage, node_id)
-                    if reward is not None:
-                        rewards.append(reward)
-        return rewards
-
-    # -- progress
-
-    def list_progress(self, kind: str) -> dict[str, tuple[int, int]]:
-        """{node_id: (round, stage)} up to which each node has written files of this kind: rollouts
-        or rewards. Only names count, so one listing is enough."""
-        progress = {}
-        for node_id, marker_kind, round_, stage in self._list_markers():
-            if marker_kind == kind:
-                progress[node_id] = max((round_, stage), progress.get(node_id, (-1, 0)))
-        return dict(sorted(progress.items()))
-
-    def list_nodes(self, kind: str, round_: int, stage: int) -> list[str]:
-        """The nodes that have got as far as this round and stage, sorted."""
-        progress = self.list_progress(kind)
-        return [node_id for node_id in progress if progress[node_id] >= (round_, stage)]
-
-    def advance_marker(self, kind: str, node_id: str, round_: int, stage: int) -> None:
-        """Move a node's marker forward, after its file has been written. Never moves it back."""
-        known = self._markers.get((kind, node_id)) or self.list_progress(kind).get(node_id)
-        if known is not None and known >= (round_, stage):
-            return
-        path = marker_file(kind, node_id, round_, stage)
-        try:
-            if known is None:
-                raise FileNotFoundError
-            self._replace(self.resolve(marker_file(kind, node_id, *known)), path)
-        except FileNotFoundError:  # there is no marker yet, or it has been moved or deleted
-            self.write_atomic(path, b"")
-        self._markers[kind, node_id] = (round_, stage)
-
-    def reset_markers(self, node_id: str) -> None:
-        """Set a node's markers to its newest files, and delete its other ones: those that an
-        earlier session left, or that somebody planted."""
-        newest_open = self.current_round()
-        for kind in ("rollouts", "rewards"):
-            written = [at for at in self.list_stages(kind, node_id) if at[0] <= newest_open]
-            for other, marker_kind, round_, stage in self._list_markers():
-                is_right = bool(written) and (round_, stage) == written[-1]
-                if (other, marker_kind) == (node_id, kind) and not is_right:
-                    self.delete(marker_file(kind, node_id, round_, stage))
-            self._markers.pop((kind, node_id), None)
-            if written:
-                self.advance_marker(kind, node_id, *written[-1])
-
-    def _list_markers(self) -> list[tuple[str, str, int, int]]:
-        """(node_id, kind, round, stage) of all markers. Copies such as "… (1)" do not match."""
-        pattern = re.compile(r"(.+)\.(rollouts|rewards)\.(\d{6})\.(0|[1-9]\d?)", re.ASCII)
-        markers = []
-        for name in self.list_names("progress"):
-            match = pattern.fullmatch(name)
-            if match and is_safe_name(match[1]):
-                markers.append((match[1], match[2], int(match[3]), int(match[4])))
-        return markers
-
-    # -- nodes
-
-    def register(self, node_ids: list[str], role: str, metadata: dict) -> str:
-        """Register the nodes of one process. Returns the id of the new session.
-
-        A session id begins with the time in milliseconds. It sorts after every earlier session of
-        these nodes, also where another machine's wall clock is ahead.
-        """
-        # Choose a session id that is later than all earlier ones of these nodes.
-        previous = "0"
-        for node_id, session in self.latest_sessions().items():
-            if node_id in node_ids:
-                previous = max(previous, session)
+        # A clock that was set back must not make this session the older one.
+        sessions = self.board().sessions
+        previous = max((sessions.get(node, "0") for node in nodes), default="0")
         milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
         session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
 
-        # One file for each node, under a name that no other process uses.
-        for node_id in node_ids:
-            data = {
-                "node_id": node_id,
-                "role": role,
-                "session": session,
-                "registered_at": time.time(),
-                **metadata,
-            }
-            self.write_once(f"peers/{node_id}.{session}.json", data)
+        for node in nodes:
+            self.post(node, f"session.{node}.{session}", dump_json(metadata))
+            self.sessions[node] = session
+            for folder in folders:
+                self.make_dir(f"nodes/{node}/{folder}")
         return session
 
-    def latest_sessions(self) -> dict[str, str]:
-        """{node_id: its latest session} of all nodes that ever registered. One listing."""
-        sessions = {}
-        for name in self.list_names("peers"):  # sorted: a node's last session comes last
-            match = re.fullmatch(r"(.+)\.(\d{13}-[0-9a-f]{8})\.json", name, re.ASCII)
-            if match and is_safe_name(match[1]):
-                sessions[match[1]] = match[2]
-        return dict(sorted(sessions.items()))
+    def write_heartbeat(self, node: str, session: str, round_: int, state: str = "running") -> None:
+        """Show that a node is alive. state: running, or one of EXITED_STATES when it exits."""
+        data = {"time": time.time(), "session": session, "round": round_, "state": state}
+        self.write(f"nodes/{node}/heartbeat.json", dump_json(data))
 
-    def write_heartbeat(
-        self, node_id: str, session: str, round_: int, state: str = "running"
-    ) -> None:
-        """Show that a node is alive. state: running, or done or stopped when it exits."""
-        data = {
-            "node_id": node_id,
-            "time": time.time(),
-            "session": session,
-            "round": round_,
-            "state": state,
-        }
-        self.write_atomic(f"heartbeats/{node_id}.json", data)
+    def node_status(self, node: str, session: str, stale_after: float) -> str:
+        """Return "exited" if the heartbeat of its newest session says so, "alive" if there was a
+        sign of life less than stale_after seconds ago, else "dead".
 
-    def node_status(self, node_id: str, session: str, stale_after: float) -> str:
-        """Return "exited", "alive" or "dead".
-
-        A node has exited if the heartbeat of its latest session says so. Otherwise it is alive if
-        its registration, its heartbeat, or the last file of it that was read here is younger than
-        `stale_after` seconds. Ages are differences of wall-clock times, so the clocks of all
-        machines must agree within `stale_after`.
+        Signs of life are its registration, its heartbeat and, because on a mounted drive a file
+        that is rewritten often may never arrive, a marker that was seen to move.
         """
-        # Read the heartbeat again unless that was done a moment ago.
-        read_at, heartbeat = self._heartbeat_cache.get(node_id, (-math.inf, {}))
-        if time.monotonic() - read_at > min(HEARTBEAT_CACHE_SECONDS, stale_after / 8):
-            heartbeat = self.read_json_matching(f"heartbeats/{node_id}.json", node_id=node_id) or {}
-            self._heartbeat_cache[node_id] = (time.monotonic(), heartbeat)
-
-        # The state of an earlier session does not count.
-        if heartbeat.get("session") == session and heartbeat.get("state") in ("done", "stopped"):
+        heartbeat = self.read_valid(f"nodes/{node}/heartbeat.json") or {}
+        if heartbeat.get("session") == session and heartbeat.get("state") in EXITED_STATES:
             return "exited"
 
-        # One recent timestamp is enough, because on a slow drive the heartbeat may arrive late.
-        registered_at = int(session[:13] or 0) / 1000
-        for timestamp in (registered_at, heartbeat.get("time"), self._last_activity.get(node_id)):
-            if is_finite_number(timestamp) and abs(time.time() - timestamp) < stale_after:
-                return "alive"
-        return "dead"
+        signs = [int(session[:13] or 0) / 1000, self.moved_at.get(node, 0.0)]
+        if is_finite_number(heartbeat.get("time")):
+            signs.append(heartbeat["time"])
+        youngest = min(abs(time.time() - sign) for sign in signs)
+        return "alive" if youngest < stale_after else "dead"
 
-    # -- listings
+    # -- rollouts and rewards
 
-    def list_stages(self, kind: str, node_id: str) -> list[tuple[int, int]]:
-        """(round, stage) of a node's files of this kind, ascending."""
+    def publish(self, kind: str, node: str, round_: int, stage: int, data: dict) -> None:
+        """Write a node's rollouts or reward of a stage, then move its marker.
+
+        What the node wrote before it was killed stays: a file never changes once peers may have
+        read it.
+        """
+        path = stage_file(kind, node, round_, stage)
+        parse = parse_rollouts if kind == "rollouts" else parse_reward
+        is_published = False
+        with contextlib.suppress(FileNotFoundError, InvalidFileError):
+            parse(parse_json(self.read_bytes(path, MAX_JSON_BYTES)), node, round_, stage)
+            is_published = True
+        if not is_published:
+            name = "peer_id" if kind == "rollouts" else "node_id"
+            header = {name: node, "round": round_, "stage": stage, "timestamp": time.time()}
+            self.write(path, dump_json(header | data))
+
+        # The marker last: who sees it finds the file (on some storages a little later).
+        self.move_marker(kind, node, round_, stage)
+
+    def fetch_rollouts(self, node: str, round_: int, stage: int) -> list[dict] | None:
+        """A peer's groups, structure checked; None if there is no file. Raises InvalidFileError."""
+        data = self.read_json(stage_file("rollouts", node, round_, stage), MAX_JSON_BYTES)
+        return None if data is None else parse_rollouts(data, node, round_, stage)
+
+    def read_reward(self, node: str, round_: int, stage: int) -> dict | None:
+        """A node's reward and metrics, None if there is no valid file."""
+        try:
+            data = self.read_json(stage_file("rewards", node, round_, stage))
+            return None if data is None else parse_reward(data, node, round_, stage)
+        except InvalidFileError as error:
+            self.invalid_files[str(error)] += 1
+            return None
+
+    def list_stages(self, kind: str, node: str, lenient: bool = False) -> list[tuple[int, int]]:
+        """(round, stage) of a node's files of this kind, ascending. lenient: see `list_names`."""
         stages = []
-        for name in self.list_names(f"{kind}/{node_id}"):
-            match = re.fullmatch(r"round_(\d{6})\.stage_(0|[1-9]\d?)\.json", name, re.ASCII)
-            if match:
-                stages.append((int(match[1]), int(match[2])))
+        for name in self.list_names(f"nodes/{node}/{kind}", lenient):
+            if match := re.fullmatch(r"round_(\d{6})(?:\.stage_(\d{1,2}))?\.\w+", name, re.ASCII):
+                stages.append((int(match[1]), int(match[2] or 0)))
         return sorted(stages)
 
-    def list_checkpoints(self, process: str) -> dict[int, str]:
-        """{round: path} of this process's checkpoints, the newest first."""
-        checkpoints = {}
-        for name in reversed(self.list_names(f"checkpoints/{process}")):
-            if re.fullmatch(r"round_\d{6}\.safetensors", name, re.ASCII):
-                checkpoints[int(name[6:12])] = f"checkpoints/{process}/{name}"
-        return checkpoints
+    def prune_rollouts(self, node: str, before_round: int, archive: bool) -> None:
+        """Delete a node's rollouts of older rounds, or move them to archives/EXPERIMENT/NODE/."""
+        archives = f"/archives/{self.dir.name}"
+        if archive:
+            if not self.has_dir(archives):  # until it is there again, nothing is moved
+                return
+            self.make_dir(f"{archives}/{node}")
+        for round_, stage in self.list_stages("rollouts", node):
+            if round_ >= before_round:
+                break
+            path = self.resolve(stage_file("rollouts", node, round_, stage))
+            if archive:
+                os.replace(path, self.resolve(f"{archives}/{node}/{path.name}"))
+            else:
+                path.unlink(missing_ok=True)
 
-    # -------- Atomic files, and reading -----------------------------------------------------------
+    # -- the folders of an experiment and of a node
 
-    def write_atomic(self, path: str, data, fsync: bool = False) -> None:
-        """Write a file in place of an older one. Readers see the old file or the whole new one.
+    def create(self, settings: dict) -> dict:
+        """Begin the experiment unless another process has. Returns the settings that it began with.
 
-        data: a dict, bytes, or a function that is given a path and writes a file there.
-        fsync: the contents reach the disk before the file gets its name.
-        A link, a FIFO or a folder of this name is replaced.
+        settings: those of this process, with "layout" and "maker", the name of its first node.
+        Raises OSError while another process makes the experiment.
         """
-        with self._temp_file(data, fsync) as temp:
-            self._replace(temp, path)
+        # mkdir succeeds in one process only: the maker.
+        saved = self.load_config()
+        if saved is None:
+            self.root.mkdir(exist_ok=True)
+            self.make_dir("/experiments")
+            with contextlib.suppress(FileExistsError):
+                self.dir.mkdir()
+                self.is_maker = True
 
-    def write_once(self, path: str, data, is_valid=None, fsync: bool = False) -> bool:
-        """Write a file that must never change afterwards. Returns False if a valid file already has
-        this name.
+            # If config.json does not come, its maker was killed, and this process takes its place.
+            if not self.is_maker:
+                self.wait_for_folder("another process is still creating the experiment")
 
-        is_valid: decides from its bytes whether the existing file is valid; an invalid one is
-        replaced. It may raise ValueError instead of returning False, as the default, `parse_json`,
-        does.
+        # Folders that a copy or a tidy user dropped are made again by the node that made them.
+        if saved is None or saved.get("maker") == settings["maker"]:
+            for folder in ("board", "nodes", "/warmstart", "/reports", "/archives"):
+                self.make_dir(folder)
+            self.make_dir(f"/archives/{self.dir.name}")
+
+        # config.json comes last: who sees it finds the folders, too. It is never replaced, so look
+        # once more before writing, and read what has come of it.
+        if saved is None and self.load_config() is None:
+            self.write("config.json", dump_json(settings, indent=1))
+        saved = self.load_config()
+        if saved is None:
+            raise OSError("config.json is gone")
+        return saved
+
+    def load_config(self) -> dict | None:
+        """The settings that the experiment began with, None if there are none yet.
+
+        Raises StoreError if they cannot be used, or if another program made the experiment.
         """
-        # A hard link either gets the name or fails; a rename would replace the other node's file.
-        with self._temp_file(data, fsync) as temp:
-            try:
-                os.link(temp, self.resolve(path, for_writing=True))  # fails if the name is taken
-            except OSError:  # the name is taken, or the storage has no hard links
-                if self._is_valid_file(path, is_valid or parse_json):
-                    return False
-                self._replace(temp, path)  # there is no valid file of this name
-        return True
-
-    def write_directory(self, path: str, write) -> None:
-        """Write several files into the directory `path`, each as `write_atomic` would.
-
-        write: a function that fills the empty directory that it is given, without subdirectories.
-        """
-        # Let the function fill a directory in tmp/, where no reader looks.
-        temp = self._temp_path()
-        directory = self.resolve(temp, for_writing=True)
-        os.mkdir(directory)
+        if self.dir.is_symlink():
+            raise StoreError(f"{self.dir}: a link; take another EXPERIMENT_NAME")
         try:
-            write(directory)
+            config = parse_json(self.read_bytes("config.json", MAX_METADATA_BYTES))
+        except FileNotFoundError:
+            config = None
+        except InvalidFileError as error:
+            advice = "restore it, or take another EXPERIMENT_NAME"
+            raise StoreError(f"{self.dir}/config.json: {error}; {advice}") from error
 
-            # Move the files to their places, one by one.
-            for file in sorted(directory.iterdir()):
-                with open(file, "rb") as written:
-                    os.fsync(written.fileno())
-                self._replace(file, f"{path}/{file.name}")
-        finally:
-            self.delete(temp)
+        # Earlier versions and the program that this one replaces kept rollouts/ here.
+        if config is None:
+            is_foreign = any(self.dir.glob("rollouts/*"))
+        else:
+            is_foreign = config.get("layout") != LAYOUT
+        if is_foreign:
+            advice = "take another EXPERIMENT_NAME; nothing was changed"
+            raise StoreError(f"{self.dir}: made by another version of this program; {advice}")
+        return config
 
-    @contextlib.contextmanager
-    def _temp_file(self, data, fsync: bool):
-        """Write `data` to a new file in tmp/ and yield its path. The file is deleted at the end."""
-        temp = self.resolve(self._temp_path(), for_writing=True)
+    def create_node(self, node: str) -> None:
+        """Make the folder of a node. (`register` makes what is in it.)
+
+        Raises OSError while a folder that was made elsewhere may only be late, and StoreError if
+        the disk takes two names, such as anna and Anna, for one.
+        """
+        folder = self.resolve(f"nodes/{node}/-").parent
+        names = self.list_names("nodes")
+        twins = [name for name in names if name.lower() == node.lower()]
+        if twins and node not in twins and folder.exists():
+            raise StoreError(f"NODE_ID={node}: to this disk it is the same as {twins[0]}")
+        if not folder.exists() and node in self.board().sessions:
+            self.wait_for_folder(f"nodes/{node} is not there yet")
+        self.make_dir(f"nodes/{node}")
+
+    def remove_leftovers(self, node: str) -> None:
+        """Delete what a killed process of this node left unfinished."""
+        for path in self.resolve(f"nodes/{node}/-").parent.glob("**/.new-*"):
+            remove(path, frees_space=True)
+
+    def make_dir(self, path: str) -> None:
+        """Make a folder. Its parents must exist: if one is missing, the drive is not mounted."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.resolve(f"{path}/-").parent)
+
+    def has_dir(self, path: str) -> bool:
+        """Whether there is such a folder. Only its maker makes one that is missing."""
+        if self.resolve(f"{path}/-").parent.is_dir():
+            return True
+        self.check_mounted(path)
+        return False
+
+    def wait_for_folder(self, reason: str) -> None:
+        """Raise OSError in the first FOLDER_TIMEOUT_SECONDS in which it is called."""
+        began = self.waiting_since.setdefault(reason, time.monotonic())
+        if time.monotonic() - began < FOLDER_TIMEOUT_SECONDS:
+            raise OSError(reason)
+
+    # -------- Atomic files ------------------------------------------------------------------------
+
+    def write(self, path: str, data, fsync: bool = False) -> None:
+        """Write a file in place of an older one.
+
+        data: bytes, or a function that is given a path and writes a file or a folder there.
+        """
+        target = self.resolve(path)
+        temp = target.with_name(f".new-{secrets.token_hex(8)}")
         try:
             if callable(data):
                 data(temp)
-            elif isinstance(data, dict):
-                temp.write_bytes(dump_json(data))
             else:
                 temp.write_bytes(data)
+
+            # A checkpoint must be on disk before the one that it replaces is deleted.
             if fsync:
                 with open(temp, "rb") as file:
                     os.fsync(file.fileno())
-            yield temp
+
+            if temp.is_dir():
+                remove(target)  # a folder replaces neither another one nor a link
+            os.replace(temp, target)
         except OSError:
-            self._checked_dirs.clear()  # a directory may have disappeared
+            remove(temp)
             raise
-        finally:
-            with contextlib.suppress(OSError):
-                os.unlink(temp)
-
-    def _temp_path(self) -> str:
-        """A new name below tmp/. Beside the experiments no node has a folder of its own in it."""
-        name = secrets.token_hex(8)
-        return f"tmp/{self.owner}.{name}" if self.is_root else f"tmp/{self.owner}/{name}"
-
-    def delete_temp_files(self) -> None:
-        """Delete what a killed process of this owner left in tmp/."""
-        if self.is_root:
-            for name in self.list_names("tmp"):
-                if name.startswith(f"{self.owner}."):
-                    self.delete(f"tmp/{name}")
-        else:
-            for name in self.list_names(f"tmp/{self.owner}"):
-                self.delete(f"tmp/{self.owner}/{name}")
-
-    def _replace(self, temp: Path, path: str) -> None:
-        target = self.resolve(path, for_writing=True)
-        try:
-            os.replace(temp, target)
-        except IsADirectoryError:
-            self.delete(path)
-            os.replace(temp, target)
-
-    def _is_valid_file(self, path: str, is_valid) -> bool:
-        try:
-            existing = self.read_bytes(path, MAX_JSON_BYTES)
-            return existing is not None and bool(is_valid(existing))
-        except ValueError:  # is_valid may raise it, as may InvalidFileError
-            return False
 
     def append(self, path: str, text: str) -> None:
-        """Append whole lines to a log.
+        """Append whole lines to a log. A line that a crash cut off is ended first."""
+        # Once: what is no regular file is not written through. (A folder there raises OSError.)
+        if path not in self.checked_logs:
+            target = self.resolve(path)
+            if target.is_symlink() or target.is_fifo():
+                remove(target)
+            self.checked_logs.add(path)
 
-        First truncate what a failed attempt left behind, and terminate a line that a crash cut off.
-        A link, a FIFO or a folder of this name is replaced.
-        """
-        # Open the log. If something else has its name, make room for it.
-        try:
-            file = self.open(path, "a+b")
-        except InvalidFileError:
-            self.delete(path)
-            file = self.open(path, "a+b")
-
-        with file:
-            # Remember the length before the first attempt until an attempt succeeds.
-            size = self._append_offsets.setdefault(path, os.fstat(file.fileno()).st_size)
+        with self.open(path, "a+b") as file:
+            # Cut off what a failed attempt has written.
+            size = self.append_at.setdefault(path, file.seek(0, os.SEEK_END))
             file.truncate(size)
             is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             file.write(("\n" if is_torn else "").encode() + text.encode("utf-8", "replace"))
-        del self._append_offsets[path]  # after the close, which is where a full disk raises
+        del self.append_at[path]
 
-    def delete(self, path: str) -> None:
-        """Delete a file, a link, or a directory with everything in it."""
-        with contextlib.suppress(FileNotFoundError, InvalidFileError):
-            target = self.resolve(path)
-            if stat.S_ISDIR(os.lstat(target).st_mode):
-                shutil.rmtree(target, ignore_errors=True)  # follows no links
-                self._checked_dirs.clear()
-            else:
-                os.unlink(target)
+    def delete(self, path: str, frees_space: bool = False) -> None:
+        """Delete a file. It is renamed first, so that no reader finds half of it."""
+        target = self.resolve(path)
+        temp = target.with_name(f".new-{secrets.token_hex(8)}")
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(target, temp)
+            remove(temp, frees_space)
 
-    # -- reading
+    # -------- Reading what others wrote -----------------------------------------------------------
 
-    def read_json(self, path: str, max_bytes: int = MAX_METADATA_BYTES) -> dict | None:
-        """Read one JSON object. Returns None if there is no such file.
-
-        Raises InvalidFileError, and counts it, if the file cannot be used. That includes a file
-        that cannot be read (EIO, ESTALE) although the experiment's folder can be listed.
-        """
+    def read_bytes(self, path: str, max_bytes: int) -> bytes:
+        """The contents of a file. Raises InvalidFileError if it is no regular file or too large."""
         try:
-            data = self.read_bytes(path, max_bytes)
-            return None if data is None else parse_json(data)
+            file = self.open(path)
         except OSError as error:
-            self.check_mounted()  # raises if it is the folder that fails, not the file
-            reason = f"cannot be read ({error.strerror})"
-        except InvalidFileError as error:
-            reason = str(error)
-        self.invalid_files[reason] += 1
-        raise InvalidFileError(reason)
-
-    def read_json_matching(self, path: str, **metadata) -> dict | None:
-        """Read a JSON object that must contain `metadata`. Returns None if the file is missing or
-        invalid, or does not contain it."""
-        try:
-            data = self.read_json(path) or {}
-        except InvalidFileError:
-            return None
-        return data if metadata.items() <= data.items() else None
-
-    def read_bytes(self, path: str, max_bytes: int) -> bytes | None:
-        """Read a whole file. Returns None if it is missing.
-
-        Raises InvalidFileError if it is larger than max_bytes.
-        """
-        try:
-            with self.open(path) as file:
-                data = file.read(max_bytes + 1)
-        except FileNotFoundError:
-            return None
+            if error.errno in (errno.ELOOP, errno.EINVAL):  # a link, or not a regular file
+                raise InvalidFileError("not a regular file") from error
+            raise
+        with file:
+            data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise InvalidFileError(f"larger than {max_bytes} bytes")
         return data
 
-    def open(self, path: str, mode: str = "rb"):
-        """Open a regular file to read ("rb") or to append ("a+b").
+    def read_json(self, path: str, max_bytes: int = MAX_METADATA_BYTES) -> dict | None:
+        """One JSON object; None if there is no such file. Raises InvalidFileError.
 
-        Raises InvalidFileError for a FIFO, a link or a directory, FileNotFoundError if the file is
-        missing, and another OSError if the experiment's folder is missing as well.
+        An error on this one file (EIO, ESTALE, EACCES) counts as an invalid file, so that a peer's
+        bad disk stops nobody. It is an outage if the experiment's folder cannot be listed, either.
         """
-        # Follow no link, and do not wait for the other end of a FIFO.
-        is_reading = mode == "rb"
-        flags = os.O_RDONLY if is_reading else os.O_RDWR | os.O_APPEND | os.O_CREAT
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            target = self.resolve(path, for_writing=not is_reading)
-            descriptor = os.open(target, flags, 0o666)
+            return parse_json(self.read_bytes(path, max_bytes))
         except FileNotFoundError:
             self.check_mounted(path)
-            raise
+            return None
         except OSError as error:
-            if error.errno in NOT_REGULAR_FILE_ERRNOS:
-                raise InvalidFileError("not a regular file that this user may use") from error
-            raise
-
-        # Check what was opened, not the name: the name may mean another file by now.
-        status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode) and (is_reading or status.st_size < MAX_LOG_BYTES):
-            return os.fdopen(descriptor, mode)
-        os.close(descriptor)
-        raise InvalidFileError("not a regular file that this user may use")
-
-    def existing_file(self, path: str) -> Path | None:
-        """Full path of a regular file, for a library that opens files by path. None if missing."""
-        try:
-            target = self.resolve(path)
-            return target if stat.S_ISREG(os.lstat(target).st_mode) else None
-        except (FileNotFoundError, InvalidFileError):
             self.check_mounted(path)
+            raise InvalidFileError(f"unreadable ({error.strerror or error})") from error
+
+    def read_valid(self, path: str, max_bytes: int = MAX_METADATA_BYTES) -> dict | None:
+        """Like `read_json`, but None for a file that cannot be used."""
+        try:
+            return self.read_json(path, max_bytes)
+        except InvalidFileError as error:
+            self.invalid_files[str(error)] += 1
             return None
 
-    def list_names(self, path: str) -> list[str]:
-        """Names in a directory, sorted. An empty list if there is no such directory."""
-        try:
-            return sorted(os.listdir(self.resolve(f"{path}/-").parent))  # "-": any file in it
-        except (FileNotFoundError, InvalidFileError):
-            self.check_mounted(path)
-            return []
+    def open(self, path: str, mode: str = "rb"):
+        """Open a regular file. Follows no link, does not wait for a FIFO; both raise OSError."""
+        # O_NONBLOCK: opening a FIFO would wait for its other end.
+        flags = os.O_RDONLY if mode == "rb" else os.O_RDWR | os.O_APPEND | os.O_CREAT
+        descriptor = os.open(self.resolve(path), flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        return os.fdopen(descriptor, mode)
 
-    def resolve(self, path: str, for_writing: bool = False) -> Path:
-        """Full path of a file in the experiment. Refuses symbolic links among its parents.
+    def load_file(self, path: str, read):
+        """read(full path) of a file that a library opens itself; None if there is no regular file.
 
-        Each parent is checked when it is first used, and again after an outage. A link or a file in
-        place of a directory raises InvalidFileError; for_writing=True replaces it by a directory. A
-        missing parent raises FileNotFoundError: it is made elsewhere, or has not arrived yet.
+        Raises InvalidFileError if `read` raises what a damaged or a stranger's file may cause.
         """
-        *parents, name = path.split("/")
-        current = self.experiment_dir
-        for parent in parents:
-            current = current / parent
-            if current in self._checked_dirs:
-                continue
+        full = self.resolve(path)
+        try:
+            return read(full) if stat.S_ISREG(os.lstat(full).st_mode) else None
+        except FileNotFoundError:
+            self.check_mounted(path)
+            return None
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            self.check_mounted(path)
+            raise InvalidFileError(f"{type(error).__name__}: {printable(error, 200)}") from error
 
-            # A planted link would lead outside the experiment.
-            if not stat.S_ISDIR(os.lstat(current).st_mode):
-                if not for_writing:
-                    raise InvalidFileError("not in a folder of this experiment")
-                current.unlink()
-                os.mkdir(current)
-            self._checked_dirs.add(current)
-        return current / name
+    def list_names(self, path: str, lenient: bool = False) -> list[str]:
+        """Names in a folder, sorted. An empty list if there is no such folder.
+
+        lenient: for readers, to whom a folder with an error of its own is empty, too.
+        """
+        try:
+            names = os.listdir(self.resolve(f"{path}/-").parent)
+        except OSError as error:
+            self.check_mounted(path)
+            absent = (FileNotFoundError, NotADirectoryError, PermissionError)
+            if not lenient and not isinstance(error, absent):
+                raise
+            return []
+        return sorted(name for name in names if not name.startswith("."))
+
+    def resolve(self, path: str) -> Path:
+        """Full path of a path of this file. A link among its parents raises NotADirectoryError."""
+        full = self.root / path[1:] if path.startswith("/") else self.dir / path
+        for parent in full.relative_to(self.root).parents[:-1]:
+            if parent not in self.checked_dirs:
+                with contextlib.suppress(FileNotFoundError):  # whoever uses it will see that
+                    if stat.S_ISLNK(os.lstat(self.root / parent).st_mode):
+                        error = "a link where a folder belongs"
+                        raise NotADirectoryError(errno.ENOTDIR, error, str(parent))
+                    self.checked_dirs.add(parent)
+        return full
 
     def check_mounted(self, path: str = "") -> None:
-        """Raise OSError if the experiment's folder cannot be listed: the drive is not mounted.
+        """Raise OSError if the experiment's folder, or for "/…" the shared folder, cannot be
+        listed: the drive is not mounted."""
+        os.listdir(self.root if path.startswith("/") else self.dir)
 
-        For a node also if `path` lies in a shared folder that is missing.
-        """
-        self._checked_dirs.clear()  # after an outage another drive may be mounted
-        try:
-            os.listdir(self.experiment_dir)
-        except OSError as error:
-            reason = f"{error.strerror}: not mounted?"
-            raise OSError(errno.ENOTCONN, reason, str(self.experiment_dir)) from error
-        if self.is_root or not self.owner:
-            return
-        for name in SHARED_DIRS:
-            is_inside = path == name or path.startswith(f"{name}/")
-            if is_inside and not os.path.lexists(self.experiment_dir / name):
-                raise OSError(
-                    errno.ENOENT, "this folder is missing", str(self.experiment_dir / name)
-                )
+
+def remove(path: Path, frees_space: bool = False) -> None:
+    """Delete a file, a link, or a folder with all that is in it, if that is possible.
+
+    frees_space: on Google Drive a deleted file goes to the trash, where it still counts, so empty
+    it first. Not one that has another name, too, whose contents would be lost.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        if frees_space and not path.is_symlink():
+            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            status = os.fstat(descriptor)
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                os.ftruncate(descriptor, 0)
+            os.close(descriptor)
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def stage_file(kind: str, node: str, round_: int, stage: int) -> str:
+    """("rewards", "anna", 12, 0) -> "nodes/anna/rewards/round_000012.stage_0.json"."""
+    return f"nodes/{node}/{kind}/round_{round_:06d}.stage_{stage}.json"
 
 
 # -------- Parsing untrusted files -----------------------------------------------------------------
@@ -817,148 +533,114 @@ def is_safe_name(name: str) -> bool:
 
 def is_finite_number(value) -> bool:
     """Whether `value` is a finite int or float. Booleans and integers beyond floats are not."""
-    return type(value) in (int, float) and abs(value) < 1e300  # nan < 1e300 is False
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def printable(value, width: int = 100) -> str:
+    """Text from a stranger, safe for a terminal: cut to `width`, control characters as "?"."""
+    return "".join(char if char.isprintable() else "?" for char in str(value)[:width])
+
+
+def dump_json(data: dict, indent: int | None = None) -> bytes:
+    """Encode a dict as JSON."""
+    text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent)
+    return text.encode("utf-8", "replace")
 
 
 def parse_json(data: bytes) -> dict:
-    """Parse one JSON object.
+    """Parse one JSON object. Raises InvalidFileError for what no file of this program contains."""
 
-    Raises InvalidFileError for anything that no file of this program contains: NaN, Infinity,
-    1e400, lone surrogates, deep nesting, huge integers.
-    """
+    def refuse(text: str):
+        raise ValueError(f"{text} is not a finite number")
 
-    def parse_finite(digits: str) -> float:
-        value = float(digits)
-        if not math.isfinite(value):
-            raise ValueError(f"{digits} is not a finite number")
-        return value
-
-    # Bound the number of Python objects before any is created.
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_JSON_ELEMENTS:
+    # Count before parsing: a small file can hold very many objects. Strings do not count.
+    skeleton = re.sub(rb'"(?:[^"\\]|\\.)*+"?', b"", data, flags=re.DOTALL)
+    if sum(map(skeleton.count, (b",", b"[", b"{"))) > MAX_JSON_ELEMENTS:
         raise InvalidFileError("too many elements")
 
     try:
-        parsed = json.loads(
-            data.decode("utf-8"), parse_constant=parse_finite, parse_float=parse_finite
-        )
-        json.dumps(parsed, ensure_ascii=False).encode(
-            "utf-8"
-        )  # "\ud800" parses but cannot be saved
+        parsed = json.loads(data, parse_constant=refuse)
+        json.dumps(parsed, ensure_ascii=False).encode()  # "\ud800" parses but cannot be saved
     except (ValueError, RecursionError) as error:
         raise InvalidFileError("not valid JSON" if data else "empty file") from error
-
     if not isinstance(parsed, dict):
         raise InvalidFileError("not a JSON object")
     return parsed
 
 
-def dump_json(data: dict, indent: int | None = None) -> bytes:
-    """Encode a dict as JSON. indent=1 is for files that people read; it takes ten times as long,
-    because json's fast encoder cannot indent."""
-    text = json.dumps(data, allow_nan=False, ensure_ascii=False, indent=indent)
-    return text.encode("utf-8", "replace")
+def parse_reward(data: dict, node: str, round_: int, stage: int) -> dict:
+    """The reward and the metrics of a reward file. Raises InvalidFileError.
 
-
-def parse_reward(data: dict, **metadata) -> dict | None:
-    """The numbers of a reward file, 64 at most, together with `metadata`.
-
-    Returns None if the file does not agree with `metadata`, or if its reward or timestamp is out of
-    range. A node that generated nothing (I = 0) has no reward: it is None.
+    They become columns and curves, so only numbers with plain names are kept, 128 at most. A node
+    that generates nothing (I = 0) has no reward: it is None.
     """
-    # Keep only numbers with plain names: they become columns of tables and curves of plots.
-    numbers = {}
-    for name, value in data.items():
-        if len(numbers) == 64:
-            break
+    row = {"reward": None}
+    for name, value in list(data.items())[:128]:
         if is_finite_number(value) and re.fullmatch(r"\w{1,40}", name, re.ASCII):
-            numbers[name] = value
+            row[name] = value
 
-    # The metadata must agree with the file's path, and the reward must be one.
-    row = numbers | metadata
-    if row.get("completions") == 0:
-        row.setdefault("reward", None)
-    is_reward = "reward" in row and (row["reward"] is None or 0 <= row["reward"] <= 1)
-    in_range = is_reward and 0 < row.get("timestamp", 0) < 1e11
-    return row if in_range and metadata.items() <= data.items() else None
+    # It must say what its path says.
+    header = {"node_id": node, "round": round_, "stage": stage}
+    in_range = row["reward"] is None or 0 <= row["reward"] <= 1
+    has_time = 0 < row.get("timestamp", 0) < 1e11
+    if not (in_range and has_time and header.items() <= data.items()):
+        raise InvalidFileError("not a reward, or its contents do not match its path")
+    return row | header
 
 
-def parse_rollouts(data: dict, round_: int, stage: int, node_id: str) -> list[dict]:
-    """Check the structure of a rollout file and return its groups.
+def parse_rollouts(data: dict, node: str, round_: int, stage: int) -> list[dict]:
+    """The groups of a rollout file, their structure checked. Raises InvalidFileError.
 
-    A group: {"key": (round, stage, node_id, index), "task", "seed", "prompt", "answer",
-    "completions": [{"response", "finished", "reward"}]}. The answer and the rewards are claims of
-    the peer. They are shown to people and never used for learning.
-
-    Raises InvalidFileError with the reason if anything has the wrong type or is out of bounds.
+    A group: {"key": (round, stage, node, index), "task", "seed", "prompt", "answer", "completions":
+    [{"response", "finished", "reward"}]}. The answer and the rewards are claims of the peer. They
+    are shown to people and never used for learning.
     """
 
-    def require(condition, reason: str) -> None:
-        if not condition:
-            raise InvalidFileError(reason)
-
-    def is_text(value, max_chars: int = MAX_TEXT_CHARS) -> bool:
-        return isinstance(value, str) and len(value) <= max_chars
+    def require(value, types: dict) -> None:
+        for name, kind in types.items():
+            if not isinstance(value, dict) or type(value.get(name)) is not kind:
+                raise InvalidFileError(f"{name} is missing or not of type {kind.__name__}")
+            if kind is str and len(value[name]) > MAX_TEXT_CHARS:
+                raise InvalidFileError(f"{name} is too long")
 
     # The file must say what its path says.
     header = [data.get(name) for name in ("format", "peer_id", "round", "stage")]
-    expected = [ROLLOUT_FORMAT_VERSION, node_id, round_, stage]
-    require(header == expected, "another format, or its contents do not match its path")
-    require(is_finite_number(data.get("timestamp")), "timestamp is not a number")
-    rollouts = data.get("rollouts")
-    require(isinstance(rollouts, dict), "rollouts is not an object")
+    if header != [ROLLOUT_FORMAT_VERSION, node, round_, stage]:
+        raise InvalidFileError("another format, or its contents do not match its path")
+    require(data, {"rollouts": dict})
 
     groups = []
-    for index, group in rollouts.items():
+    for index, group in data["rollouts"].items():
         # The question.
-        is_index = re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII)
-        require(is_index and isinstance(group, dict), "a group is not an object with an index")
-        task, seed, prompt = group.get("task"), group.get("seed"), group.get("prompt")
-        require(is_text(task, 64), "task is not a string, or too long")
-        require(is_text(prompt), "prompt is not a string, or too long")
-        require(type(seed) is int and 0 <= seed < MAX_SEED, "seed out of range")  # True is an int
+        require(group, {"task": str, "seed": int, "prompt": str, "completions": list})
+        if not re.fullmatch(r"\d{1,6}", index, re.ASCII):
+            raise InvalidFileError("the index of a group is not a number")
+        if not 0 <= group["seed"] < MAX_SEED or not 2 <= len(group["completions"]) <= 64:
+            raise InvalidFileError("seed or group size out of range")
 
-        # Its completions. Only the three keys that are read here are kept.
+        # Its completions.
         completions = []
-        listed = group.get("completions")
-        require(isinstance(listed, list) and len(listed) in GROUP_SIZES, "group size out of range")
-        for each in listed:
-            require(isinstance(each, dict), "a completion is not an object")
-            require(is_finite_number(each.get("reward", 0)), "reward is not a number")
-            require(isinstance(each.get("response"), str), "response is not a string")
-            require(isinstance(each.get("finished"), bool), "finished is not a boolean")
-            completions.append(
-                {
-                    "response": each["response"],
-                    "finished": each["finished"],
-                    "reward": each.get("reward", 0),
-                }
-            )
+        for completion in group["completions"]:
+            require(completion, {"response": str, "finished": bool})
+            reward = completion.get("reward", 0)
+            if not is_finite_number(reward):
+                raise InvalidFileError("reward is not a number")
+            completions.append({**completion, "reward": reward})
 
-        groups.append(
-            {
-                "key": (round_, stage, node_id, int(index)),
-                "task": task,
-                "seed": seed,
-                "prompt": prompt,
-                "answer": str(group.get("answer"))[:64],
-                "completions": completions,
-            }
-        )
+        key = (round_, stage, node, int(index))
+        answer = str(group.get("answer"))[:64]
+        groups.append({**group, "key": key, "answer": answer, "completions": completions})
     return groups
 
 
-# -------- Retry and polling -----------------------------------------------------------------------
-
-COORDINATOR_ID = "coordinator"  # the node_id of the one coordinator that an experiment may have
+# -------- Retry -----------------------------------------------------------------------------------
 
 
 class RetryingStore:
-    """A DriveStore whose calls are repeated until the folder can be reached.
-
-    That is safe because every method of DriveStore may be called twice.
+    """A DriveStore whose calls are repeated until the folder can be reached. That is safe because
+    every method of DriveStore may be called twice.
 
     on_event(kind, text): called once when an outage begins and once when it is over.
-    signals: `signals.requested` is true when the user wants to stop.
     """
 
     def __init__(self, store: DriveStore, on_event, signals):
@@ -973,58 +655,32 @@ class RetryingStore:
         return lambda *args, **kwargs: self.retry(attribute, *args, **kwargs)
 
     def retry(self, call, *args, **kwargs):
-        """Call `call(…)` again after each OSError, with pauses of 0.5 to 5 seconds.
-
-        Raises KeyboardInterrupt if the user stops during an outage: no round can be finished and
-        no checkpoint written then.
-        """
+        """Call `call(…)` again after each OSError, with pauses of 0.5 to 5 seconds."""
         started = time.monotonic()
-        pause = 0.5
+        pause = 0.0
         while True:
             try:
                 result = call(*args, **kwargs)
                 break
             except OSError as error:
-                if pause == 0.5:
-                    reason = printable(error, 200)
-                    self.on_event("outage", f"the shared folder fails ({reason}); waiting for it")
+                # One line when it begins, and one when it is over.
+                if pause == 0:
+                    text = f"waiting for the shared folder ({printable(error, 200)})"
+                    self.on_event("outage", text)
 
-                # Pause in small steps, so that Ctrl-C works during an outage.
-                wake_at = time.monotonic() + pause
-                while time.monotonic() < wake_at:
-                    if self.signals.requested:
-                        raise KeyboardInterrupt from error
-                    time.sleep(0.1)
-                pause = min(2 * pause, 5.0)
+                self.store.checked_dirs.clear()  # it may not be the same folder afterwards
+                pause = min(5.0, 2 * pause or 0.5)
+                self.signals.sleep(pause)  # KeyboardInterrupt if the user stops during an outage
 
-        if pause > 0.5:
+        if pause > 0:
             seconds = time.monotonic() - started
             self.on_event("outage over", f"the shared folder is back after {seconds:.0f} s")
         return result
 
 
 def poll_sleep(poll_started: float) -> float:
-    """Sleep as long as the last poll took, between 20 ms and 2 s.
-
-    Returns the time of poll and sleep together. A poll counts as at most 2 s, so an outage is not
-    charged to the peers.
-    """
+    """Sleep as long as the last poll took, between 20 ms and 2 s. Returns the time of both."""
     poll_seconds = min(2.0, time.monotonic() - poll_started)
     pause = max(0.02, poll_seconds)
     time.sleep(pause)
     return poll_seconds + pause
-
-
-def heartbeat_interval(stale_after: float) -> float:
-    """Seconds between two heartbeats, well below the silence after which a node counts as dead."""
-    return min(10.0, stale_after / 8)
-
-
-def worker_ids(sessions) -> list[str]:
-    """The workers among registered nodes, sorted: all but the coordinator."""
-    return sorted(set(sessions) - {COORDINATOR_ID})
-
-
-def printable(value, width: int = 100) -> str:
-    """Text from a stranger, safe for a terminal: cut to `width`, control characters as "?"."""
-    return "".join(char if char.isprintable() else "?" for char in str(value)[:width])

@@ -26,6 +26,8 @@ completions it is exactly 0, because the advantages of a group sum to 0. Watch t
 
 import contextlib
 import ctypes
+import decimal
+import difflib
 import functools
 import hashlib
 import itertools
@@ -34,20 +36,29 @@ import math
 import os
 import random
 import re
+import sys
 import traceback
 import zlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from importlib.metadata import version
 
+import reasoning_gym
 import safetensors.torch
 import torch
 import torch.nn.functional as F
 import transformers
-from transformers.cache_utils import DynamicLayer
+from reasoning_gym.arithmetic import basic_arithmetic
+from reasoning_gym.code.contrib.bfit.Compiler import Optimizer as bf_optimizer
+from reasoning_gym.logic.propositional_logic import Expression
+from reasoning_gym.utils import SYSTEM_PROMPTS
+from safetensors import SafetensorError
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
-transformers.utils.logging.disable_progress_bar()
+if not sys.stderr.isatty():  # bars of downloads are for a terminal
+    transformers.utils.logging.disable_progress_bar()
 
 
 @dataclass
@@ -149,69 +160,74 @@ MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
 
 @dataclass
 class UpdateBatch:
-    """The completions that an update trains on: K rows, in the order of `groups`.
+    """The K completions that an update trains on, one row each.
 
+    prompts, completions: K lists of token ids. Rows of one group follow one another and hold the
+    same list as their prompt.
     advantages, weights: (K,); old_logprobs: (K, T), filled in the first optimizer step.
+    order: (K,) the numbers of the rows, sorted by length, so that micro-batches have little padding
     """
 
-    groups: list[Group]
+    prompts: list[list[int]]
+    completions: list[list[int]]
     advantages: torch.Tensor
     weights: torch.Tensor
     old_logprobs: torch.Tensor
+    order: torch.Tensor
 
 
 def update_policy(
-    model, optimizer, groups: list[Group], config, pad_id: int, max_rows: int
+    model,
+    optimizer,
+    groups: list[Group],
+    config,
+    pad_id: int,
+    max_rows: int,
+    between_batches=lambda: None,
 ) -> dict:
     """One GRPO update on own and external groups alike: NUM_ITERATIONS optimizer steps on the same
     completions.
 
     config: the update's settings (LOSS_TYPE, MAX_NEW_TOKENS, TEMPERATURE, CLIP_LOW, CLIP_HIGH,
-    NUM_ITERATIONS, DTYPE). max_rows: completions per forward pass. Groups without information cost
-    no forward pass, but their tokens count in the loss's denominator.
+    NUM_ITERATIONS, DTYPE). max_rows: completions per forward pass. between_batches is called before
+    each of these.
 
     Returns metrics: loss of the first step, clip_fraction (mean), grad_norm of the last step before
     clipping, trained_tokens, max_rows, which is lower if memory ran out, and logprobs, the mean
     log-probability per token of each completion that was trained on.
     """
-    # The loss weights come from all B completions of the update.
-    lengths = []
-    gives_gradient = []  # for each completion: is its group informative?
-    for group in groups:
-        lengths += [len(ids) for ids in group.completions]
-        gives_gradient += [group.is_informative] * len(group.completions)
-    lengths = torch.tensor(lengths, dtype=torch.long)  # (B,)
-    gives_gradient = torch.tensor(gives_gradient, dtype=torch.bool)  # (B,)
-    weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)  # (B,)
-
-    # The update itself needs only the K completions of informative groups. If there are none, skip
-    # the step: even with a zero gradient Adam's momentum would move the weights.
-    lengths = lengths[gives_gradient]  # (K,)
-    weights = weights[gives_gradient]  # (K,)
-    groups = [group for group in groups if group.is_informative]
+    batch = make_update_batch(groups, config)
+    lengths = torch.tensor([len(ids) for ids in batch.completions])  # (K,)
     metrics = {
         "loss": 0.0,
         "clip_fraction": 0.0,
         "grad_norm": 0.0,
         "trained_tokens": int(lengths.sum()),
     }
-    if not groups:
+    # Without information there is no step: even with a zero gradient Adam's momentum would move the
+    # weights.
+    if not batch.completions:
         return metrics | {"max_rows": max_rows, "logprobs": []}
 
-    advantages = torch.tensor([a for group in groups for a in group_advantages(group.rewards)])
-    old_logprobs = torch.zeros(len(lengths), int(lengths.max()))  # (K, T)
-    batch = UpdateBatch(groups, advantages, weights, old_logprobs)
     model.eval()  # dropout off: log-probabilities of one policy must not depend on chance
-
     num_clippable = metrics["trained_tokens"] * config.NUM_ITERATIONS  # tokens x steps
-    for step in range(config.NUM_ITERATIONS):
-        # Gradient of the whole batch: attempt(max_rows=…), with smaller pieces if memory runs out.
-        attempt = functools.partial(
-            accumulate_gradients, model, optimizer, batch, config, pad_id, is_first_step=step == 0
-        )
-        (loss, num_clipped), max_rows = retry_with_smaller_batch(
-            attempt, max_rows, len(lengths), "the update"
-        )
+    step = 0
+    while step < config.NUM_ITERATIONS:
+        # The gradient of the whole batch. If memory runs out: again, in smaller pieces.
+        try:
+            loss, num_clipped = accumulate_gradients(
+                model,
+                optimizer,
+                batch,
+                config,
+                pad_id,
+                max_rows,
+                between_batches,
+                is_first_step=step == 0,
+            )
+        except RuntimeError as error:
+            max_rows = halve_rows(error, min(max_rows, len(lengths)), 1, "the update")
+            continue
 
         # A step on a gradient that is not finite would destroy the weights for good.
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -224,32 +240,78 @@ def update_policy(
             metrics["loss"] = loss
         metrics["grad_norm"] = grad_norm.item()
         metrics["clip_fraction"] += num_clipped / num_clippable
+        step += 1
     optimizer.zero_grad()
 
     mean_logprobs = batch.old_logprobs.sum(1) / lengths
     return metrics | {"max_rows": max_rows, "logprobs": mean_logprobs.tolist()}
 
 
+def make_update_batch(groups: list[Group], config) -> UpdateBatch:
+    """Collect the K completions of informative groups, with their advantages and loss weights.
+
+    Groups without information cost no forward pass, but their tokens count in the denominator of
+    the loss: the weights come from all B completions.
+    """
+    lengths = []  # of all B completions
+    gives_gradient = []  # for each of them: is its group informative?
+    prompts = []
+    completions = []
+    advantages = []
+    sort_keys = []
+    for group in groups:
+        size = len(group.completions)
+        group_lengths = [len(ids) for ids in group.completions]
+        lengths += group_lengths
+        gives_gradient += [group.is_informative] * size
+        if group.is_informative:
+            prompts += [group.prompt] * size
+            completions += group.completions
+            advantages += group_advantages(group.rewards)
+            sort_keys += [len(group.prompt) + max(group_lengths)] * size
+
+    weights = loss_weights(torch.tensor(lengths), config.LOSS_TYPE, config.MAX_NEW_TOKENS)  # (B,)
+    return UpdateBatch(
+        prompts,
+        completions,
+        torch.tensor(advantages),
+        weights[torch.tensor(gives_gradient, dtype=torch.bool)],
+        torch.zeros(len(completions), max(map(len, completions), default=0)),
+        torch.tensor(sort_keys).argsort(stable=True),
+    )
+
+
 def accumulate_gradients(
-    model, optimizer, batch: UpdateBatch, config, pad_id: int, is_first_step: bool, max_rows: int
+    model,
+    optimizer,
+    batch: UpdateBatch,
+    config,
+    pad_id: int,
+    max_rows: int,
+    between_batches,
+    is_first_step: bool,
 ) -> list[float]:
-    """Compute the gradient of the whole batch, `max_rows` completions at a time.
+    """Compute the gradient of the whole batch, at most `max_rows` completions at a time.
 
     Returns [loss, number of clipped tokens]. In the first step the policy has not moved yet, so the
     log-probabilities computed there are `old_logprobs` in all steps.
     """
     optimizer.zero_grad()
     totals = torch.zeros(2, dtype=torch.float64)
-    for prompts_and_completions, rows in micro_batches(batch.groups, max_rows):
-        # rows: the numbers of these completions among all K. The call returns what
-        # `completion_logprobs` (below) returns, but computes each prompt once.
-        logprobs, mask = completion_logprobs_shared_prompt(
-            model, prompts_and_completions, config, pad_id
-        )  # (b, t): the rows of this micro-batch, as long as the longest of them
+    num_pieces = math.ceil(len(batch.order) / max_rows)
+    for rows in batch.order.chunk(num_pieces):  # (b,) the rows of a micro-batch
+        between_batches()
+        # The same as `completion_logprobs` (below), but each prompt is computed once.
+        prompts = [batch.prompts[row] for row in rows]
+        completions = [batch.completions[row] for row in rows]
+        with autocast(config.DTYPE, model):
+            logprobs, mask = completion_logprobs_shared_prompt(
+                model, prompts, completions, config.TEMPERATURE, pad_id
+            )  # (b, t): t is the length of the longest of these completions
+
         length = logprobs.shape[1]
         if is_first_step:
             batch.old_logprobs[rows, :length] = logprobs.detach().cpu()
-
         loss, num_clipped = grpo_loss(
             logprobs,
             batch.old_logprobs[rows, :length].to(logprobs),
@@ -262,6 +324,14 @@ def accumulate_gradients(
         loss.backward()
         totals += torch.stack([loss, num_clipped]).detach().cpu()
     return totals.tolist()
+
+
+def autocast(dtype: str, model):
+    """A context that computes in `dtype`, "float32" or "bfloat16".
+
+    The weights stay float32, because small steps of the optimizer are lost in a bfloat16 weight.
+    """
+    return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
 # -------- Log-probabilities, the plain way --------------------------------------------------------
@@ -297,24 +367,8 @@ def completion_logprobs(model, prompts, completions, temperature: float = 1.0, p
 def token_logprobs(model, hidden, targets, temperature: float):
     """log p(target) under softmax(logits / temperature), in float32.
 
-    hidden: (S, H), targets: (S,) -> (S,). The temperature must be that of sampling. Large inputs
-    are scored in chunks of at most MAX_LOGIT_ELEMENTS logits. The logits of a chunk are not stored
-    but computed again in the backward pass.
+    hidden: (S, H), targets: (S,) -> (S,). The temperature must be that of sampling.
     """
-    chunk = max(1, MAX_LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
-    if len(targets) <= chunk:
-        return chunk_logprobs(model, hidden, targets, temperature)
-
-    pieces = []
-    for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        pieces.append(
-            recompute_in_backward(chunk_logprobs, model, h, y, temperature, use_reentrant=False)
-        )
-    return torch.cat(pieces)
-
-
-def chunk_logprobs(model, hidden, targets, temperature: float):
-    """`token_logprobs` of one chunk."""
     logits = lm_head_logits(model, hidden)  # (S, V)
     if temperature != 1:  # dividing by 1 would copy all of them
         logits = logits / temperature
@@ -332,12 +386,29 @@ def lm_head_logits(model, hidden):
     return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def autocast_context(dtype: str, model):
-    """A context that computes in `dtype`, "float32" or "bfloat16".
+def forward_hidden(model, ids, mask=None, cache=None):
+    """Run `ids` (rows, length) through the model, after what the KV cache already holds.
 
-    The weights stay float32, because small steps of the optimizer are lost in a bfloat16 weight.
+    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which gets no position
+    number; tokens beyond its end are real. None if no row has padding before its last real token.
+    Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
     """
-    return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
+    if cache is None:
+        cache = KVCache(config=model.config)
+    past = cache.get_seq_length()
+    if mask is None:
+        mask = torch.ones_like(ids)
+    mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
+
+    output = model.base_model(
+        input_ids=ids,
+        attention_mask=mask,
+        # Positions count real tokens only, so that padding never changes a log-probability.
+        position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, past:],
+        use_cache=True,
+        **{CACHE_ARGUMENT: cache},
+    )
+    return output.last_hidden_state, cache
 
 
 def right_pad(rows: list[list[int]], pad_id: int, device):
@@ -358,6 +429,89 @@ def right_pad(rows: list[list[int]], pad_id: int, device):
 # -------- Sampling --------------------------------------------------------------------------------
 
 
+@torch.no_grad()
+def generate(
+    model,
+    prompts: list[list[int]],
+    num_generations: int,
+    config,
+    seed: int,
+    eos_ids: set[int],
+    pad_id: int = 0,
+    stop_fn=None,
+    max_rows: int = 2**30,
+    between_batches=lambda: None,
+) -> tuple[list[list[list[int]]], int]:
+    """Sample G completions for each of N prompts.
+
+    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. max_rows: completions decoded together; a group
+    is never split. between_batches is called before each batch. Returns N lists of G lists of token
+    ids, and max_rows, which is lower if memory ran out. The result does not depend on max_rows, up
+    to rounding, because each row has its own column of random numbers.
+    """
+    # Draw on the CPU, so that every device samples with the same random numbers.
+    num_rows = len(prompts) * num_generations
+    rng = torch.Generator().manual_seed(seed)
+    uniforms = torch.rand(config.MAX_NEW_TOKENS, num_rows, generator=rng).to(model.device)  # (T, B)
+    model.eval()  # dropout off
+
+    groups = []
+    while len(groups) < len(prompts):
+        # As many of the next prompts as fit. If memory runs out: again, with half as many.
+        batch = prompts[len(groups) :][: max(1, max_rows // num_generations)]
+        first = len(groups) * num_generations
+        columns = uniforms[:, first : first + len(batch) * num_generations]
+        between_batches()
+        try:
+            with autocast(config.DTYPE, model):
+                rows = sample_completions(
+                    model, batch, columns, config.TEMPERATURE, eos_ids, pad_id, stop_fn
+                )
+        except RuntimeError as error:
+            max_rows = halve_rows(error, min(max_rows, num_rows), num_generations, "generation")
+            continue
+        groups += [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
+    return groups, max_rows
+
+
+def sample_completions(model, prompts, uniforms, temperature, eos_ids, pad_id=0, stop_fn=None):
+    """Sample G completions of each prompt, token by token. Returns B lists of token ids.
+
+    uniforms: (T, B) numbers in [0, 1), one column per row. A completion ends (1) with an EOS id,
+    which is kept, (2) when stop_fn(its ids so far) is true, or (3) after T tokens.
+    """
+    max_tokens, batch_size = uniforms.shape
+    hidden, cache, mask = prefill(model, prompts, batch_size // len(prompts), pad_id)  # (B, H)
+    eos = torch.tensor(sorted(eos_ids), device=model.device)
+    tokens = torch.full((batch_size, max_tokens), -1, device=model.device)  # -1: none
+    rows = torch.arange(batch_size, device=model.device)  # those that are not finished
+
+    for step in range(max_tokens):
+        logits = lm_head_logits(model, hidden)  # (rows, V)
+        token = sample_tokens(logits, uniforms[step, rows], temperature)
+        tokens[rows, step] = token
+
+        # Which rows go on? With solved examples in the prompt an answer's closing tag ends a row.
+        goes_on = ~torch.isin(token, eos)
+        if stop_fn is not None:
+            stopped = [stop_fn(ids) for ids in tokens[rows, : step + 1].tolist()]
+            goes_on &= ~torch.tensor(stopped, device=model.device)
+        num_left = int(goes_on.sum())
+        if num_left == 0 or step == max_tokens - 1:
+            break
+
+        # The others leave the batch.
+        if num_left < len(rows):
+            cache.batch_select_indices(goes_on)
+            mask = mask[goes_on]
+            rows = rows[goes_on]
+            token = token[goes_on]
+        hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
+        hidden = hidden[:, -1]
+
+    return [[token for token in row if token >= 0] for row in tokens.tolist()]
+
+
 def sample_tokens(logits, uniforms, temperature: float):
     """Draw one token per row by inverting the cumulative distribution: the first token id whose
     cumulative probability exceeds the row's random number.
@@ -375,262 +529,73 @@ def sample_tokens(logits, uniforms, temperature: float):
     return token.clamp(max=logits.shape[1] - 1)  # in case the product is rounded up
 
 
-@torch.no_grad()
-def generate(
-    model,
-    prompts: list[list[int]],
-    num_generations: int,
-    config,
-    seed: int,
-    eos_ids: set[int],
-    pad_id: int = 0,
-    stop_fn=None,
-    max_rows: int | None = None,
-) -> list[list[list[int]]]:
-    """Sample G completions for each of N prompts. Returns N lists of G lists of token ids.
+# ==================================================================================================
+# Speed only: the same numbers, faster
+# ==================================================================================================
 
-    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. A completion ends (1) with an EOS id, which is
-    kept, (2) when stop_fn(its ids so far) is true, or (3) after MAX_NEW_TOKENS tokens.
-    max_rows: completions decoded together (None: all); a group is never split. The result does not
-    depend on max_rows, up to rounding, because each row has its own column of random numbers.
-    """
-    # Draw on the CPU, so that every device samples with the same random numbers.
-    num_rows = len(prompts) * num_generations
-    rng = torch.Generator().manual_seed(seed)
-    uniforms = torch.rand(config.MAX_NEW_TOKENS, num_rows, generator=rng).to(model.device)  # (T, B)
-    model.eval()  # dropout off
-
-    # Decode as many groups at once as fit into max_rows.
-    prompts_per_batch = max(1, (max_rows or num_rows) // num_generations)
-    completions = []
-    for first in range(0, len(prompts), prompts_per_batch):
-        batch = prompts[first : first + prompts_per_batch]
-        columns = uniforms[:, first * num_generations : (first + len(batch)) * num_generations]
-        with autocast_context(config.DTYPE, model):
-            completions += generate_batch(
-                model, batch, columns, config.TEMPERATURE, eos_ids, pad_id, stop_fn
-            )
-    return [completions[i : i + num_generations] for i in range(0, num_rows, num_generations)]
-
-
-def generate_batch(model, prompts, uniforms, temperature, eos_ids, pad_id=0, stop_fn=None):
-    """Sample one completion per row, token by token. Returns B lists of token ids.
-
-    uniforms: (T, B) numbers in [0, 1), one column per row. Each prompt is prefilled once and its
-    KV cache is repeated for the G completions of its group. Finished rows are removed from the
-    batch as soon as they are a quarter of it.
-    """
-    max_tokens, batch_size = uniforms.shape
-    num_generations = batch_size // len(prompts)  # G
-    hidden, cache, mask = prefill(model, prompts, pad_id, num_generations)
-    logits = lm_head_logits(model, hidden).repeat_interleave(num_generations, 0)  # (B, V)
-
-    eos = torch.tensor(sorted(eos_ids), device=model.device)
-    tokens = torch.full((batch_size, max_tokens), -1, device=model.device)  # -1: not sampled
-    unfinished = torch.ones(batch_size, dtype=torch.bool, device=model.device)
-    # rows[i] is the row of `tokens` that row i of the batch fills. The batch shrinks, `tokens` does
-    # not.
-    rows = torch.arange(batch_size, device=model.device)
-
-    for step in range(max_tokens):
-        # Sample. Finished rows that are still in the batch are computed, too, but their token is
-        # discarded.
-        token = sample_tokens(logits, uniforms[step, rows], temperature)
-        tokens[rows, step] = torch.where(unfinished, token, -1)
-
-        # A row ends with an EOS token or, with a few-shot prompt, with its closing answer tag.
-        unfinished &= ~torch.isin(token, eos)
-        if stop_fn is not None:
-            so_far = tokens[rows, : step + 1].tolist()
-            for i in unfinished.nonzero().flatten().tolist():
-                if stop_fn(so_far[i]):
-                    unfinished[i] = False
-        num_unfinished = int(unfinished.sum())
-        if num_unfinished == 0 or step == max_tokens - 1:
-            break
-
-        # Dropping rows copies the KV cache, which costs about one step. It pays once a quarter is
-        # idle.
-        if num_unfinished <= 0.75 * len(rows):
-            cache.batch_select_indices(unfinished.nonzero().squeeze(1))
-            mask = None if mask is None else mask[unfinished]
-            rows = rows[unfinished]
-            token = token[unfinished]
-            unfinished = unfinished[unfinished]  # all True
-
-        # The mask covers only the prompts; `forward_hidden` treats all later tokens as real.
-        hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
-        logits = lm_head_logits(model, hidden[:, -1])
-
-    return [[token for token in row if token >= 0] for row in tokens.tolist()]
-
-
-# -------- Running the model -----------------------------------------------------------------------
-
+MIN_SHARED_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
+MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) computed at once: 512 MiB in float32
 CACHE_ARGUMENT = "past_key_values"  # the name of the KV cache in a model's forward
 if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
     CACHE_ARGUMENT = "cache"  # since transformers 5.24
 
 
-def forward_hidden(model, ids, mask=None, cache=None):
-    """Run `ids` (rows, length) through the model, after what the KV cache already holds.
-
-    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which gets no position
-    number; tokens beyond its end are real. None if no row has padding before its last real token,
-    which allows fast causal kernels.
-    Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
-    """
-    if cache is None:
-        cache = KVCache(config=model.config)
-
-    # Positions count real tokens only, so that padding never changes a log-probability.
-    past = cache.get_seq_length()
-    if mask is None:
-        positions = torch.arange(past, past + ids.shape[1], device=ids.device)
-        positions = positions.expand(ids.shape[0], -1)
-    else:
-        mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, past:]
-
-    output = model.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        use_cache=True,
-        **{CACHE_ARGUMENT: cache},
-    )
-    return output.last_hidden_state, cache
-
-
-class KVCache(transformers.DynamicCache):
-    """A KV cache in the type of autocast, whose layers grow in place (see `GrowingLayer`)."""
-
-    def __init__(self, config):
-        super().__init__(config=config)
-        for i, layer in enumerate(self.layers):
-            if type(layer) is DynamicLayer:  # not one with a sliding window
-                self.layers[i] = GrowingLayer()
-
-    def update(self, keys, values, *args, **kwargs):
-        if torch.is_autocast_enabled(keys.device.type):
-            # Attention casts to this type in any case. Rotary embeddings leave float32 keys.
-            dtype = torch.get_autocast_dtype(keys.device.type)
-            keys, values = keys.to(dtype), values.to(dtype)
-        return super().update(keys, values, *args, **kwargs)
-
-
-# ==================================================================================================
-# Speed only: the same numbers, faster
-# ==================================================================================================
-
-SPARE_TOKENS = 64  # for which a layer of the KV cache reserves room
-
-
-class GrowingLayer(DynamicLayer):
-    """One layer of the KV cache. While no gradient is needed, a token is written behind the others,
-    where the layer it is derived from copies all of them for each token."""
-
-    def __init__(self):
-        super().__init__()
-        self.room = {}  # "keys" or "values" -> (tensor with room for more tokens, what it holds)
-
-    def update(self, keys, values, *args, **kwargs):
-        if torch.is_grad_enabled() or not self.is_initialized:
-            return super().update(keys, values, *args, **kwargs)
-        self.keys = self.append("keys", self.keys, keys)
-        self.values = self.append("values", self.values, values)
-        return self.keys, self.values
-
-    def append(self, name: str, old, new):
-        """What torch.cat((old, new), dim=2) returns. old, new: (rows, heads, tokens, size)."""
-        past = old.shape[2]
-        length = past + new.shape[2]
-        room, held = self.room.get(name, (None, None))
-        # Rows may have been repeated or removed since the last token. Then `old` is another tensor.
-        if held is not old or length > room.shape[2]:
-            rows, heads, _, size = old.shape
-            room = old.new_empty(rows, heads, length + SPARE_TOKENS, size)
-            room[:, :, :past] = old
-        room[:, :, past:length] = new
-        held = room[:, :, :length]
-        self.room[name] = room, held
-        return held
-
-
-MIN_SHARED_PREFIX = 16  # tokens; a shorter common beginning is not worth a forward pass of its own
-MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) computed at once: 512 MiB in float32
-
-
-def completion_logprobs_shared_prompt(model, prompts_and_completions, config, pad_id: int = 0):
+def completion_logprobs_shared_prompt(
+    model, prompts, completions, temperature: float = 1.0, pad_id: int = 0
+):
     """Compute what `completion_logprobs` computes, with G times less work on prompts.
 
-    prompts_and_completions: [(prompt, its completions), …]; config: TEMPERATURE and DTYPE.
-    Returns logprobs (B, T) and mask (B, T).
-
-    The completions of a group share their prompt. It is computed once and its KV cache is repeated
-    for each completion *with gradient*, so that only the completions pass through the model again.
+    The completions of a group share their prompt: rows that follow one another and hold the same
+    list. It is computed once and its KV cache is repeated for each completion *with gradient*, so
+    that only the completions pass through the model again.
     """
-    prompts = []
-    completions = []
-    group_sizes = []
-    for prompt, group_completions in prompts_and_completions:
-        prompts.append(prompt)
-        completions += group_completions
-        group_sizes.append(len(group_completions))
+    shared = []
+    sizes = []
+    for _, rows in itertools.groupby(prompts, key=id):
+        group = list(rows)
+        shared.append(group[0])
+        sizes.append(len(group))
+
+    # The last hidden state of each prompt predicts the first token of its completions.
+    sizes = torch.tensor(sizes, device=model.device)  # (N,)
+    last, cache, prompt_mask = prefill(model, shared, sizes, pad_id)  # (B, H)
+    hidden = last.unsqueeze(1)  # (B, 1, H)
+
+    # Token t of a completion predicts token t + 1. Real tokens never see the padding on their
+    # right, so it needs no mask.
     targets, mask = right_pad(completions, pad_id, model.device)  # (B, T)
-    group_sizes = torch.tensor(group_sizes, device=model.device)  # (N,)
-
-    with autocast_context(config.DTYPE, model):
-        # The last hidden state of each prompt predicts the first token of its completions.
-        last, cache, prompt_mask = prefill(model, prompts, pad_id, group_sizes)
-        hidden = last.repeat_interleave(group_sizes, 0).unsqueeze(1)  # (B, 1, H)
-
-        # Token t of a completion predicts token t + 1. Real tokens never see the padding on their
-        # right, so it needs no mask.
-        if targets.shape[1] > 1:
-            rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
-            hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
-        scored = token_logprobs(model, hidden[mask], targets[mask], config.TEMPERATURE)
+    if targets.shape[1] > 1:
+        rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
+        hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
+    scored = token_logprobs_in_chunks(model, hidden[mask], targets[mask], temperature)
     return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, scored), mask
 
 
-@torch.no_grad()
-def mean_logprobs(model, groups: list[Group], config, pad_id: int, max_rows: int) -> list[float]:
-    """Mean log-probability per token of every completion, in the order of `groups`."""
-    means = torch.zeros(sum(len(group.completions) for group in groups))
-    for prompts_and_completions, rows in micro_batches(groups, max_rows):
-        logprobs, mask = completion_logprobs_shared_prompt(
-            model, prompts_and_completions, config, pad_id
-        )
-        means[rows] = (logprobs.sum(1) / mask.sum(1)).cpu()
-    return means.tolist()
+def prefill(model, prompts: list[list[int]], rows_per_prompt, pad_id: int):
+    """Run N prompts through the model once each, and repeat the results.
 
-
-def prefill(model, prompts: list[list[int]], pad_id: int, rows_per_prompt):
-    """Run N prompts through the model once each.
-
-    rows_per_prompt: a number or (N,), how often the cache of each prompt is repeated.
-    Returns the last hidden states (N, H), the KV cache of B rows, and the mask (B, P) or None.
+    rows_per_prompt: a number or (N,), how many of the B rows each prompt is for.
+    Returns the last hidden states (B, H), the KV cache of B rows, and the mask (B, P).
     """
     # Tokens that all prompts begin with, such as a chat model's system prompt, are computed once.
     # The last token of a prompt is never among them, because its hidden state is wanted.
-    shared = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))
-    is_too_short = len(prompts) == 1 or shared < MIN_SHARED_PREFIX
-    if is_too_short or needs_unpadded_prompts(model.config):
-        shared = 0
-
-    ids, mask = left_pad([prompt[shared:] for prompt in prompts], pad_id, model.device)
     cache = None
-    if shared > 0:
+    shared = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))
+    if len(prompts) == 1 or shared < MIN_SHARED_PREFIX or needs_unpadded_prompts(model.config):
+        shared = 0
+    else:
         prefix = torch.tensor([prompts[0][:shared]], device=model.device)
         _, cache = forward_hidden(model, prefix)
         cache.batch_repeat_interleave(len(prompts))
-        mask = None if mask is None else F.pad(mask, (shared, 0), value=1)
 
-    hidden, cache = forward_hidden(model, ids, mask, cache)
+    # The rest is padded on the left, so that nothing stands between a prompt and its completion.
+    ids, mask = right_pad([prompt[shared:][::-1] for prompt in prompts], pad_id, model.device)
+    mask = F.pad(mask.flip(1).long(), (shared, 0), value=1)
+    hidden, cache = forward_hidden(model, ids.flip(1), mask, cache)
+
     cache.batch_repeat_interleave(rows_per_prompt)
-    mask = None if mask is None else mask.repeat_interleave(rows_per_prompt, 0)
-    return hidden[:, -1], cache, mask
+    mask = mask.repeat_interleave(rows_per_prompt, 0)
+    return hidden[:, -1].repeat_interleave(rows_per_prompt, 0), cache, mask
 
 
 def needs_unpadded_prompts(config) -> bool:
@@ -640,13 +605,27 @@ def needs_unpadded_prompts(config) -> bool:
     return has_window or config.model_type in ("gpt_neo", "mpt")
 
 
-def left_pad(prompts: list[list[int]], pad_id: int, device):
-    """`right_pad` on the left, so that nothing stands between a prompt and its completion.
+class KVCache(transformers.DynamicCache):
+    """A KV cache whose keys have the type of its values. Rotary embeddings leave float32 keys,
+    which attention would cast to autocast's type again for each token."""
 
-    The mask is None if nothing is padded.
-    """
-    ids, mask = right_pad([prompt[::-1] for prompt in prompts], pad_id, device)
-    return ids.flip(1), None if mask.all() else mask.flip(1).long()
+    def update(self, keys, values, *args, **kwargs):
+        return super().update(keys.to(values.dtype), values, *args, **kwargs)
+
+
+def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
+    """`token_logprobs`, of at most MAX_LOGIT_ELEMENTS logits at a time. The logits of a chunk are
+    not stored but computed again in the backward pass."""
+    chunk = max(1, MAX_LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
+    if len(targets) <= chunk:
+        return token_logprobs(model, hidden, targets, temperature)
+
+    pieces = []
+    for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+        pieces.append(
+            recompute_in_backward(token_logprobs, model, h, y, temperature, use_reentrant=False)
+        )
+    return torch.cat(pieces)
 
 
 # -------- Memory ----------------------------------------------------------------------------------
@@ -657,58 +636,20 @@ OUT_OF_MEMORY = (
 )
 
 
-def micro_batches(groups: list[Group], max_rows: int):
-    """Split the K completions of all groups into micro-batches of at most max_rows.
+def halve_rows(error: RuntimeError, rows: int, smallest: int, where: str) -> int:
+    """Half as many rows, because `error` says that memory ran out with so many.
 
-    Yields ([(prompt, completions), …], the numbers of these completions among all K). Groups of
-    similar length come together, so that little is padded. A group that is larger than max_rows is
-    cut.
+    Any other error is raised again. Raises ModelError if `smallest` rows were too many.
     """
-    # Number the completions 0 … K-1 in the order of `groups`, then sort the groups by length.
-    numbered = []  # (length, number of the first completion, group)
-    first_row = 0
-    for group in groups:
-        length = len(group.prompt) + max(map(len, group.completions))
-        numbered.append((length, first_row, group))
-        first_row += len(group.completions)
-    numbered.sort(key=lambda entry: entry[0])
-
-    # Fill one micro-batch after another with whole groups.
-    prompts_and_completions = []
-    rows = []
-    for _, first_row, group in numbered:
-        for start in range(0, len(group.completions), max_rows):
-            part = group.completions[start : start + max_rows]
-            if len(rows) + len(part) > max_rows:
-                yield prompts_and_completions, torch.tensor(rows)
-                prompts_and_completions = []
-                rows = []
-            prompts_and_completions.append((group.prompt, part))
-            rows += range(first_row + start, first_row + start + len(part))
-    if rows:
-        yield prompts_and_completions, torch.tensor(rows)
-
-
-def retry_with_smaller_batch(attempt, max_rows: int, num_rows: int, where: str, smallest: int = 1):
-    """Call attempt(max_rows=…), again with half as many rows each time memory runs out.
-
-    num_rows: how many rows there are in all; halving starts there if max_rows is larger.
-    Returns (result of the call, max_rows that fitted). Raises MemoryError if `smallest` fails, too.
-    """
-    while True:
-        try:
-            return attempt(max_rows=max_rows), max_rows
-        except RuntimeError as error:
-            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-            if not is_out_of_memory and not re.search(OUT_OF_MEMORY, str(error)):
-                raise
-            if min(max_rows, num_rows) <= smallest:
-                advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
-                raise MemoryError(f"out of memory in {where}: {advice}") from error
-
-        # Outside the handler, where the memory of the failed attempt has been freed.
-        max_rows = max(smallest, (min(max_rows, num_rows) + 1) // 2)
-        print(f"out of memory in {where}: again with {max_rows} completions at once")
+    is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    if not is_out_of_memory and not re.search(OUT_OF_MEMORY, str(error)):
+        raise error
+    if rows <= smallest:
+        advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
+        raise ModelError(f"out of memory in {where}: {advice}") from error
+    rows = max(smallest, (rows + 1) // 2)
+    print(f"out of memory in {where}: again with {rows} completions at once", flush=True)
+    return rows
 
 
 def estimate_micro_batch_size(model, config, available: int) -> int:
@@ -721,62 +662,61 @@ def estimate_micro_batch_size(model, config, available: int) -> int:
     to be free has no influence there, because then a run would not repeat bit for bit.
     """
     if config.MICRO_BATCH_SIZE != "auto":
-        return config.MICRO_BATCH_SIZE
+        return int(config.MICRO_BATCH_SIZE)
 
     text_config = model.config.get_text_config()
     bytes_per_token = text_config.num_hidden_layers * text_config.hidden_size * 150
-    bytes_per_row = config.MAX_NEW_TOKENS * bytes_per_token
+    budget = available // 4
+    smallest = 1
     if config.DEVICE == "cpu":
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        budget = min(3e9, total / 8 / max(1, config.NUM_WORKERS))
-        rows = max(config.NUM_GENERATIONS, int(budget / bytes_per_row))
-    else:
-        rows = available // 4 // bytes_per_row
-    return max(1, min(1024, rows))
+        budget = min(3e9, available_memory("cpu") / 8 / max(1, config.NUM_WORKERS))
+        smallest = config.NUM_GENERATIONS
+    rows = int(budget / (config.MAX_NEW_TOKENS * bytes_per_token))
+    return max(smallest, min(1024, rows))
 
 
 def available_devices() -> dict[str, str]:
-    """{device: the type to compute in} for the devices of this machine, the best first."""
-    names = []
-    if torch.cuda.is_available():
-        names.append("cuda")
-    if torch.backends.mps.is_available():
-        names.append("mps")
-    names.append("cpu")
-    names += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    """{device: the type to compute in} for the devices of this machine, the best first.
 
-    # bfloat16 only where the hardware multiplies it: emulated it is many times slower than float32.
-    has_bfloat16 = {"cpu": cpu_has_bfloat16()}
-    if "cuda" in names:
-        has_bfloat16["cuda"] = torch.cuda.is_bf16_supported(including_emulation=False)
+    bfloat16 only where the hardware multiplies it: emulated it is many times slower than float32.
+    """
     devices = {}
-    for name in names:
-        is_fast = has_bfloat16.get(name.split(":")[0], False)
-        devices[name] = "bfloat16" if is_fast else "float32"
+    if torch.cuda.is_available():
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        for name in ("cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))):
+            devices[name] = "bfloat16" if has_bfloat16 else "float32"
+    if torch.backends.mps.is_available():
+        devices["mps"] = "float32"
+
+    # AMX or AVX512_BF16. An older torch cannot tell.
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    has_bfloat16 = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
+    devices["cpu"] = "bfloat16" if has_bfloat16 else "float32"
     return devices
 
 
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU has AMX or AVX512_BF16. False if torch is too old to tell."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+def device_name(device: str) -> str:
+    """The device, a GPU with the name of its model."""
+    if device.startswith("cuda"):
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    return device
 
 
 def available_memory(device: str) -> int:
-    """Bytes that are free now, on the GPU or in main memory (on Linux with its file caches)."""
+    """Bytes that are free now on a GPU, or those of main memory in all."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
-    with contextlib.suppress(OSError, TypeError), open("/proc/meminfo") as file:
-        return int(re.search(r"MemAvailable:\s+(\d+) kB", file.read())[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # a container has less
+        with contextlib.suppress(OSError, ValueError), open(f"/sys/fs/cgroup/{limit}") as file:
+            total = min(total, int(file.read()))
+    return total
 
 
 def keep_freed_memory() -> None:
     """Make glibc keep freed blocks. Getting large ones from the kernel again, page by page, takes
     two fifths of an update on a CPU."""
-    with contextlib.suppress(
-        OSError, AttributeError, TypeError
-    ):  # Windows, macOS, musl: no mallopt
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # macOS, musl: no mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
@@ -785,16 +725,6 @@ def keep_freed_memory() -> None:
 # ==================================================================================================
 # Tasks and rewards
 # ==================================================================================================
-
-import decimal
-import difflib
-from importlib.metadata import version
-
-import reasoning_gym
-from reasoning_gym.arithmetic import basic_arithmetic
-from reasoning_gym.code.contrib.bfit.Compiler import Optimizer as bf_optimizer
-from reasoning_gym.logic.propositional_logic import Expression
-from reasoning_gym.utils import SYSTEM_PROMPTS
 
 # name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: text
 # of peers reaches it. First come the paper's nine tasks, then eight that are small enough for
@@ -861,6 +791,8 @@ def make_question(task: str, seed: int) -> Question:
     It is item 0 of a fresh dataset, because reasoning-gym makes item i with Random(seed + i), so
     that neighbouring seeds share items.
     """
+    if task in FILE_TASKS:
+        return question_from_file(task, seed)
     name, settings = TASK_TABLE[task]
     try:
         with decimal.localcontext():  # decimal_arithmetic changes the precision of the process
@@ -873,6 +805,70 @@ def make_question(task: str, seed: int) -> Question:
     if answer is None:  # propositional_logic has many right answers
         answer = entry["metadata"]["example_answer"]
     return Question(task, seed, entry["question"], answer, dataset, entry)
+
+
+# Questions of one's own, TASKS=file:mine.jsonl: the name of a task -> (questions to train on,
+# held-out questions), each a list of (text, answer).
+FILE_TASKS = {}
+
+
+def load_task_file(path: str) -> str:
+    """Read questions from lines of {"question": …, "answer": …}; a tenth of them is held out.
+
+    Returns the name of the task, "file:mine.jsonl#1f3b5d7a", the same for equal contents. Raises
+    ValueError that names the lines that cannot be used.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"file:{path} cannot be read: {error}") from error
+
+    # One question a line, in JSON.
+    rows = {}
+    mistakes = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line or "{}")
+            question, answer = row["question"], row["answer"]
+            is_valid = {type(question), type(answer)} <= {str, int, float}
+        except (ValueError, TypeError, LookupError):
+            is_valid = False
+        if is_valid:
+            rows[str(question)] = str(answer)
+        elif line.strip():
+            mistakes.append(f"line {number}: expected a question and an answer, texts or numbers")
+    if len(rows) < 2:
+        mistakes.append("expected at least two questions")
+    if mistakes:
+        raise ValueError(f"file:{path}: " + "; ".join(mistakes[:5]))
+
+    # A hash decides which questions are held out, so that it does not depend on the file's order.
+    digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    by_hash = sorted(rows.items(), key=lambda row: hashlib.sha256(row[0].encode()).digest())
+    num_held_out = max(1, len(rows) // 10)
+    name = f"file:{os.path.basename(path)}#{digest[:8]}"
+    FILE_TASKS[name] = (by_hash[num_held_out:], by_hash[:num_held_out])
+    return name
+
+
+def question_from_file(task: str, seed: int) -> Question:
+    """The question that this seed chooses from a file."""
+    training, held_out = FILE_TASKS[task]
+    # The seed has chosen the task, too: the same stream would reach a part of the lines only.
+    rng = random.Random(f"line {seed}")
+    text, answer = rng.choice(held_out if seed in HELD_OUT_SEEDS else training)
+    return Question(task, seed, text, answer, None, {"metadata": {"source_dataset": "file"}})
+
+
+def task_name(task: str, may_read_files: bool) -> str:
+    """A task of TASKS -> its name. Raises ValueError if it is refused. A file is read only if the
+    user has named it, never because config.json says so."""
+    if task in TASK_TABLE or task in FILE_TASKS:
+        return task
+    if task.startswith("file:") and may_read_files:
+        return load_task_file(os.path.expanduser(task.removeprefix("file:")))
+    raise ValueError(why_refused(task))
 
 
 def first_valid_question(task: str, seed: int) -> Question:
@@ -898,19 +894,33 @@ def first_solved_question(task: str, seed: int) -> Question:
     raise QuestionError(f"{task}: its own answers do not earn its own full score")
 
 
-def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisors) -> list[int]:
-    """reasoning-gym's own search, which tries every number up to the root of the gcd, with a bound.
+def patch_reasoning_gym() -> None:
+    """Bound the search for divisors of basic_arithmetic, and keep bf from printing dots.
 
-    The bound is on the work, not on the time, so it is the same on every machine: a million tries,
-    0.1 s.
+    reasoning-gym tries every number up to the root of the gcd, at some seeds for minutes. The bound
+    is on the work, not on the time, so it is the same on every machine: a million tries, 0.1 s.
     """
-    if math.gcd(a, b) > 10**12:
-        raise QuestionError("its search for divisors is too long")
-    return search(a, b)
+    search = basic_arithmetic.find_common_divisors
+
+    def bounded_search(a: int, b: int) -> list[int]:
+        if math.gcd(a, b) > 10**12:
+            raise QuestionError("its search for divisors is too long")
+        return search(a, b)
+
+    basic_arithmetic.find_common_divisors = bounded_search
+    bf_optimizer.print = lambda *_, **__: None
 
 
-basic_arithmetic.find_common_divisors = bounded_divisors
-bf_optimizer.print = lambda *_, **__: None  # it prints dots to the screen
+patch_reasoning_gym()
+
+
+def check_tasks(tasks) -> None:
+    """Score a solved example of each task. A mistake in a verifier of one's own raises here; in
+    training it would count as a wrong answer, because there a stranger's text may be the cause."""
+    for task in tasks:
+        question = first_valid_question(task, 0)
+        verifier_score(question, question.answer)
+        first_solved_question(task, 0)
 
 
 def group_rewards(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
@@ -928,31 +938,25 @@ def compute_reward(question: Question, text: str, kind: str = "exact") -> float:
     verifier: the raw score.
     """
     answer = extract_tagged_answer(text)
-    source = question.entry["metadata"]["source_dataset"]
     score = 0.0
-    if source == "binary_matrix":
-        score = float(answer == question.answer)  # its verifier would call eval(answer)
-    elif answer is not None and (
-        source != "propositional_logic" or is_safe_formula(question, answer)
-    ):
-        score = verifier_score(question, answer)
-
-    if kind == "exact":
-        return float(score >= 0.99)
-    if kind == "verifier":
-        return score
-    raise ValueError(f"REWARD={kind!r}")
+    if answer is not None:
+        with contextlib.suppress(Exception):  # a verifier may raise anything on a stranger's text
+            score = verifier_score(question, answer)
+    score = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
+    return score if kind == "verifier" else float(score >= 0.99)
 
 
 def verifier_score(question: Question, answer: str) -> float:
-    """The score of reasoning-gym's verifier, limited to [0, 1]; 0 for an answer that it trips
-    over."""
-    try:
-        with decimal.localcontext():
-            score = float(question.dataset.score_answer(answer, question.entry))
-    except Exception:  # a verifier may raise anything on a stranger's text
+    """The score of the task's verifier, which may raise anything. Never evaluates the answer."""
+    source = question.entry["metadata"]["source_dataset"]
+    if source == "file":
+        return float(answer.split() == question.answer.split())
+    if source == "binary_matrix":
+        return float(answer == question.answer)  # its verifier would call eval(answer)
+    if source == "propositional_logic" and not is_safe_formula(question, answer):
         return 0.0
-    return min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
+    with decimal.localcontext():  # decimal_arithmetic changes the precision of the process
+        return float(question.dataset.score_answer(answer, question.entry))
 
 
 def extract_tagged_answer(text: str) -> str | None:
@@ -989,6 +993,8 @@ def why_refused(task: str) -> str:
 
     Verifiers of other tasks evaluate the answer, or their questions differ from process to process.
     """
+    if task.startswith("file:"):
+        return f"{task!r:.80} is not here: set TASKS to file:<path of your copy of this file>"
     closest = difflib.get_close_matches(task, TASK_TABLE, n=1)
     suggestion = f"did you mean {closest[0]}? " if closest else ""
     reason = "unknown, or not checked against hostile answers"
@@ -1003,8 +1009,6 @@ def task_hash() -> str:
 # ==================================================================================================
 # The tokenizer and the models
 # ==================================================================================================
-
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 # The forms in which the embedded model learns to answer. Only the first is rewarded; see
 # .github/STUDY.md.
@@ -1036,7 +1040,7 @@ class Codec:
     max_prompt: int  # tokens; MAX_NEW_TOKENS positions are left for the completion
     max_completion: int  # tokens of a peer's completion, whose tokenizer may be another one
     vocabulary: int  # the model's number of ids; a tokenizer may know more
-    notes: list[str]  # sentences for the user about what is unusual in this model
+    dtype: torch.dtype  # of the model's files; the final model is written in it, too
 
     @property
     def few_shot(self) -> bool:
@@ -1064,14 +1068,6 @@ class Codec:
             examples.pop(0)
             ids = self.tokenizer("".join(examples) + text).input_ids
         return ids[-self.max_prompt :]
-
-    def encode_prompts(self, questions: list[Question]) -> list[list[int]]:
-        """`encode_prompt` of each question. Plain text is tokenized in one call, which is several
-        times as fast."""
-        if self.tokenizer.chat_template or self.num_shots:
-            return [self.encode_prompt(question) for question in questions]
-        rows = self.tokenizer([question.text + "\n" for question in questions]).input_ids
-        return [ids[-self.max_prompt :] for ids in rows]
 
     def chat(self, text: str) -> list[int]:
         """System prompt and question in the model's template, in one turn if it has no system
@@ -1121,7 +1117,19 @@ class Codec:
         """Ids -> text, without the EOS, which is no special token in some models."""
         if ids and ids[-1] in self.eos_ids:
             ids = ids[:-1]
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+        return self.tokenizer.decode([token for token in ids if token not in self.silent_ids])
+
+    @functools.cached_property
+    def silent_ids(self) -> set[int]:
+        """Special tokens, which are no text. Answer tags are text, even where they are special."""
+        silent = set(self.tokenizer.all_special_ids)
+        tags = set()
+        for token_id, token in self.tokenizer.added_tokens_decoder.items():
+            if token.special:
+                silent.add(token_id)
+            if token.content in ("<answer>", "</answer>"):
+                tags.add(token_id)
+        return silent - tags
 
     def ends_with_answer(self, ids: list[int]) -> bool:
         """Whether a completion ends here without an EOS. After solved examples a base model would
@@ -1137,37 +1145,117 @@ class Codec:
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     """Load the model (float32, eval mode, on its device) and its Codec.
 
-    config: MODEL_NAME, DEVICE, MAX_NEW_TOKENS, NUM_SHOTS, HUGGINGFACE_ACCESS_TOKEN, and what
-    `check_model` reads. Raises ModelError if the model cannot be loaded or would not be trained
-    exactly.
+    config: MODEL_NAME, DEVICE, MAX_NEW_TOKENS, NUM_SHOTS, HUGGINGFACE_ACCESS_TOKEN. Raises
+    ModelError if the model cannot be loaded or would not be trained exactly.
     """
     if config.MODEL_NAME == "tiny":
         model, tokenizer = build_tiny_model(tasks)
-        model = model.to(config.DEVICE).eval()
-        return model, make_checked_codec(model, tokenizer, config, tasks)
-
-    model, tokenizer = load_pretrained(config)
+        dtype = torch.float32
+    else:
+        model, tokenizer, dtype = load_pretrained(config)
     model = model.to(config.DEVICE).eval()
+
     try:
-        return model, make_checked_codec(model, tokenizer, config, tasks)
+        codec = make_codec(model, tokenizer, config, dtype)
+        rehearse(model, codec, config, tasks)
     except ModelError:
         raise
-    except Exception as error:  # raised by the model's own code, or by a mistake in this file
-        traceback.print_exc()  # shows which of the two
+    except Exception as error:
+        # A mistake in this file is raised as it is, an error in the model's own code is explained.
+        innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+        if config.MODEL_NAME == "tiny" or innermost == load_model.__code__.co_filename:
+            raise
         raise model_error(config, f"{type(error).__name__}: {error}") from error
+    return model, codec
 
 
-def make_checked_codec(model, tokenizer, config, tasks) -> Codec:
-    """The Codec of a loaded model, after both have been checked. Raises ModelError."""
-    codec = make_codec(model, tokenizer, config)
-    questions = [first_valid_question(task, seed) for task in tasks for seed in range(5)]
-    check_codec(codec, questions, config)
-    check_model(model, codec.encode(SYSTEM_PROMPTS["default"]), config)
-    return codec
+def rehearse(model, codec: Codec, config, tasks) -> None:
+    """Do once what training does. Raises ModelError if a model or tokenizer would silently be
+    trained wrongly.
+
+    Five questions of each task must be whole in their prompts, and their right answers, encoded as
+    a peer's are, must earn the full reward. With shared prompts, log-probabilities must be those of
+    the model's own plain forward pass.
+    """
+    for task in tasks:
+        for seed in range(5):
+            question = first_solved_question(task, seed)
+            prompt = codec.encode_prompt(question)
+            right = f"<answer>{question.answer}</answer>"
+            answers = codec.encode_completions([right, f"It is {right}"], [True, True])
+            # As the model itself would write it, if the tags are tokens of their own.
+            answers.append(codec.tokenizer(right, add_special_tokens=False).input_ids)
+            check_tokens(codec, config, question, prompt, answers)
+
+    # Pieces of this prompt, of unequal lengths: two with a common beginning, two without.
+    ids = (prompt * 30)[:30]
+    beginning = ids[: MIN_SHARED_PREFIX + 2]
+    for prompts in ([beginning, beginning + ids[-5:]], [ids[:5], ids[4:18]]):
+        check_logprobs(model, codec, config, prompts, [ids[20:24], ids[3:4], ids[24:30]])
+
+
+def check_logprobs(model, codec: Codec, config, prompts, answers) -> None:
+    """Raise ModelError unless log-probabilities with shared prompts are those of the model's own
+    plain forward pass.
+
+    They are not where a cache cannot be repeated (state-space models), where positions are ignored
+    (BART), and where logits are more than `lm_head_logits` (scaled ones).
+    """
+    # The plain way: every row on its own, without padding or a cache.
+    rows = []
+    theirs = []
+    for prompt, answer in itertools.product(prompts, answers):
+        rows.append((prompt, answer))
+        row = torch.tensor([prompt + answer], device=model.device)
+        with torch.no_grad():
+            logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
+        losses = F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")
+        theirs.append(-losses[-len(answer) :])
+
+    row_prompts, row_answers = zip(*rows, strict=True)
+    ours, mask = completion_logprobs_shared_prompt(
+        model, row_prompts, row_answers, pad_id=codec.pad_id
+    )
+    error = (ours.detach()[mask] - torch.cat(theirs)).abs().max().item()
+    if not error < 2e-3:
+        reason = f"log-probabilities differ by {error:.2g} from a plain forward pass"
+        raise model_error(config, reason)
+    ours.sum().backward()  # must not raise
+    model.zero_grad()
+
+
+def check_tokens(codec: Codec, config, question: Question, prompt, answers) -> None:
+    """Raise ModelError unless a question and its right answers survive the tokenizer."""
+    # A prompt must hold the whole question, and the tokenizer must not end it.
+    text = "".join(codec.tokenizer.decode(prompt).split())
+    if "".join(question.text.split()) not in text:
+        advice = "mend its chat template or tokenizer, one of which changes it"
+        if len(prompt) == codec.max_prompt:
+            advice = "lower MAX_NEW_TOKENS or leave the task out of TASKS"
+        lost = f"a question of {question.task} is not whole in its prompt"
+        raise model_error(config, f"{lost} of {len(prompt)} tokens: {advice}")
+    if prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template:
+        token = codec.tokenizer.convert_ids_to_tokens(prompt[-1])
+        reason = f"the prompt ends with {token}, which ends the text before the answer"
+        raise model_error(config, f"{reason}: set add_eos_token to false in its tokenizer")
+
+    # Some tokenizers drop tokens of the answer or put words apart.
+    for ids in answers:
+        text = codec.decode(ids)
+        if compute_reward(question, text) != 1:
+            reason = f"its tokenizer gives back the right answer {question.answer!r:.40} as"
+            raise model_error(config, f"{reason} {text!r:.60}")
+
+    # An id beyond the embedding raises IndexError on a CPU and an opaque assertion on a GPU.
+    highest = max(codec.tokenizer.vocab_size - 1, *map(max, [prompt, *answers]))
+    if highest >= codec.vocabulary:
+        reason = f"its tokenizer has token {highest}, the model {codec.vocabulary} in all"
+        raise model_error(config, reason)
 
 
 def load_pretrained(config):
-    """Load model and tokenizer of MODEL_NAME from the Hugging Face Hub or a folder.
+    """Load model and tokenizer of MODEL_NAME from the Hugging Face Hub or a folder. Returns them
+    and the type of the weights in the files.
 
     Raises ModelError with the reason if that fails.
     """
@@ -1182,9 +1270,10 @@ def load_pretrained(config):
 
     access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(config.MODEL_NAME, **access)
+        stored = transformers.AutoConfig.from_pretrained(name, **access)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **access)
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
-            config.MODEL_NAME, dtype=torch.float32, output_loading_info=True, **access
+            name, dtype=torch.float32, output_loading_info=True, **access
         )
     except Exception as error:  # files, network, tokenizer: a model's author may have done anything
         raise model_error(config, f"{type(error).__name__}: {error}") from error
@@ -1194,9 +1283,11 @@ def load_pretrained(config):
         raise model_error(config, f"its files lack {min(info['missing_keys'])}")
     # Models that keep more than keys and values cannot share a prompt.
     if getattr(model, "_is_stateful", False):
-        raise model_error(
-            config, f"{type(model).__name__} keeps another state than keys and values"
-        )
+        kind = type(model).__name__
+        raise model_error(config, f"{kind} keeps another state than keys and values")
+    if not all(p.requires_grad and p.is_floating_point() for p in model.parameters()):
+        advice = "take the model in full precision"
+        raise model_error(config, f"its weights are quantized or frozen: {advice}")
 
     # Sampling settings are not used here, and some of them would make save_pretrained raise after
     # the last round. Keep the ids.
@@ -1206,7 +1297,8 @@ def load_pretrained(config):
         eos_token_id=loaded.eos_token_id,
         pad_token_id=loaded.pad_token_id,
     )
-    return model, tokenizer
+    dtype = stored.get_text_config().dtype
+    return model, tokenizer, dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
 def model_error(config, reason: str) -> ModelError:
@@ -1218,7 +1310,7 @@ def model_error(config, reason: str) -> ModelError:
     )
 
 
-def make_codec(model, tokenizer, config) -> Codec:
+def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
     """The conventions of a loaded model. Raises ModelError if it has no EOS or too few positions.
 
     config: MODEL_NAME, MAX_NEW_TOKENS, NUM_SHOTS.
@@ -1228,25 +1320,16 @@ def make_codec(model, tokenizer, config) -> Codec:
     eos = model.generation_config.eos_token_id
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None, -1}
     end_of_turn = find_end_of_turn_id(tokenizer, eos_ids)
-    notes = []
-    if end_of_turn is not None and end_of_turn not in eos_ids:
-        token = tokenizer.convert_ids_to_tokens(end_of_turn)
-        notes.append(f"{token} ends a completion, too: the chat template writes it after an answer")
+    if end_of_turn is not None:
         eos_ids.add(end_of_turn)
-    if not eos_ids:
-        raise model_error(config, "it has no EOS token, so that nothing would end an answer")
-    if end_of_turn is None:
+    elif eos_ids:
         usual = tokenizer.eos_token_id
         end_of_turn = usual if usual in eos_ids else min(eos_ids)
+    else:
+        raise model_error(config, "it has no EOS token, so that nothing would end an answer")
 
-    # Longer texts than the original length would rotate all of a text in another way, so that
-    # cached keys would be wrong.
     text_config = model.config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", 0)
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if re.search("dynamic|longrope", str(rope)):
-        positions = rope.get("original_max_position_embeddings", positions)
-
+    positions = num_positions(text_config)
     if positions <= config.MAX_NEW_TOKENS:
         limit = f"expected less than its {positions} positions"
         raise model_error(config, f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS}: {limit}")
@@ -1259,8 +1342,25 @@ def make_codec(model, tokenizer, config) -> Codec:
         max_prompt=positions - config.MAX_NEW_TOKENS,
         max_completion=2 * config.MAX_NEW_TOKENS,
         vocabulary=text_config.vocab_size,
-        notes=notes,
+        dtype=dtype,
     )
+
+
+def num_positions(text_config) -> int:
+    """The longest text that a model can read, in tokens."""
+    # Each family keeps it elsewhere. ALiBi (BLOOM) knows no end; 2048 tokens are what it has seen.
+    positions = 2048
+    for name in ("seq_length", "max_seq_len", "max_position_embeddings"):
+        positions = getattr(text_config, name, None) or positions
+
+    # Longer texts than the original length would rotate all of a text in another way, so that
+    # cached keys would be wrong. Some models have one rule for each type of their layers.
+    rope = getattr(text_config, "rope_parameters", None)
+    rope = rope or getattr(text_config, "rope_scaling", None) or {}  # its name in transformers 4
+    for rule in (rope, *rope.values()):
+        if isinstance(rule, dict) and rule.get("rope_type") in ("dynamic", "longrope"):
+            positions = rule.get("original_max_position_embeddings", positions)
+    return positions
 
 
 def find_end_of_turn_id(tokenizer, eos_ids: set[int]) -> int | None:
@@ -1274,73 +1374,6 @@ def find_end_of_turn_id(tokenizer, eos_ids: set[int]) -> int | None:
         return None
     added = set(tokenizer.get_added_vocab().values())
     return next((token for token in tail if token in eos_ids | added), None)
-
-
-def check_codec(codec: Codec, questions: list[Question], config) -> None:
-    """Raise ModelError unless a few questions, an answer and all ids survive the tokenizer."""
-    # Some tokenizers drop tokens of the answer or put words apart.
-    decoded = codec.decode(codec.encode("<answer>12</answer>"))
-    if (extract_tagged_answer(decoded) or "").strip() != "12":
-        reason = f"its tokenizer gives back <answer>12</answer> as {decoded!r:.40}"
-        raise model_error(config, reason)
-
-    # A prompt must hold the whole question, and the tokenizer must not end it.
-    prompts = [codec.encode_prompt(question) for question in questions]
-    for question, prompt in zip(questions, prompts, strict=True):
-        text = "".join(codec.tokenizer.decode(prompt).split())
-        if "".join(question.text.split()) not in text:
-            advice = "mend its chat template or tokenizer, one of which changes it"
-            if len(prompt) == codec.max_prompt:
-                advice = "lower MAX_NEW_TOKENS or leave the task out of TASKS"
-            lost = f"a question of {question.task} is not whole in its prompt"
-            raise model_error(config, f"{lost} of {len(prompt)} tokens: {advice}")
-        if prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template:
-            token = codec.tokenizer.convert_ids_to_tokens(prompt[-1])
-            reason = f"the prompt ends with {token}, which ends the text before the answer"
-            raise model_error(config, f"{reason}: set add_eos_token to false in its tokenizer")
-
-    # An id beyond the embedding raises IndexError on a CPU and an opaque assertion on a GPU.
-    highest = max(codec.eos_id, codec.tokenizer.vocab_size - 1, *map(max, prompts))
-    if highest >= codec.vocabulary:
-        reason = f"its tokenizer has token {highest}, the model {codec.vocabulary} in all"
-        raise model_error(config, reason)
-
-
-def check_model(model, ids: list[int], config) -> None:
-    """Raise ModelError unless shared prompts give the log-probabilities of the model's own plain
-    forward pass. Training would be silently wrong otherwise.
-
-    That happens where a cache cannot be repeated (state-space models), where positions are ignored
-    (BART), and where logits are more than `lm_head_logits` (scaled ones). ids: 30 of any text.
-    """
-    exact = replace(config, TEMPERATURE=1.0, DTYPE="float32")
-    answers = [ids[20:24], ids[3:4], ids[24:30]]
-    with_shared_prefix = [ids[:18], ids[:23]]  # more than MIN_SHARED_PREFIX tokens in common
-    without = [ids[2:7], ids[4:18]]
-    for prompts in (with_shared_prefix, without):
-        # The plain way: every row on its own, without padding or a cache.
-        theirs = []
-        for prompt, answer in itertools.product(prompts, answers):
-            row = torch.tensor([prompt + answer], device=model.device)
-            with torch.no_grad():
-                logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
-            losses = F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")
-            theirs.append(-losses[-len(answer) :])
-        theirs = torch.cat(theirs)
-
-        # Our way, without a gradient as in generation and with one as in the update.
-        prompts_and_completions = [(prompt, answers) for prompt in prompts]
-        for has_gradient in (False, True):
-            with torch.set_grad_enabled(has_gradient):
-                ours, mask = completion_logprobs_shared_prompt(
-                    model, prompts_and_completions, exact, pad_id=ids[0]
-                )
-            error = (ours.detach()[mask] - theirs).abs().max().item()
-            if not error < 2e-3:
-                reason = f"log-probabilities differ by {error:.2g} from a plain forward pass"
-                raise model_error(config, reason)
-        ours.sum().backward()
-        model.zero_grad()
 
 
 def build_tiny_model(tasks):
@@ -1411,7 +1444,7 @@ def make_optimizer(model, config) -> torch.optim.AdamW:
 # ==================================================================================================
 
 
-WARM_START_VERSION = 3  # raise it when `warm_start` changes, so that no older file is loaded
+WARM_START_VERSION = 4  # raise it when `warm_start` changes, so that no older file is loaded
 
 
 def warm_start(model, codec: Codec, config, tasks, progress) -> None:
@@ -1423,7 +1456,7 @@ def warm_start(model, codec: Codec, config, tasks, progress) -> None:
     rewarded form. That is on purpose: finding this form is what is left to learn. Other models see
     the rewarded form only.
 
-    config: MODEL_NAME, SEED, LEARNING_RATE, WARM_START_STEPS, ANSWER_TAG_SHARE.
+    config: MODEL_NAME, SEED, LEARNING_RATE, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE.
     progress(step, steps, loss) is called after each step; the loss is a scalar tensor.
     """
     steps = config.WARM_START_STEPS
@@ -1436,6 +1469,7 @@ def warm_start(model, codec: Codec, config, tasks, progress) -> None:
         peak_lr = 2e-5
         last_phase = 0
     main_phase = steps - last_phase
+    warm_up_steps = max(1, min(50, steps // 4))
 
     # Batches of the main phase, then those of the last phase.
     rng = random.Random(f"warm start {config.SEED}")
@@ -1449,7 +1483,7 @@ def warm_start(model, codec: Codec, config, tasks, progress) -> None:
     for step, batch in enumerate(itertools.islice(batches, steps)):
         # Learning rate: warm-up and cosine in the main phase, then a linear decay.
         if step < main_phase:
-            warm_up = min(1.0, (step + 1) / 50)
+            warm_up = min(1.0, (step + 1) / warm_up_steps)
             lr = peak_lr * warm_up * 0.5 * (1 + math.cos(math.pi * step / main_phase))
         else:
             lr = peak_lr / 2 * (steps - step) / last_phase
@@ -1457,7 +1491,8 @@ def warm_start(model, codec: Codec, config, tasks, progress) -> None:
 
         # The negative log-likelihood of the answers, a mean over all their tokens.
         prompts, answers = zip(*batch, strict=True)
-        logprobs, mask = completion_logprobs(model, prompts, answers, pad_id=codec.pad_id)
+        with autocast(config.DTYPE, model):
+            logprobs, mask = completion_logprobs(model, prompts, answers, pad_id=codec.pad_id)
         loss = -(logprobs * mask).sum() / mask.sum()
 
         optimizer.zero_grad()
@@ -1488,7 +1523,7 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_sh
             answers.append(template.format(question.answer))
 
         # Encode them, and leave out what does not fit.
-        prompt_ids = codec.encode_prompts(questions)
+        prompt_ids = [codec.encode_prompt(question) for question in questions]
         answer_ids = codec.encode_completions(answers, [True] * len(answers))
         samples = []
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
@@ -1560,28 +1595,50 @@ def save_tensors(tensors: dict[str, torch.Tensor], metadata: str, path) -> None:
     """Write a safetensors file with a text. Raises OSError if the disk is full."""
     try:
         safetensors.torch.save_file(tensors, path, {"about": metadata})
-    except safetensors.SafetensorError as error:
+    except SafetensorError as error:
         raise OSError(str(error)) from error
 
 
-def save_model(model, tokenizer, folder) -> None:
-    """Write model and tokenizer as an ordinary Hugging Face folder. Raises OSError if the disk is
-    full."""
+def save_model(model, codec: Codec, card: str, folder) -> None:
+    """Write model, tokenizer and model card as an ordinary Hugging Face folder, the weights in the
+    type that they came in. The model must not be trained afterwards. Raises OSError if the disk is
+    full.
+    """
+    model.generation_config.eos_token_id = sorted(codec.eos_ids)  # else `generate` goes on for ever
     try:
-        model.save_pretrained(folder)
-    except safetensors.SafetensorError as error:
+        model.to(codec.dtype).save_pretrained(folder)
+    except SafetensorError as error:
         raise OSError(str(error)) from error
-    tokenizer.save_pretrained(folder, save_jinja_files=False)  # several would need a subfolder
+    # Several chat templates would need a subfolder.
+    codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
+
+    with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
+        file.write(card)
+
+    # The name of the class that transformers 4 knows, too.
+    path = os.path.join(folder, "tokenizer_config.json")
+    with open(path, encoding="utf-8") as file:
+        settings = file.read().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(settings)
 
 
 def read_metadata(path) -> str:
-    """The text of a safetensors file. Raises ValueError if its header is too long to be parsed in a
-    moment."""
+    """The text of a safetensors file. Raises ValueError if it is none, or if its header is too long
+    to be parsed in a moment."""
     with open(path, "rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
             raise ValueError("its header is too long")
-    with safetensors.safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         return file.metadata()["about"]
+
+
+def open_tensors(path):
+    """Open a safetensors file. Raises ValueError if it is damaged, for instance cut off."""
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
 
 
 def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -1592,7 +1649,7 @@ def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     """
     read_metadata(path)
     saved = {}
-    with safetensors.safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         for name, tensor in ours.items():
             # Compare the shape before the tensor is read: a wrong one may be enormous.
             if file.get_slice(name).get_shape() != list(tensor.shape):

@@ -2,36 +2,34 @@
 L learning, F the folder, X strangers who write into it, U people. .github/MANUAL.md, section "The
 promises", lists them.
 
-The order is: mathematics; questions, rewards and tokens; the shared folder; waiting for it;
-settings; whole swarms; the shape of the code. Proofs that take longer are in .ci/.
+The order is: mathematics; questions and rewards; the shared folder; settings; whole swarms. Proofs
+that take longer are in .ci/.
 """
 
-import ast
 import itertools
 import json
 import os
 import random
-import resource
+import shlex
 import signal
 import statistics
 import sys
 import time
-from collections import Counter
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-import safetensors
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+import coordinator
 import drive_store
 import grpo
 import sapo
-from drive_store import DriveStore, InvalidFileError, RetryingStore, StoreError, round_file
+from drive_store import DriveStore, InvalidFileError, RetryingStore, StoreError, stage_file
 from grpo import HELD_OUT_SEEDS, TASK_TABLE, Group, make_question
 from sapo import Config, ConfigError, derive_seed, read_environment, resolve_config
 
@@ -46,18 +44,9 @@ torch.set_num_threads(1)
 def small_gpt2(dropout: float = 0.0):
     """A GPT-2 of 23 tokens with a peaked softmax. Other architectures: .ci/test_numbers.py."""
     torch.manual_seed(1)
-    config = GPT2Config(
-        vocab_size=23,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        n_positions=64,
-        initializer_range=0.3,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return GPT2LMHeadModel(config).eval()
+    sizes = {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, initializer_range=0.3)).eval()
 
 
 def ragged_groups(sizes=(2, 3, 5, 4), uninformative=()) -> list[Group]:
@@ -150,14 +139,9 @@ def reference_update(model, groups, loss_type: str, num_steps: int):
 def update_settings(**changes) -> SimpleNamespace:
     """The settings that an update and `generate` read, with the names that they have in Config."""
     settings = {
-        "LOSS_TYPE": "dapo",
-        "MAX_NEW_TOKENS": 9,
-        "TEMPERATURE": 0.7,
-        "CLIP_LOW": 0.2,
-        "CLIP_HIGH": 0.28,
-        "NUM_ITERATIONS": 1,
-        "DTYPE": "float32",
-    }
+        "LOSS_TYPE": "dapo", "MAX_NEW_TOKENS": 9, "TEMPERATURE": 0.7, "CLIP_LOW": 0.2,
+        "CLIP_HIGH": 0.28, "NUM_ITERATIONS": 1, "DTYPE": "float32",
+    }  # fmt: skip
     return SimpleNamespace(**settings | changes)
 
 
@@ -280,17 +264,10 @@ def test_L1_log_probabilities_are_the_models_own_and_none_is_read_at_a_padding_p
         expected.append(reference_logprobs(model, prompt, ids, temperature))
     expected = pad_sequence(expected, batch_first=True)
 
-    shared, shared_mask = grpo.completion_logprobs_shared_prompt(
-        model,
-        [(group.prompt, group.completions) for group in groups],
-        update_settings(TEMPERATURE=temperature),
-        pad_id,
-    )
-    padded, mask = grpo.completion_logprobs(model, prompts, completions, temperature, pad_id)
-    assert_close(shared, expected)
-    assert_close(padded, expected)
-    assert torch.equal(shared_mask, mask)
-    assert mask.sum(1).tolist() == [len(ids) for ids in completions]
+    for compute in (grpo.completion_logprobs, grpo.completion_logprobs_shared_prompt):
+        logprobs, mask = compute(model, prompts, completions, temperature, pad_id)
+        assert_close(logprobs, expected)
+        assert mask.sum(1).tolist() == [len(ids) for ids in completions]
 
 
 @pytest.mark.parametrize("pad_id", [0, 2])
@@ -299,8 +276,8 @@ def test_L2_the_eos_is_in_the_mask_and_learned_even_when_it_is_the_pad_token(pad
     eos_id = 2
     group = Group([3, 4], [[9, eos_id], [9, 8, 7]], [1.0, 0.0])
 
-    before, mask = grpo.completion_logprobs_shared_prompt(
-        model, [(group.prompt, group.completions)], update_settings(TEMPERATURE=1.0), pad_id
+    before, mask = grpo.completion_logprobs(
+        model, [group.prompt] * 2, group.completions, pad_id=pad_id
     )
     assert mask.tolist() == [[True, True, False], [True, True, True]]
     assert before[0, 1] < 0, "the EOS is not scored"
@@ -329,7 +306,7 @@ def test_L1_dropout_and_recomputation_are_off_even_if_the_model_was_left_in_trai
     draws = []
     config = update_settings(MAX_NEW_TOKENS=10, TEMPERATURE=1.0)
     for model in (left_in_train_mode.train(), clean):
-        draws.append(grpo.generate(model, [[3, 4], [5]], 4, config, 5, {2}))
+        draws.append(grpo.generate(model, [[3, 4], [5]], 4, config, 5, {2})[0])
     assert draws[0] == draws[1]
 
     weights, _ = our_update(left_in_train_mode.train(), ragged_groups())
@@ -354,7 +331,7 @@ def test_L2_sampling_uses_the_distribution_that_is_scored_the_full_softmax_at_th
     assert_close(frequencies, logprobs.exp(), 1.5 / num_draws, 0)
 
 
-@pytest.mark.parametrize("max_rows", [None, 1, 9])
+@pytest.mark.parametrize("max_rows", [2**30, 1, 9])
 def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(max_rows):
     model = small_gpt2()
     eos_ids = {2, 7, 11}
@@ -375,7 +352,7 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(m
         expected.append(completion)
 
     config = update_settings(MAX_NEW_TOKENS=max_tokens)
-    ours = grpo.generate(model, prompts, 4, config, 5, eos_ids, max_rows=max_rows)
+    ours, _ = grpo.generate(model, prompts, 4, config, 5, eos_ids, max_rows=max_rows)
     assert ours == [expected[i : i + 4] for i in range(0, 20, 4)]
 
     # The case is a hard one: completions end at once, late or never, and with several EOS ids.
@@ -385,7 +362,7 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(m
     assert last_ids - eos_ids
 
 
-# -------- Questions, rewards, tokens --------------------------------------------------------------
+# -------- Questions and rewards -------------------------------------------------------------------
 
 
 def make_config(**environ) -> Config:
@@ -396,11 +373,9 @@ def make_config(**environ) -> Config:
 
 
 def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeats_itself():
-    keys = list(
-        itertools.product(
-            ("n", "n1", "n11"), range(40), range(2), ("question", "external"), range(4)
-        )
-    )
+    nodes = ("n", "n1", "n11")
+    purposes = ("question", "external")
+    keys = list(itertools.product(nodes, range(40), range(2), purposes, range(4)))
     config = make_config()
     seeds = [derive_seed(config, *key) for key in keys]
     assert len(set(seeds)) == len(seeds)
@@ -441,65 +416,46 @@ def test_L3_an_answer_is_never_evaluated_and_no_text_makes_scoring_fail(
     monkeypatch.chdir(tmp_path)
     question = make_question(task, 5)
     payload = '__import__("os").system("touch PWNED")'
-    answers = [
-        payload,
-        f"[{payload}]",
-        payload + question.answer,
-        "9" * 4000,
-        "(" * 5000,
-        "1/0",
-        "\ud800",
-    ]
+    answers = [payload, f"[{payload}]", payload + question.answer]
+    answers += ["9" * 4000, "(" * 5000, "1/0", "\ud800"]
     for answer in answers:
         for kind in ("exact", "verifier"):
             reward = grpo.compute_reward(question, f"<answer>{answer}</answer>", kind)
             assert 0 <= reward < 1, answer
-
-    assert grpo.compute_reward(question, "<answer>" * 16_000) == 0
     assert os.listdir(tmp_path) == [], "the payload was run"
 
 
 # -------- The shared folder -----------------------------------------------------------------------
 
 
+def group_by_hand(seed, task="small_products", right=1, **changes) -> dict:
+    """A group as a rollout file holds it: four completions, the first `right` of them correct,
+    whatever its rewards claim."""
+    question = make_question(task, seed)
+    texts = [f"<answer>{question.answer}</answer>"] * right + ["<answer>no</answer>"] * (4 - right)
+    completions = []
+    for i, text in enumerate(texts):
+        completions.append({"response": text, "reward": i % 2, "finished": True})
+    group = {"task": task, "seed": seed, "prompt": question.text, "answer": question.answer}
+    return group | {"completions": completions} | changes
+
+
 def new_store(folder, owner="n1") -> DriveStore:
-    """The store of the experiment x, whose folders and those of the owner are created."""
-    store = DriveStore(folder, "x", owner)
-    store.create([owner])
+    """The store of the experiment x, with all folders of its node `owner`."""
+    store = DriveStore(folder, "x")
+    store.create({"layout": drive_store.LAYOUT, "maker": owner})
+    store.create_node(owner)
+    for name in drive_store.NODE_DIRS:
+        store.make_dir(f"nodes/{owner}/{name}")
     return store
 
 
 def put(store, path, content=b"{}") -> Path:
     """Write a file into the experiment by hand, as a stranger would. Returns its full path."""
-    path = store.experiment_dir / path
+    path = store.dir / path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
     return path
-
-
-def rollout_file(node_id="p", **changes) -> dict:
-    """The contents of a rollout file with one group of two completions.
-
-    Each change replaces the field of that name wherever there is one: in the file itself, in the
-    group, in the second completion.
-    """
-    completions = []
-    for _ in range(2):
-        completions.append({"response": "<answer>1</answer>", "reward": 0.5, "finished": True})
-    group = {"task": "gcd", "seed": 1, "prompt": "?", "answer": "1", "completions": completions}
-    data = {
-        "format": 1,
-        "peer_id": node_id,
-        "round": 1,
-        "stage": 0,
-        "timestamp": 1.0,
-        "rollouts": {"0": group},
-    }
-    for place in (data, group, completions[1]):
-        for name, value in changes.items():
-            if name in place:
-                place[name] = value
-    return data
 
 
 def contents(folder) -> dict:
@@ -511,15 +467,15 @@ def contents(folder) -> dict:
     return files
 
 
-def dies_before_file_call(nth: int, work) -> bool:
-    """Call work() in a forked child that dies just before its nth call to the file system. Returns
-    whether there was such a call."""
+def dies_before_file_call(nth: int, work, *args) -> bool:
+    """Call work(*args) in a forked child that dies just before its nth call to the file system.
+    Returns whether there was such a call."""
     child = os.fork()
     if child != 0:
         _, status = os.waitpid(child, 0)
         return status != 0
 
-    watched = ("open", "mkdir", "write", "flush", "fsync", "link", "replace", "unlink")
+    watched = ("open", "mkdir", "write", "flush", "fsync", "replace", "unlink")
     calls = itertools.count(1)
 
     def profile(frame, event, function):
@@ -527,263 +483,170 @@ def dies_before_file_call(nth: int, work) -> bool:
             os._exit(9)
 
     sys.setprofile(profile)
-    work()
+    work(*args)
     os._exit(0)
 
 
-@pytest.mark.parametrize("has_links", [True, False])  # a storage may have no hard links
-@pytest.mark.parametrize(
-    "method, old",
-    [
-        ("write_atomic", b"{}"),
-        ("write_once", None),
-        ("write_once", b'{"a": 1}'),
-        ("write_once", b'{"torn'),
-    ],
-)
-def test_F1_a_crash_leaves_the_old_file_or_the_new_one(
-    tmp_path, monkeypatch, method, old, has_links
-):
-    link = os.link if has_links else Mock(side_effect=OSError("no links"))
-    monkeypatch.setattr(os, "link", link)
-    store = new_store(tmp_path)
-    num_files = len(contents(store.experiment_dir))
-    new = {"text": "x" * 50_000}
-    must_stay = method == "write_once" and old == b'{"a": 1}'  # complete, so never changed
-
-    def write():
-        getattr(store, method)("a.json", new, fsync=True)
+@pytest.mark.parametrize("old", [None, b'{"torn'])
+def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_changes(tmp_path, old):
+    path = stage_file("rewards", "n1", 0, 0)
+    marker = "board/rewards.n1.000000.0"
 
     # Crash before the first call to the file system, then before the second, and so on, until the
-    # write succeeds.
-    num_left_over = 0
+    # reward is published.
     nth = 0
     died = True
     while died:
-        path = put(store, "a.json", old or b"")
-        if old is None:
-            path.unlink()
         nth += 1
-        died = dies_before_file_call(nth, write)
+        store = new_store(tmp_path / str(nth))
+        if old is not None:
+            put(store, path, old)
+        died = dies_before_file_call(nth, store.publish, "rewards", "n1", 0, 0, {"reward": 0.25})
+        left = contents(store.dir)
+        is_published = left.get(path, old) != old
+        assert not is_published or json.loads(left[path])["reward"] == 0.25
+        assert is_published or marker not in left, "a marker stands there without its file"
 
-        now = path.read_bytes() if path.exists() else None
-        if now != old:
-            assert json.loads(now) == new, f"crash before call {nth}"
-            assert not must_stay, f"crash before call {nth}"
-
-        # The next start deletes the temporary file that the crash left behind.
-        num_expected = num_files + (now is not None)
-        num_left_over += len(contents(store.experiment_dir)) - num_expected
-        new_store(tmp_path).delete_temp_files()
-        assert len(contents(store.experiment_dir)) == num_expected
-
-    assert (now == old) == must_stay
-    assert num_left_over > 2, "no crash left anything behind"
+        # The process is started again, and this time it would publish something else.
+        store = new_store(tmp_path / str(nth))
+        store.publish("rewards", "n1", 0, 0, {"reward": 0.75})
+        store.remove_leftovers("n1")
+        now = contents(store.dir)
+        assert now.keys() == {"config.json", path, marker}
+        assert store.read_reward("n1", 0, 0)["reward"] == (0.25 if is_published else 0.75)
+        assert not is_published or now[path] == left[path]
+    assert nth > 4, "no crash came in the middle"
 
 
-def test_F1_an_append_that_failed_half_way_is_repeated_and_a_torn_line_is_terminated(tmp_path):
+def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_path):
     store = new_store(tmp_path)
-    log = put(store, "logs/n1/log", b"one\nto")  # a crash cut the second line off
-
-    # The disk is full after half of the text.
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for _ in range(2):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (13, limits[1]))
-        with pytest.raises(OSError, match="too large"):
-            store.append("logs/n1/log", "three\nfour\n")
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert log.read_bytes() == b"one\nto\nthree\n"
-
-    store.append("logs/n1/log", "three\nfour\n")
-    store.append("logs/n1/log", "five\n")
-    assert log.read_text() == "one\nto\nthree\nfour\nfive\n"
-
-
-def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(tmp_path):
-    store = new_store(tmp_path)
-    path = "rollouts/p/round_000001.stage_0.json"
-    started = time.monotonic()
-    for content in [
-        b"",
-        b"[]",
-        b'{"a": NaN}',
-        b'{"torn',
-        b'{"a":' * 99_999,
-        b'{"a": "\\ud800"}',
-        b" " * 9_000_000,
-        b'{"a": [' + b"[]," * 500_000 + b"[]]}",
-        rollout_file("q"),
-        rollout_file(round=2),
-        rollout_file(rollouts=[]),
-        rollout_file(task=1),
-        rollout_file(seed=2**53),
-        rollout_file(prompt="x" * 40_000),
-        rollout_file(finished=1),
-        rollout_file(completions=[{"response": "", "finished": True}] * 65),
-        rollout_file(response=None),
-    ]:
-        put(store, path, content)
-        with pytest.raises(InvalidFileError, match=r"\w+ \w+"):
-            store.fetch_rollouts(1, 0, "p")
-    assert time.monotonic() - started < 2
-
-    # Keys that a newer program may add do no harm.
-    put(store, path, {**rollout_file(), "new": 1})
-    groups = store.fetch_rollouts(1, 0, "p")
-    assert [group["key"] for group in groups] == [(1, 0, "p", 0)]
-
-
-def use_file(store, operation: str, path: str):
-    """Do one of the store's operations with the file `path`."""
-    if operation == "read":
-        return store.read_json(path)
-    if operation == "write_atomic":
-        return store.write_atomic(path, {"a": 1})
-    if operation == "write_once":
-        return store.write_once(path, {"a": 1})
-    if operation == "append":
-        return store.append(path, "{}\n")
-    if operation == "delete":
-        return store.delete(path)
-    return store.prune_rollouts("n1", 9, archive=False)
-
-
-@pytest.mark.parametrize("planted", ["link", "fifo", "folder", "parent that is a link"])
-def test_X2_no_link_is_followed_and_an_obstacle_in_a_writers_way_is_replaced(tmp_path, planted):
-    # A file outside all experiments, which must stay as it is.
-    home = tmp_path / "home"
-    thesis = put(DriveStore(tmp_path, None), "home/round_000000.stage_0.json", {"thesis": 1})
-
-    for operation in ("read", "write_atomic", "write_once", "append", "delete", "rollouts"):
-        # Plant something in place of the file, or of its folder.
-        store = new_store(tmp_path / operation)
-        name = "rollouts/n1/round_000000.stage_0.json"
-        path = put(store, name)
-        path.unlink()
-        if planted == "link":
-            path.symlink_to(thesis)
-        elif planted == "fifo":
-            os.mkfifo(path)
-        elif planted == "folder":
-            path.mkdir()
-        else:
-            path.parent.rmdir()
-            path.parent.symlink_to(home)
-
-        # A reader may refuse it. Of the others, only write_once returns anything.
-        result = None
-        try:
-            result = use_file(store, operation, name)
-        except InvalidFileError:
-            assert operation in ("read", "delete")
-        assert bool(result) == (operation == "write_once")
-
-        assert contents(home) == {"round_000000.stage_0.json": b'{"thesis": 1}'}, operation
-        is_own_file = path.is_file() and path.resolve() != thesis
-        assert is_own_file == (operation in ("write_atomic", "write_once", "append"))
-
-
-def test_F1_copies_and_strays_are_in_no_listing_and_only_names_tell_the_open_round(tmp_path):
-    store = new_store(tmp_path)
-    session = store.register(["n1"], "worker", {})
-    store.open_round(2, "n1")
-    store.submit_reward(2, 0, "n1", {"reward": 0.5})
+    session = store.register(["n1"], {})
+    store.move_marker("open", "n1", 2)
+    store.move_marker("rewards", "n1", 1)
+    store.move_marker("rewards", "n1", 2)
 
     # Sync clients and interrupted copies leave such files in a folder.
-    strays = [
-        "n1.rewards.000007.0 (1)",
-        ".n3.rewards.000007.0",
-        "n4.rewards.000007.0.tmp",
-        f"n1.{session} (1).json",
-        "round_000007.n1 (1).json",
-    ]
-    for folder in ("progress", "peers", "state/rounds"):
-        for name in strays:
-            put(store, f"{folder}/{name}")
-    assert store.list_nodes("rewards", 2, 0) == ["n1"]
-    assert store.latest_sessions() == {"n1": session}
-
-    # A round is open as soon as its file has a name, whatever the file contains.
-    put(store, "state/rounds/round_000003.n2.json", b"torn")
-    assert store.current_round() == 3
+    for marker in ("rewards.n1.000007.0", "open.n1.000007.0", f"session.n2.{session}"):
+        for stray in (f"{marker} (1)", f".{marker}", f"{marker}.tmp"):
+            put(store, f"board/{stray}")
+    board = store.board()
+    assert board.open_round == 2
+    assert board.sessions == {"n1": session}
+    assert board.progress == {("open", "n1"): (2, 0), ("rewards", "n1"): (2, 0)}
+    assert board.reached("rewards", 2, 0) == ["n1"]
+    assert board.reached("rewards", 3, 0) == []
 
 
-def test_F6_the_first_config_counts(tmp_path):
-    for seed in (1, 2):
-        assert new_store(tmp_path).load_or_create_config({"SEED": seed})["SEED"] == 1
-
-
-def test_F6_an_experiments_own_damaged_or_older_state_is_an_error_and_stays_as_it_was(tmp_path):
-    damaged = new_store(tmp_path / "damaged")
-    put(damaged, "config.json", b'{"SEED": ')
-    older = new_store(tmp_path / "older")
-    put(older, "rollouts/round_5/n1.json")  # written by the program before this one
-
-    for store in (damaged, older):
-        before = contents(store.experiment_dir)
-        with pytest.raises(StoreError, match="EXPERIMENT_NAME"):
-            store.load_or_create_config({"SEED": 2})
-        assert before.items() <= contents(store.experiment_dir).items()
-
-
-# -------- Waiting for the folder ------------------------------------------------------------------
-
-
-def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_path, monkeypatch):
+def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_path):
     store = new_store(tmp_path)
-    events = []
-    retrying = RetryingStore(
-        store, lambda kind, text: events.append(kind), SimpleNamespace(requested=0)
-    )
-    retrying.append("logs/n1/order", "start\n")
-
-    # The folder is away for 20 s of a simulated time, which only sleeping advances.
     away = tmp_path / "away"
+    events = []
     now = 0.0
 
     def sleep(seconds):
+        # The folder is away for 20 s of a simulated time, which only sleeping advances. If it were
+        # made anew meanwhile, it could not come back.
         nonlocal now
         now += seconds
         if now >= 20 and away.exists():
-            away.rename(store.experiment_dir)
+            away.rename(store.dir)
 
-    simulated = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
-    monkeypatch.setattr(drive_store, "time", simulated)
-    store.experiment_dir.rename(away)
+    signals = SimpleNamespace(sleep=sleep)
+    retrying = RetryingStore(store, lambda kind, text: events.append(kind), signals)
+    assert retrying.read_json("nodes/n1/0.json") is None
+    assert events == [], "a missing file is no outage"
+
+    store.dir.rename(away)
     for i in range(3):
-        retrying.append("logs/n1/order", f"{i}\n")
-        assert retrying.write_once(f"{i}.json", {"i": i})
-
+        retrying.append("nodes/n1/logs/order", f"{i}\n")
+        retrying.write(f"nodes/n1/{i}.json", b"{}")
     assert 20 <= now <= 25.5, "a pause is longer than 5 s"
-    log = store.experiment_dir / "logs/n1/order"
-    assert log.read_text().split() == ["start", "0", "1", "2"]
-    for i in range(3):
-        assert retrying.read_json(f"{i}.json") == {"i": i}
+    assert (store.dir / "nodes/n1/logs/order").read_text().split() == ["0", "1", "2"]
+    assert [retrying.read_json(f"nodes/n1/{i}.json") for i in range(3)] == [{}, {}, {}]
     assert events == ["outage", "outage over"]
 
 
-def test_F2_a_missing_file_is_no_outage_and_a_stop_signal_ends_the_waiting(tmp_path):
+def test_F6_the_first_config_counts_and_one_that_is_damaged_or_older_is_an_error(tmp_path):
+    for seed in (1, 2):
+        settings = {"layout": drive_store.LAYOUT, "maker": "n1", "SEED": seed}
+        assert DriveStore(tmp_path, "x").create(settings)["SEED"] == 1
+
+    # Whatever another version of this program has made is refused and stays as it was.
+    for name, path, content in [
+        ("damaged", "config.json", b'{"SEED": '),
+        ("older", "config.json", {"layout": 4}),
+        ("oldest", "rollouts/round_5/n1.json", {}),
+    ]:
+        store = DriveStore(tmp_path, name)
+        put(store, path, content)
+        before = contents(store.dir)
+        with pytest.raises(StoreError, match="EXPERIMENT_NAME"):
+            store.create(settings)
+        assert contents(store.dir) == before
+
+
+@pytest.mark.parametrize("planted", ["link", "fifo", "parent that is a link"])
+def test_X2_what_a_stranger_planted_is_never_followed_and_never_written_through(tmp_path, planted):
+    # A file outside all experiments, which must stay as it is.
+    thesis = tmp_path / "home/round_000000.stage_0.json"
+    thesis.parent.mkdir()
+    thesis.write_bytes(b"thesis")
+
+    path = stage_file("rollouts", "n1", 0, 0)
+    for operation, *args in [
+        ("read_json", path),
+        ("write", path, b"{}"),
+        ("append", path, "{}"),
+        ("delete", path, True),
+        ("prune_rollouts", "n1", 9, False),
+    ]:
+        # Plant something in place of the file, or of its folder.
+        store = new_store(tmp_path / operation)
+        full = store.dir / path
+        if planted == "link":
+            full.symlink_to(thesis)
+        elif planted == "fifo":
+            os.mkfifo(full)
+        else:
+            full.parent.rmdir()
+            full.parent.symlink_to(thesis.parent)
+
+        # A written file takes its place. Where that cannot be, the call fails, and the node waits.
+        failed = False
+        try:
+            getattr(store, operation)(*args)
+        except (InvalidFileError, OSError):
+            failed = True
+        assert contents(thesis.parent) == {thesis.name: b"thesis"}, operation
+        if operation == "read_json":
+            assert failed
+        if operation in ("write", "append"):
+            assert failed == planted.startswith("parent")
+            assert failed or full.read_bytes() == b"{}"
+
+
+def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(tmp_path):
+    good = {"format": 1, "peer_id": "p", "round": 1, "stage": 0}
+    good["rollouts"] = {"0": group_by_hand(1)}
+    broken = [
+        b"", b"[]", b'{"a": NaN}', b'{"torn', b'{"a":' * 99_999, b'{"a": "\\ud800"}',
+        b" " * 9_000_000, b'{"a": [' + b"[]," * 500_000 + b"[]]}",
+        good | {"peer_id": "q"}, good | {"round": 2}, good | {"rollouts": []},
+    ]  # fmt: skip
+    for changes in ({"task": 1}, {"seed": 2**53}, {"prompt": "x" * 40_000}, {"completions": []}):
+        broken.append(good | {"rollouts": {"0": group_by_hand(1) | changes}})
+
     store = new_store(tmp_path)
-    events = []
-    signals = SimpleNamespace(requested=0)
-    retrying = RetryingStore(store, lambda *event: events.append(event), signals)
+    started = time.monotonic()
+    for content in broken:
+        put(store, stage_file("rollouts", "p", 1, 0), content)
+        with pytest.raises(InvalidFileError, match=r"\w+ \w+"):
+            store.fetch_rollouts("p", 1, 0)
+    assert time.monotonic() - started < 2
 
-    assert retrying.read_json("none/at all") is None
-    assert retrying.list_names("none") == []
-    assert retrying.current_round() == -1
-    assert retrying.existing_file("none") is None
-    assert retrying.delete("none/at all") is None
-    assert events == []
-
-    store.experiment_dir.rename(tmp_path / "away")
-    signals.requested = 1
-    with pytest.raises(KeyboardInterrupt):
-        retrying.read_json("none")
-    with pytest.raises(KeyboardInterrupt):
-        retrying.list_names("none")
-    with pytest.raises(KeyboardInterrupt):
-        retrying.write_atomic("a", {})
-    assert not store.experiment_dir.exists(), "it was created again, on the local disk"
+    # Keys that a newer program may add do no harm.
+    put(store, stage_file("rollouts", "p", 1, 0), good | {"new": 1})
+    assert [group["key"] for group in store.fetch_rollouts("p", 1, 0)] == [(1, 0, "p", 0)]
 
 
 # -------- Settings --------------------------------------------------------------------------------
@@ -807,105 +670,74 @@ def config_error(**environ) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("spec", fields(Config), ids=lambda spec: spec.name)
-def test_U1_a_bad_value_is_refused_with_its_name_the_value_and_what_is_allowed(spec):
+@pytest.mark.parametrize("row", fields(Config), ids=lambda row: row.name)
+def test_U1_a_bad_value_is_refused_with_its_name_the_value_and_what_is_allowed(row):
     # Good values as {text: value}, bad ones, and a part of the message.
-    allowed = spec.metadata["allowed"]
-    if spec.type is bool:  # bool("False") is True
+    allowed = row.metadata["allowed"]
+    good = {"some-name": "some-name"}
+    bad = []
+    hint = ""
+    if row.type is bool:  # bool("False") is True
         good = {"False": False, "0": False, " yes ": True, "TRUE": True}
         bad = ["maybe", "2"]
         hint = "True or False"
-    elif spec.type in (int, float):
+    elif row.type in (int, float):
         low, high = allowed
-        good = {text: spec.type(text) for text in (str(max(1, low)), str(high))}
+        good = {text: row.type(text) for text in (str(max(1, low)), str(high))}
         bad = ["many", "nan", str(low - 1), str(high + 1)]
         hint = "expected"
     elif allowed:
-        words = allowed.split()
-        good = {word: word for word in words if word != "auto"}
+        good = {word: word for word in allowed if word != "auto"}
         bad = ["no such"]
-        hint = words[-1]
-    elif spec.name in CHECKED:
-        text, wrong, hint = CHECKED[spec.name]
+        hint = allowed[-1]
+    elif row.name in CHECKED:
+        text, wrong, hint = CHECKED[row.name]
         good = {text: text}
         bad = [wrong]
-    else:
-        good = {"some-name": "some-name"}
-        bad = []
-        hint = ""
 
     for text, value in good.items():
-        found = getattr(make_config(**{spec.name: text}), spec.name)
+        found = getattr(make_config(**{row.name: text}), row.name)
         assert found == value
-        assert type(found) is spec.type
+        assert type(found) is row.type
     for text in bad:
-        message = config_error(**{spec.name: text})
-        assert spec.name in message, message
-        assert text in message, message
-        assert hint in message, message
+        message = config_error(**{row.name: text})
+        for part in (row.name, text, hint):
+            assert part in message, message
 
 
 def test_U1_all_mistakes_are_reported_together_and_a_blank_value_counts_as_unset():
-    mistakes = {
-        "SEED": "x",
-        "TEST_MODE": "maybe",
-        "LOSS_TYPE": "ppo",
-        "NODE_ID": "../x",
-        "TASKS": "gdc",
-    }
+    mistakes = {"SEED": "x", "TEST_MODE": "maybe", "LOSS_TYPE": "ppo", "NODE_ID": "../x"}
     message = config_error(**mistakes)
     for name, value in mistakes.items():
         assert name in message
         assert value in message
 
-    blank = {spec.name: " " for spec in fields(Config) if spec.name != "NODE_ID"}
+    blank = {row.name: " " for row in fields(Config) if row.name != "NODE_ID"}
     assert make_config(**blank) == make_config()
 
 
 def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variables_are_not():
-    # The longer names without their last letter, a short name, and a name in lower case.
-    names = {spec.name for spec in fields(Config)}
-    misspelled = {}
-    for name in names:
-        if len(name) > 6 and name[:-1] not in names:
-            misspelled[name[:-1]] = name
-    misspelled["LR"] = "LEARNING_RATE"
-    misspelled["node_role"] = "NODE_ROLE"
-
-    # Each gives a warning that begins with the wrong name.
-    right = {"EXPERIMENT_NAME": "x", "GDRIVE_PATH": "x"}
-    _, warnings = read_environment({**dict.fromkeys(misspelled, "4"), **right})
-    warned = {text.split()[0]: text for text in warnings}
-    assert warned.keys() == misspelled.keys()
-    for wrong, name in misspelled.items():
-        assert f"mean {name}?" in warned[wrong]
+    near_misses = {"LR": "LEARNING_RATE", "NUM_GENERATION": "NUM_GENERATIONS", "seed": "SEED"}
+    others = ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "NODE_OPTIONS", "PYTHONHASHSEED")
+    _, warnings = read_environment(dict.fromkeys([*near_misses, *others], "4"))
+    for text, (wrong, right) in zip(warnings, near_misses.items(), strict=True):
+        assert text.startswith(f"{wrong} ")
+        assert f"mean {right}?" in text
 
     # These two are errors, because the node would otherwise join another experiment.
-    for name in right:
+    for name in ("EXPERIMENT_NAME", "GDRIVE_PATH"):
         assert f"mean {name}?" in config_error(**{name[:-1]: "mine"})
-
-    others = ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "NODE_OPTIONS", "PYTHONHASHSEED")
-    _, warnings = read_environment({**dict.fromkeys(others, "x"), "MODEL_NAME": "tiny"})
-    assert warnings == []
 
 
 # -------- Whole swarms in this process, judged by the files that they leave -----------------------
 
-TASKS = ["small_products", "small_count_bits"]
 SMALL = {
-    "MODEL_NAME": "tiny",
-    "TASKS": ",".join(TASKS),
-    "WARM_START_STEPS": 300,
-    "ANSWER_TAG_SHARE": 0.3,
-    "LOCAL_NODES": 2,
-    "NUM_TRAIN_SAMPLES": 2,
-    "NUM_TRANSPLANT_TREES": 2,
-    "NUM_GENERATIONS": 4,
-    "MAX_ROUNDS": 6,
-    "CHECKPOINT_INTERVAL": 2,
-    "FETCH_TIMEOUT_SECONDS": 0.1,
-    "LEARNING_RATE": 0.0006,
-}
+    "MODEL_NAME": "tiny", "TASKS": "small_products,small_count_bits", "LOCAL_NODES": 2,
+    "WARM_START_STEPS": 300, "ANSWER_TAG_SHARE": 0.3, "LEARNING_RATE": 0.0006,
+    "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "MAX_ROUNDS": 6,
+    "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1,
+}  # fmt: skip
+TASKS = SMALL["TASKS"].split(",")
 # Without a warm start no answer is right. Own groups are uninformative then, and only peers' groups
 # change the weights.
 UNTRAINED = {"WARM_START_STEPS": 0}
@@ -924,15 +756,15 @@ def uninterrupted(drive):
     return drive / "experiments" / "uninterrupted"
 
 
-def run_swarm(drive, name, **settings) -> int:
+def run_swarm(drive, name, program=sapo, **settings) -> int:
     """Run sapo.main with SMALL and these settings. Returns its exit status."""
-    return sapo.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings})
+    return program.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings})
 
 
-def read_rewards(drive, name, node_id="") -> list[dict]:
+def read_rewards(drive, name, node_id="*") -> list[dict]:
     """The reward files of an experiment by round, stage and node, of all nodes or of one."""
-    paths = drive.glob(f"experiments/{name}/rewards/{node_id}*/*.json")
-    paths = sorted(paths, key=lambda path: (path.name, path.parent.name))
+    paths = drive.glob(f"experiments/{name}/nodes/{node_id}/rewards/*.json")
+    paths = sorted(paths, key=lambda path: (path.name, path.parent.parent.name))
     return [json.loads(path.read_text()) for path in paths]
 
 
@@ -942,55 +774,36 @@ def read_results(drive, name) -> tuple:
     rewards = []
     for row in read_rewards(drive, name):
         rewards.append((row["round"], row["node_id"], row["reward"]))
-    last_checkpoint = max(drive.glob(f"experiments/{name}/checkpoints/*/*"))
+    last_checkpoint = max(drive.glob(f"experiments/{name}/nodes/*/checkpoints/*"))
     return rewards, last_checkpoint.read_bytes()
 
 
-def read_events(drive, name, kind) -> list[dict]:
-    """The events of one kind that a process whose first node is node_0 has logged."""
-    path = drive / f"experiments/{name}/logs/node_0/training_events.jsonl"
-    events = [json.loads(line) for line in path.read_text().splitlines()]
-    return [event for event in events if kind in event["event"]]
+def read_log(drive, name, log) -> list[dict]:
+    """The rows of a log of node_0, or of the process whose first node it is."""
+    path = drive / f"experiments/{name}/nodes/node_0/logs/{log}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def read_used_external(drive, name, round_=5) -> set:
-    """Keys of the external groups that node_0 has used, from the checkpoint after a round."""
-    path = drive / f"experiments/{name}/checkpoints/node_0/round_{round_:06d}.safetensors"
-    with safetensors.safe_open(path, "pt") as file:
-        metadata = json.loads(file.metadata()["about"])
-    return {tuple(key) for key in metadata["nodes"]["node_0"]["trained"]}
+def read_events(drive, name, kind) -> list[str]:
+    """The texts of the events of one kind."""
+    rows = read_log(drive, name, "training_events")
+    return [row["text"] for row in rows if row["event"] == kind]
 
 
-def write_peer(drive, name, peer, groups, round_=0, **changes) -> None:
-    """Put a rollout file of `peer` into the folder, as any program and any human can."""
-    changed_fields = {
-        "round": round_,
-        "rollouts": {str(i): group for i, group in enumerate(groups)},
-        **changes,
-    }
-    store = DriveStore(drive, name, "by_hand")
-    store.create([peer])
-    path = round_file("rollouts", peer, round_, 0)
-    put(store, path, rollout_file(peer, **changed_fields))
-    store.advance_marker("rollouts", peer, round_, 0)
+def read_teachers(drive, name) -> list[list[str]]:
+    """The peers whose groups node_0 was trained on, round by round."""
+    rows = read_log(drive, name, "metrics")
+    return [sorted(peer for peer, _ in row["teachers"]) for row in rows]
 
 
-def group_by_hand(seed, task=TASKS[0], right=1, **changes) -> dict:
-    """A group of four completions, the first `right` of them correct, whatever its rewards
-    claim."""
-    question = make_question(task, seed)
-    texts = [f"<answer>{question.answer}</answer>"] * right + ["<answer>no</answer>"] * (4 - right)
-    completions = []
-    for i, text in enumerate(texts):
-        completions.append({"response": text, "reward": i % 2, "finished": True})
-    group = {
-        "task": task,
-        "seed": seed,
-        "prompt": question.text,
-        "answer": question.answer,
-        "completions": completions,
-    }
-    return group | changes
+def write_peer(drive, name, peer, groups, round_=0) -> None:
+    """Publish groups as `peer`, which any program and any human can do."""
+    store = DriveStore(drive, name)
+    store.create({"layout": drive_store.LAYOUT, "maker": peer})
+    store.create_node(peer)
+    store.make_dir(f"nodes/{peer}/rollouts")
+    rollouts = {str(i): group for i, group in enumerate(groups)}
+    store.publish("rollouts", peer, round_, 0, {"format": 1, "rollouts": rollouts})
 
 
 def at_call(monkeypatch, step, number, action) -> None:
@@ -999,10 +812,10 @@ def at_call(monkeypatch, step, number, action) -> None:
     original = getattr(sapo, step)
     calls = itertools.count(1)
 
-    def replacement(*args):
+    def replacement(*args, **kwargs):
         if next(calls) == number:
             action()
-        return original(*args)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(sapo, step, replacement)
 
@@ -1010,18 +823,8 @@ def at_call(monkeypatch, step, number, action) -> None:
 def test_L6_a_swarm_learns_far_more_than_chance_explains(drive):
     """Measured with six seeds: the mean reward of the last third of the rounds is 0.21 to 0.28
     above that of the first third."""
-    status = run_swarm(
-        drive,
-        "learns",
-        LOCAL_NODES=4,
-        NUM_TRAIN_SAMPLES=4,
-        NUM_TRANSPLANT_TREES=4,
-        NUM_GENERATIONS=8,
-        MAX_ROUNDS=24,
-        CHECKPOINT_INTERVAL=100,
-    )
-    assert status == 0
-
+    larger = {"LOCAL_NODES": 4, "NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4}
+    assert run_swarm(drive, "learns", **larger, NUM_GENERATIONS=8, MAX_ROUNDS=24) == 0
     rewards = [row["reward"] for row in read_rewards(drive, "learns")]
     assert len(rewards) == 4 * 24
     assert statistics.mean(rewards[-32:]) - statistics.mean(rewards[:32]) > 0.12
@@ -1044,8 +847,80 @@ def test_L4_external_groups_change_the_weights_even_if_all_own_groups_are_uninfo
 
     start = flat_weights(grpo.build_tiny_model(TASKS)[0])
     for name, is_changed in (("alone", False), ("taught", True)):
-        model = AutoModelForCausalLM.from_pretrained(drive / f"experiments/{name}/models/node_0")
+        folder = drive / f"experiments/{name}/nodes/node_0/model"
+        model = AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(flat_weights(model), start) != is_changed
+
+
+def test_L4_X4_strangers_are_verified_and_lies_gain_nothing(drive):
+    # A human who helps, one who lies about rewards and answers, and one who floods the folder.
+    peers = {
+        "human": [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)],
+        "liar": [group_by_hand(seed, right=0, answer="no") for seed in range(10, 14)],
+        "flood": [group_by_hand(seed) for seed in range(100, 600)],
+    }
+    # Four whose groups must be rejected, and a part of the reason.
+    rejected = {
+        "rewriter": (group_by_hand(20, prompt="What is 1 + 1?"), "prompt"),
+        "cheat": (group_by_hand(HELD_OUT_SEEDS.start + 5), "held-out"),
+        "foreign": (group_by_hand(30, "small_gcd"), "task"),
+        "broken": (group_by_hand(40, prompt=1), "type"),
+    }
+    for peer, groups in peers.items():
+        write_peer(drive, "strangers", peer, groups)
+    for peer, (group, _) in rejected.items():
+        write_peer(drive, "strangers", peer, [group])
+
+    settings = {"NUM_TRANSPLANT_TREES": 100, "ROLLOUT_MAX_AGE": 3}
+    assert run_swarm(drive, "strangers", **settings, **UNTRAINED) == 0
+
+    # In round 0 each peer's fair share is I = 2 groups, and those of the liar teach nothing. Old
+    # groups fill gaps for a while, and none is used twice.
+    flood = ["flood"] * 2
+    assert read_teachers(drive, "strangers") == [flood + ["human"] * 2, flood, flood, flood, [], []]
+
+    # Each rejection is counted and named.
+    first = read_rewards(drive, "strangers", "node_0")[0]
+    assert first["reward"] == 0
+    assert first["rejected"] == len(rejected)
+    reasons = dict(text.split(": ", 1) for text in read_events(drive, "strangers", "reject"))
+    assert reasons.keys() == rejected.keys()
+    for peer, (_, reason) in rejected.items():
+        assert reason in reasons[peer]
+
+
+def test_L4_peers_are_drawn_at_random_and_not_in_the_order_of_the_listing(drive):
+    for peer in "abcdefghijkl":
+        for round_ in range(6):
+            group = group_by_hand(1000 * round_ + ord(peer))
+            write_peer(drive, "listing", peer, [group], round_)
+
+    settings = {"FETCH_MAX_PEERS": 2, "ROLLOUT_MAX_AGE": 100, "NUM_TRANSPLANT_TREES": 1}
+    assert run_swarm(drive, "listing", **settings, **UNTRAINED) == 0
+    peers = set().union(*read_teachers(drive, "listing"))
+    assert len(peers) > 2
+    assert peers - {"a", "b"}
+
+
+def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
+    """Decoded and encoded again they would differ: "<answer>" is one token, but eight when it was
+    sampled letter by letter."""
+    tokenizer = grpo.build_tiny_model(TASKS)[1]
+    spelled = [*tokenizer.convert_tokens_to_ids([*"<answer>5"]), tokenizer.eos_token_id]
+    assert len(tokenizer("<answer>5").input_ids) == 2
+
+    def generate(model, prompts, num_generations, *args, **kwargs):
+        return [[spelled] * num_generations for _ in prompts], 2**30
+
+    update_policy = Mock(wraps=grpo.update_policy)
+    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(grpo, "update_policy", update_policy)
+    assert run_swarm(drive, "spelled", MAX_ROUNDS=1, NUM_TRANSPLANT_TREES=0, **UNTRAINED) == 0
+
+    assert update_policy.call_count == 2
+    for call in update_policy.call_args_list:
+        groups = call.args[2]
+        assert [group.completions for group in groups] == [[spelled] * 4] * 2
 
 
 def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive, uninterrupted):
@@ -1055,7 +930,7 @@ def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive,
     assert len(rewards) > 2, "there was nothing to learn from"
 
     seeds = []
-    for path in uninterrupted.glob("rollouts/*/*.json"):
+    for path in uninterrupted.glob("nodes/*/rollouts/*.json"):
         groups = json.loads(path.read_text())["rollouts"]
         seeds += [group["seed"] for group in groups.values()]
     assert len(seeds) == len(set(seeds)) == 2 * 6 * 2  # nodes x rounds x I
@@ -1076,304 +951,64 @@ def test_F3_a_killed_run_resumes_as_if_nothing_had_happened(
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         at_call(patch, step, call, sys.exit)
         run_swarm(drive, name)
-    published = contents(drive / "experiments" / name / "rollouts")
+    nodes = drive / "experiments" / name / "nodes"
+    published = {path: path.read_bytes() for path in nodes.glob("*/r*/*.json")}
 
     assert run_swarm(drive, name) == 0
-    assert [event["round"] for event in read_events(drive, name, "resume")] == [1]
+    assert "after round 1" in read_events(drive, name, "resume")[0]
     assert read_results(drive, name) == read_results(drive, "uninterrupted")
-    published_in_the_end = contents(drive / "experiments" / name / "rollouts")
-    assert published.items() <= published_in_the_end.items(), "a published file was changed"
+    for path, content in published.items():
+        assert path.read_bytes() == content, "a published file was changed"
 
 
-@pytest.mark.parametrize(
-    "step, call, last_round", [("finish_round", 3, 2), ("publish_groups", 8, 3)]
-)
-def test_U2_a_stop_prints_a_command_that_resumes_the_run(
-    drive, uninterrupted, monkeypatch, capfd, step, call, last_round
+def test_U2_a_stop_finishes_the_round_and_prints_a_command_that_resumes_the_run(
+    drive, uninterrupted, monkeypatch, capfd
 ):
-    name = f"stopped_in_{step}"
-
     def press_ctrl_c():
         os.kill(os.getpid(), signal.SIGINT)
 
+    # In the middle of round 3.
     with monkeypatch.context() as patch:
-        at_call(patch, step, call, press_ctrl_c)
-        assert run_swarm(drive, name) == 130
-    checkpoint = f"experiments/{name}/checkpoints/node_0/round_{last_round:06d}.safetensors"
-    assert (drive / checkpoint).exists()
+        at_call(patch, "publish_groups", 8, press_ctrl_c)
+        assert run_swarm(drive, "stopped") == 130
+    assert len(read_rewards(drive, "stopped", "node_1")) == 4
 
     # The command is a list of settings and the program.
     command = capfd.readouterr().out.split("to go on:\n")[1]
-    words = command.split("python sapo.py")[0].split()
+    words = shlex.split(command.split("python sapo.py")[0])
     assert sapo.main(dict(word.split("=", 1) for word in words)) == 0
-    assert read_results(drive, name) == read_results(drive, "uninterrupted")
-
-
-def test_F6_a_joining_node_takes_the_swarms_settings_and_is_refused_if_it_disagrees(drive, capfd):
-    first = {"LOCAL_NODES": 1, "MAX_ROUNDS": 2, "SEED": 7, "NODE_ID": "first", **UNTRAINED}
-    assert run_swarm(drive, "joined", **first) == 0
-    capfd.readouterr()
-
-    # A node that sets nothing but its name goes on with the open round, and with I and G.
-    joining = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": "joined"}
-    assert sapo.main({**joining, "NODE_ID": "second"}) == 0
-    (row,) = read_rewards(drive, "joined", "second")
-    assert row["round"] == 1
-    assert row["completions"] == 2 * 4
-    assert "from the experiment: SEED=7" in capfd.readouterr().out
-
-    # One that disagrees is refused with the setting's name, and changes nothing.
-    before = contents(drive / "experiments/joined")
-    disagreeing = {"SEED": 8, "TASKS": "gcd", "REWARD": "verifier", "MAX_STAGES": 2}
-    for name, value in disagreeing.items():
-        assert sapo.main({**joining, "NODE_ID": "third", name: value}) == 2
-        assert f"{name}=" in capfd.readouterr().out
-    assert contents(drive / "experiments/joined") == before
-
-
-def test_X4_strangers_are_verified_and_lies_gain_nothing(drive):
-    # A helpful human, and seven peers whose files make false claims or flood the folder.
-    helpful = [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)]
-    lies = [group_by_hand(seed, right=0, answer="no") for seed in range(10, 14)]
-    flood = [group_by_hand(seed) for seed in range(100, 600)]
-    held_out_seed = HELD_OUT_SEEDS.start + 5
-    write_peer(drive, "strangers", "human", helpful)
-    write_peer(drive, "strangers", "liar", lies)
-    write_peer(drive, "strangers", "flood", flood)
-    write_peer(drive, "strangers", "rewriter", [group_by_hand(20, prompt="What is 1 + 1?")])
-    write_peer(drive, "strangers", "cheat", [group_by_hand(held_out_seed)])
-    write_peer(drive, "strangers", "foreign", [group_by_hand(30, "small_gcd")])
-    write_peer(drive, "strangers", "broken", [group_by_hand(40, prompt=1)])
-    write_peer(drive, "strangers", "impostor", [group_by_hand(50)], peer_id="human")
-
-    status = run_swarm(
-        drive,
-        "strangers",
-        NUM_TRANSPLANT_TREES=100,
-        ROLLOUT_MAX_AGE=3,
-        CHECKPOINT_INTERVAL=1,
-        CHECKPOINT_KEEP=9,
-        **UNTRAINED,
-    )
-    assert status == 0
-
-    # In round 0 each peer's fair share is I = 2 groups. Old groups fill gaps for a while, and none
-    # is used twice.
-    rows = read_rewards(drive, "strangers", "node_0")
-    used = read_used_external(drive, "strangers", 0)
-    assert Counter(peer for _, _, peer, _ in used) == {"human": 2, "flood": 2}
-    assert [row["external_groups"] for row in rows] == [4, 2, 2, 2, 0, 0]
-    assert len(read_used_external(drive, "strangers", 3)) == 10
-
-    # The liar's groups teach nothing, because rewards are computed here. The other five peers are
-    # rejected, each with its reason.
-    assert rows[0]["rejected"] == 5
-    assert rows[0]["reward"] == 0
-    reasons = {}
-    for event in read_events(drive, "strangers", "reject"):
-        peer, reason = event["text"].split(": ", 1)
-        reasons[peer] = reason
-    expected = {
-        "rewriter": "prompt",
-        "cheat": "held-out",
-        "foreign": "task",
-        "broken": "not a string",
-        "impostor": "path",
-    }
-    assert reasons.keys() == expected.keys()
-    for peer, reason in reasons.items():
-        assert expected[peer] in reason
-
-
-def test_L4_peers_are_drawn_at_random_and_not_in_the_order_of_the_listing(drive):
-    for peer in "abcdefghijkl":
-        for round_ in range(6):
-            group = group_by_hand(1000 * round_ + ord(peer))
-            write_peer(drive, "listing", peer, [group], round_)
-
-    status = run_swarm(
-        drive,
-        "listing",
-        FETCH_MAX_PEERS=2,
-        ROLLOUT_MAX_AGE=100,
-        NUM_TRANSPLANT_TREES=1,
-        **UNTRAINED,
-    )
-    assert status == 0
-    peers = {peer for _, _, peer, _ in read_used_external(drive, "listing")}
-    assert peers - {"a", "b"}
-
-
-def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
-    """Decoded and encoded again they would differ: "<answer>" is one token, but eight when it was
-    sampled letter by letter."""
-    tokenizer = grpo.build_tiny_model(TASKS)[1]
-    spelled = [*tokenizer.convert_tokens_to_ids([*"<answer>5"]), tokenizer.eos_token_id]
-    assert len(tokenizer("<answer>5").input_ids) == 2
-
-    trained = []
-    update_policy = grpo.update_policy
-
-    def generate(model, prompts, num_generations, *args, **kwargs):
-        return [[spelled] * num_generations for _ in prompts]
-
-    def recording_update(model, optimizer, groups, *args):
-        trained.extend(groups)
-        return update_policy(model, optimizer, groups, *args)
-
-    monkeypatch.setattr(grpo, "generate", generate)
-    monkeypatch.setattr(grpo, "update_policy", recording_update)
-    assert run_swarm(drive, "spelled", MAX_ROUNDS=1, NUM_TRANSPLANT_TREES=0, **UNTRAINED) == 0
-
-    assert len(trained) == 4
-    for group in trained:
-        assert group.completions == [spelled] * 4
-
-
-def test_X4_the_access_token_is_shown_nowhere_and_a_failing_hub_stops_nothing(
-    drive, monkeypatch, capsys
-):
-    token = "hf_0123456789abcdefSECRET"
-    environ = {"HUGGINGFACE_ACCESS_TOKEN": token}
-    failure = OSError(f"401 for token {token}")
-    monkeypatch.setattr("huggingface_hub.HfApi.whoami", Mock(side_effect=failure))
-    assert run_swarm(drive, "hub", **environ, MAX_ROUNDS=2, **UNTRAINED) == 0
-    (event,) = read_events(drive, "hub", "hub")
-    assert event["text"].startswith("push failed (")
-    assert event["text"].endswith("; the run is complete without it")
-
-    # Everything that is printed or written.
-    config = make_config(**environ)
-    shown = [
-        repr(config),
-        sapo.format_config(config, environ),
-        sapo.resume_command(config, environ),
-        *capsys.readouterr(),
-        config_error(**environ, SEED="x"),
-        str(contents(drive / "experiments/hub")),
-    ]
-    assert shown[0]
-    assert shown[1]
-    for text in shown:
-        assert token[:12] not in text
+    assert "after round 3" in read_events(drive, "stopped", "resume")[0]
+    assert read_results(drive, "stopped") == read_results(drive, "uninterrupted")
 
 
 def test_U5_U8_readers_change_nothing_and_the_final_model_is_an_ordinary_folder(
     drive, uninterrupted, capfd
 ):
     before = contents(uninterrupted)
-    for role, expected in (
-        ("validate", "passed"),
-        ("monitor", "round 5 of 6"),
-        ("report", "2/2"),
-    ):
+    for role, expected in [("validate", "passed"), ("monitor", "round 5 of 6"), ("report", "2/2")]:
         environ = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": "uninterrupted", "NODE_ROLE": role}
         assert sapo.main(environ) == 0
         assert expected in capfd.readouterr().out, role
     assert contents(uninterrupted) == before
 
-    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "models/node_0")
-    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "models/node_0")
+    model = AutoModelForCausalLM.from_pretrained(uninterrupted / "nodes/node_0/model")
+    tokenizer = AutoTokenizer.from_pretrained(uninterrupted / "nodes/node_0/model")
     assert len(tokenizer) == model.config.vocab_size
 
 
-# -------- Shape of the code: the rules that let four files become one notebook cell ---------------
+def test_U9_pasted_into_one_cell_the_four_modules_do_the_same(drive, uninterrupted, monkeypatch):
+    # The cell is one module, in the order in which they are pasted. It has no file.
+    modules = (drive_store, grpo, coordinator, sapo)
+    text = "\n".join(Path(module.__file__).read_text() for module in modules)
+    cell = ModuleType("cell")
+    monkeypatch.setitem(sys.modules, "cell", cell)
+    exec(compile(text, "cell", "exec"), vars(cell))
+    assert cell.Config.__module__ == cell.DriveStore.__module__ == "cell"
+    assert run_swarm(drive, "pasted", program=cell) == 0
+    assert read_results(drive, "pasted") == read_results(drive, "uninterrupted")
 
-MODULES = ("drive_store", "grpo", "coordinator", "sapo")  # in the order in which they are pasted
-TEXTS = {name: Path(sapo.__file__).with_name(f"{name}.py").read_text() for name in MODULES}
-TREES = {name: ast.parse(text) for name, text in TEXTS.items()}
-NODES = [(name, node) for name, tree in TREES.items() for node in ast.walk(tree)]
-
-
-def is_guarded_import(node) -> bool:
-    """Return whether a statement is the block that imports the other modules, and nothing else:
-
-    if "DriveStore" in globals():
-        drive_store = grpo = sys.modules[__name__]
-    else:
-        import drive_store
-        import grpo
-    """
-    text = ast.unparse(node)
-    siblings = [name for name in sorted(MODULES) if f"import {name}" in text]
-    lines = [
-        "if 'DriveStore' in globals():",
-        "    " + " = ".join([*siblings, "sys.modules[__name__]"]),
-        "else:",
-        *[f"    import {name}" for name in siblings],
-    ]
-    return text == "\n".join(lines)
-
-
-def bound_names(tree) -> list[str]:
-    """Names that a module defines outside its functions and classes, except the guarded import of
-    the other modules."""
-    names = []
-    unvisited = list(tree.body)
-    comprehension_variables = set()  # they do not exist outside their comprehension
-    while unvisited:
-        node = unvisited.pop()
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.append(node.name)
-            continue
-        if is_guarded_import(node):
-            continue
-
-        if isinstance(node, ast.comprehension):
-            comprehension_variables.update(ast.walk(node.target))
-        is_bound = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        if is_bound and node not in comprehension_variables:
-            names.append(node.id)
-        unvisited += ast.iter_child_nodes(node)
-    return names
-
-
-def test_U9_pasted_into_one_cell_they_compile_and_no_name_means_two_things():
-    compile("\n".join(TEXTS.values()), "one_cell", "exec")
-
-    # Each name is defined by one module only.
-    owner = {}
-    for module, tree in TREES.items():
-        for name in bound_names(tree):
-            assert owner.setdefault(name, module) == module, f"{name}: {owner[name]}, {module}"
-
-    # An imported name means one thing, and none that a module defines. The project's own modules
-    # are imported as modules, and only in the guarded block, which the pasted cell skips.
-    guarded = set()
-    for _, node in NODES:
-        if isinstance(node, ast.If) and is_guarded_import(node):
-            guarded.update(node.orelse)
-    imported = {}
-    for module, node in NODES:
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        source = getattr(node, "module", None)
-        assert source not in MODULES, f"{module}.py: from {source} import …"
-        for each in node.names:
-            name = each.asname or each.name
-            assert each.name not in MODULES or node in guarded, f"{module}.py: import {each.name}"
-            assert imported.setdefault(name, (source, each.name)) == (source, each.name), name
-            assert name not in owner, f"two things: {name}"
-
-
-def test_U9_there_is_one_main_guard_and_nothing_fails_in_a_notebook_or_runs_a_strangers_text():
-    # sapo.py ends with `main` and the only guard.
-    *_, main, guard = TREES["sapo"].body
-    guards = []
-    for _, node in NODES:
-        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-            guards.append(node)
-    assert guards == [guard]
-
-    # Some names are never used, and the environment is read only by those two.
-    forbidden = {
-        "__file__", "argparse", "__future__", "subprocess", "pickle", "torch.load", "os.system",
-        "eval", "exec", "compile", "input",
-    }  # fmt: skip
-    may_read_environment = {*ast.walk(main), *ast.walk(guard)}
-    for module, node in NODES:
-        text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
-        names = {text, getattr(node, "module", ""), getattr(node, "name", "")}
-        assert not names & forbidden, module
-        if text in ("os.environ", "os.getenv"):
-            assert node in may_read_environment, module
+    # There, a name that two modules define would silently mean the later thing.
+    for one, other in itertools.combinations(modules, 2):
+        for name in vars(one).keys() & vars(other).keys():
+            is_same = vars(one)[name] is vars(other)[name]
+            assert is_same or name.startswith("__"), f"{name}: {one.__name__}, {other.__name__}"
