@@ -345,8 +345,8 @@ def external_candidates(
     peers = [peer for peer in run.board.reached("rollouts", round_, stages[0]) if peer != node.id]
     if age == 0:
         node.metrics["external_peers"] = min(len(peers), config.FETCH_MAX_PEERS)
-    if age > 0 or len(peers) >= config.FETCH_MAX_PEERS:
-        peers = rng.sample(peers, min(len(peers), config.FETCH_MAX_PEERS))
+    if len(peers) > config.FETCH_MAX_PEERS:
+        peers = rng.sample(peers, config.FETCH_MAX_PEERS)
 
     candidates = []
     for peer in sorted(peers):
