@@ -1527,10 +1527,10 @@ def load_checked_model(config: Config, log: "Log"):
     """Check the tasks, then load and check the model. Returns it and its Codec."""
     grpo.check_tasks(config.tasks)
     grpo.keep_freed_memory()
-    if config.MODEL_NAME != "tiny":
-        log.info(f"loading {config.MODEL_NAME} (a download may take minutes)")
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # with 0.14 M parameters a second thread costs more than it gains
+    else:
+        log.info(f"loading {config.MODEL_NAME} (a download may take minutes)")
     model, codec = grpo.load_model(config, config.tasks)
     return model, codec
 
@@ -1883,10 +1883,15 @@ def get_experiment_metrics(path, name: str):
 
 
 def read_experiments(path, names: list[str]) -> "list[coordinator.Experiment]":
-    """Those of these experiments that have rewards."""
+    """Those experiments that have rewards. One that cannot be read is named and skipped."""
     experiments = []
     for name in names:
-        experiment = coordinator.read_experiment(open_experiment(path, name))
+        store = open_experiment(path, name)
+        try:
+            experiment = coordinator.read_experiment(store)
+        except OSError as error:
+            print(f"{store.dir} cannot be read: {drive_store.printable(error)}")
+            continue
         if experiment.rows:
             experiments.append(experiment)
     return experiments
