@@ -307,7 +307,11 @@ def has_signal(rows: list[dict]) -> bool:
 def diagnose(rows: list[dict]) -> str:
     """What happened in these rows, in a sentence with the curve, and the variable that may help."""
     if all(row["reward"] is None for row in rows):
-        return "no rewards: nothing was generated (NUM_TRAIN_SAMPLES=0)"
+        measured = [row["held_out"] for row in rows if row.get("held_out") is not None]
+        text = "no rewards, because nothing was generated (NUM_TRAIN_SAMPLES=0)"
+        if measured:
+            text += f"; held-out accuracy {measured[0]:.2f} -> {measured[-1]:.2f}"
+        return text
 
     # The last 20 rounds against the first 20, or one half against the other.
     curve = list(round_means(rows).values())
@@ -558,15 +562,19 @@ def write_report(store, pattern: str, experiments: list[Experiment]) -> None:
     text = format_report(experiments, rows)
     print(text)
     name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
-    store.make_dir("/reports")
-    store.write(f"/reports/report_{name}.md", text.encode())
-    store.write(f"/reports/report_{name}.json", json.dumps(rows).encode())
     picture = draw({"reward": {row["I/J"]: row["curves"] for row in rows[:6]}})
-    if picture:
-        path = f"/reports/report_{name}.png"
-        store.write(path, picture)
-        print(f"picture: {store.resolve(path).absolute()}")
-        show_in_notebook(picture)
+    files = {"md": text.encode(), "json": json.dumps(rows).encode(), "png": picture}
+    try:
+        store.make_dir("/reports")
+        for suffix, data in files.items():
+            if data:
+                store.write(f"/reports/report_{name}.{suffix}", data)
+        print(
+            f"written: {store.resolve('/reports').absolute()}/report_{name}.{{{','.join(files)}}}"
+        )
+    except OSError as error:  # not as in training: nobody wants to wait here
+        print(f"the report cannot be written: {drive_store.printable(error, 200)}")
+    show_in_notebook(picture)
 
 
 def write_picture(store, log) -> None:

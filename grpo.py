@@ -267,6 +267,7 @@ def make_update_batch(groups: list[Group], config) -> UpdateBatch:
         if group.is_informative:
             prompts += [group.prompt] * size
             completions += group.completions
+            # EXERCISE (DAPO, section 3.4): no gradient for completions that were cut off.
             advantages += group_advantages(group.rewards)
             sort_keys += [len(group.prompt) + max(group_lengths)] * size
 

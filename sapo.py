@@ -1071,7 +1071,7 @@ def check_names(environ, env: dict, mistakes: list[str]) -> list[str]:
     warnings = []
     gone = [name for name in GONE if name in environ]
     if gone:
-        warnings.append(f"{', '.join(gone)}: no longer variables of this program, see the MANUAL")
+        warnings.append(f"no longer used: {', '.join(gone)} (.github/MANUAL.md says what to do)")
     for name in sorted(set(environ) - set(TABLE)):
         closest = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
         intended = SHORT_NAMES.get(name.upper(), closest[0] if closest else None)
