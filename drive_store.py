@@ -108,8 +108,8 @@ class DriveStore:
         marker = re.compile(rf"({kinds})\.(.+)\.(\d{{6}})\.(\d{{1,2}})", re.ASCII)
         session = re.compile(r"session\.(.+)\.(\d{13}-[0-9a-f]{8})", re.ASCII)
 
-        # Of several of one kind and node the last counts.
-        for name in sorted(os.listdir(self.resolve("board"))):
+        # Of several markers of one kind and node the highest counts: the names are sorted.
+        for name in sorted(os.listdir(self.resolve_dir("board"))):
             if (match := session.fullmatch(name)) and is_safe_name(match[1]):
                 board.sessions[match[1]] = match[2]
             elif (match := marker.fullmatch(name)) and is_safe_name(match[2]):
@@ -136,13 +136,13 @@ class DriveStore:
         if old is None:
             # The first time in this process: go on with the marker of the process before.
             pattern = re.compile(rf"{kind}\.{re.escape(node)}\.\d{{6}}\.\d{{1,2}}", re.ASCII)
-            names = sorted(os.listdir(self.resolve("board")))
+            names = sorted(os.listdir(self.resolve_dir("board")))
             earlier = [name for name in names if pattern.fullmatch(name)]
-            old = earlier[-1] if earlier else None
+            old = earlier[-1] if earlier else new
             for name in earlier[:-1]:
                 self.delete(f"board/{name}")
 
-        # Of two calls with the same arguments the second finds the new name.
+        # There may be none yet, and a retried call may have renamed the old one before.
         try:
             os.replace(self.resolve(f"board/{old}"), self.resolve(f"board/{new}"))
         except FileNotFoundError:
@@ -187,7 +187,9 @@ class DriveStore:
         signs = [int(session[:13] or 0) / 1000, self.moved_at.get(node, 0.0)]
         if is_finite_number(heartbeat.get("time")):
             signs.append(heartbeat["time"])
-        youngest = min(abs(time.time() - sign) for sign in signs)
+        youngest = min(
+            abs(time.time() - sign) for sign in signs
+        )  # abs: a peer's clock may be ahead
         return "alive" if youngest < stale_after else "dead"
 
     # -- rollouts and rewards
@@ -198,12 +200,14 @@ class DriveStore:
         What the node wrote before it was killed stays: a file never changes once peers may have
         read it.
         """
+        # Is there a valid file already, from before a kill?
         path = stage_file(kind, node, round_, stage)
         parse = parse_rollouts if kind == "rollouts" else parse_reward
         is_published = False
         with contextlib.suppress(FileNotFoundError, InvalidFileError):
             parse(parse_json(self.read_bytes(path, MAX_JSON_BYTES)), node, round_, stage)
             is_published = True
+
         if not is_published:
             name = "peer_id" if kind == "rollouts" else "node_id"
             header = {name: node, "round": round_, "stage": stage, "timestamp": time.time()}
@@ -233,121 +237,6 @@ class DriveStore:
             if match := re.fullmatch(r"round_(\d{6})(?:\.stage_(\d{1,2}))?\.\w+", name, re.ASCII):
                 stages.append((int(match[1]), int(match[2] or 0)))
         return sorted(stages)
-
-    def prune_rollouts(self, node: str, before_round: int, archive: bool) -> None:
-        """Delete a node's rollouts of older rounds, or move them to archives/EXPERIMENT/NODE/."""
-        archives = f"/archives/{self.dir.name}"
-        if archive:
-            if not self.has_dir(archives):  # until it is there again, nothing is moved
-                return
-            self.make_dir(f"{archives}/{node}")
-        for round_, stage in self.list_stages("rollouts", node):
-            if round_ >= before_round:
-                break
-            path = self.resolve(stage_file("rollouts", node, round_, stage))
-            if archive:
-                os.replace(path, self.resolve(f"{archives}/{node}/{path.name}"))
-            else:
-                path.unlink(missing_ok=True)
-
-    # -- the folders of an experiment and of a node
-
-    def create(self, settings: dict) -> dict:
-        """Begin the experiment unless another process has. Returns the settings that it began with.
-
-        settings: those of this process, with "layout" and "maker", the name of its first node.
-        Raises OSError while another process makes the experiment.
-        """
-        # mkdir succeeds in one process only: the maker.
-        saved = self.load_config()
-        if saved is None:
-            self.root.mkdir(exist_ok=True)
-            self.make_dir("/experiments")
-            with contextlib.suppress(FileExistsError):
-                self.dir.mkdir()
-                self.is_maker = True
-
-            # If config.json does not come, its maker was killed, and this process takes its place.
-            if not self.is_maker:
-                self.wait_for_folder("another process is still creating the experiment")
-
-        # Folders that a copy or a tidy user dropped are made again by the node that made them.
-        if saved is None or saved.get("maker") == settings["maker"]:
-            for folder in ("board", "nodes", "/warmstart", "/reports", "/archives"):
-                self.make_dir(folder)
-            self.make_dir(f"/archives/{self.dir.name}")
-
-        # config.json comes last: who sees it finds the folders, too. It is never replaced, so look
-        # once more before writing, and read what has come of it.
-        if saved is None and self.load_config() is None:
-            self.write("config.json", dump_json(settings, indent=1))
-        saved = self.load_config()
-        if saved is None:
-            raise OSError("config.json is gone")
-        return saved
-
-    def load_config(self) -> dict | None:
-        """The settings that the experiment began with, None if there are none yet.
-
-        Raises StoreError if they cannot be used, or if another program made the experiment.
-        """
-        if self.dir.is_symlink():
-            raise StoreError(f"{self.dir}: a link; take another EXPERIMENT_NAME")
-        try:
-            config = parse_json(self.read_bytes("config.json", MAX_METADATA_BYTES))
-        except FileNotFoundError:
-            config = None
-        except InvalidFileError as error:
-            advice = "restore it, or take another EXPERIMENT_NAME"
-            raise StoreError(f"{self.dir}/config.json: {error}; {advice}") from error
-
-        # Earlier versions and the program that this one replaces kept rollouts/ here.
-        if config is None:
-            is_foreign = any(self.dir.glob("rollouts/*"))
-        else:
-            is_foreign = config.get("layout") != LAYOUT
-        if is_foreign:
-            advice = "take another EXPERIMENT_NAME; nothing was changed"
-            raise StoreError(f"{self.dir}: made by another version of this program; {advice}")
-        return config
-
-    def create_node(self, node: str) -> None:
-        """Make the folder of a node. (`register` makes what is in it.)
-
-        Raises OSError while a folder that was made elsewhere may only be late, and StoreError if
-        the disk takes two names, such as anna and Anna, for one.
-        """
-        folder = self.resolve(f"nodes/{node}/-").parent
-        names = self.list_names("nodes")
-        twins = [name for name in names if name.lower() == node.lower()]
-        if twins and node not in twins and folder.exists():
-            raise StoreError(f"NODE_ID={node}: to this disk it is the same as {twins[0]}")
-        if not folder.exists() and node in self.board().sessions:
-            self.wait_for_folder(f"nodes/{node} is not there yet")
-        self.make_dir(f"nodes/{node}")
-
-    def remove_leftovers(self, node: str) -> None:
-        """Delete what a killed process of this node left unfinished."""
-        for path in self.resolve(f"nodes/{node}/-").parent.glob("**/.new-*"):
-            remove(path, frees_space=True)
-
-    def make_dir(self, path: str) -> None:
-        """Make a folder. Its parents must exist: if one is missing, the drive is not mounted."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.resolve(f"{path}/-").parent)
-
-    def has_dir(self, path: str) -> bool:
-        """Whether there is such a folder. Only its maker makes one that is missing."""
-        if self.resolve(f"{path}/-").parent.is_dir():
-            return True
-        self.check_mounted(path)
-        return False
-
-    def wait_for_folder(self, reason: str) -> None:
-        """Raise OSError in the first FOLDER_TIMEOUT_SECONDS in which it is called."""
-        began = self.waiting_since.setdefault(reason, time.monotonic())
-        if time.monotonic() - began < FOLDER_TIMEOUT_SECONDS:
-            raise OSError(reason)
 
     # -------- Atomic files ------------------------------------------------------------------------
 
@@ -386,20 +275,12 @@ class DriveStore:
             self.checked_logs.add(path)
 
         with self.open(path, "a+b") as file:
-            # Cut off what a failed attempt has written.
+            # The length before the first attempt: a retry cuts off what that has written.
             size = self.append_at.setdefault(path, file.seek(0, os.SEEK_END))
             file.truncate(size)
             is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
             file.write(("\n" if is_torn else "").encode() + text.encode("utf-8", "replace"))
         del self.append_at[path]
-
-    def delete(self, path: str, frees_space: bool = False) -> None:
-        """Delete a file. It is renamed first, so that no reader finds half of it."""
-        target = self.resolve(path)
-        temp = target.with_name(f".new-{secrets.token_hex(8)}")
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(target, temp)
-            remove(temp, frees_space)
 
     # -------- Reading what others wrote -----------------------------------------------------------
 
@@ -421,7 +302,8 @@ class DriveStore:
         """One JSON object; None if there is no such file. Raises InvalidFileError.
 
         An error on this one file (EIO, ESTALE, EACCES) counts as an invalid file, so that a peer's
-        bad disk stops nobody. It is an outage if the experiment's folder cannot be listed, either.
+        bad disk stops nobody. If the experiment's folder cannot be listed either, it is an outage:
+        OSError.
         """
         try:
             return parse_json(self.read_bytes(path, max_bytes))
@@ -450,6 +332,168 @@ class DriveStore:
             raise OSError(errno.EINVAL, "not a regular file", path)
         return os.fdopen(descriptor, mode)
 
+    def list_names(self, path: str, lenient: bool = False) -> list[str]:
+        """Names in a folder, sorted. An empty list if there is no such folder.
+
+        lenient: a folder that gives an error counts as empty, too (for monitor and report).
+        """
+        try:
+            names = os.listdir(self.resolve_dir(path))
+        except OSError as error:
+            self.check_mounted(path)
+            absent = (FileNotFoundError, NotADirectoryError, PermissionError)
+            if not lenient and not isinstance(error, absent):
+                raise
+            return []
+        return sorted(name for name in names if not name.startswith("."))
+
+    def resolve(self, path: str) -> Path:
+        """Full path of a path of this file. A link among its parents raises NotADirectoryError. The
+        last part may be a link, which `open` refuses.
+        """
+        full = self.root / path[1:] if path.startswith("/") else self.dir / path
+        for parent in full.relative_to(self.root).parents[:-1]:
+            if parent not in self.checked_dirs:
+                with contextlib.suppress(FileNotFoundError):  # then the caller's own call fails
+                    if stat.S_ISLNK(os.lstat(self.root / parent).st_mode):
+                        error = "a link where a folder belongs"
+                        raise NotADirectoryError(errno.ENOTDIR, error, str(parent))
+                    self.checked_dirs.add(parent)
+        return full
+
+    def resolve_dir(self, path: str) -> Path:
+        """Full path of a folder. If it is a link itself, this raises NotADirectoryError, too."""
+        return self.resolve(f"{path}/-").parent
+
+    def check_mounted(self, path: str = "") -> None:
+        """Raise OSError if the experiment's folder, or for "/…" the shared folder, cannot be
+        listed: the drive is not mounted."""
+        os.listdir(self.root if path.startswith("/") else self.dir)
+
+    # -------- Housekeeping: the folders of experiments and nodes, retention -----------------------
+
+    def create(self, settings: dict) -> dict:
+        """Begin the experiment unless another process has. Returns the settings that it began with.
+
+        settings: those of this process, with "layout" and "maker", the name of its first node.
+        Raises OSError while another process makes the experiment.
+        """
+        # mkdir succeeds in one process only: the maker.
+        saved = self.load_config()
+        if saved is None:
+            self.root.mkdir(exist_ok=True)
+            self.make_dir("/experiments")
+            with contextlib.suppress(FileExistsError):
+                self.dir.mkdir()
+                self.is_maker = True
+
+            # If config.json does not come, its maker was killed, and this process takes its place.
+            if not self.is_maker:
+                self.give_time("another process is still creating the experiment")
+
+        # Folders that a copy or a tidy user dropped are made again by the node that made them.
+        if saved is None or saved.get("maker") == settings["maker"]:
+            for folder in ("board", "nodes", "/warmstart", "/reports", "/archives"):
+                self.make_dir(folder)
+            self.make_dir(f"/archives/{self.dir.name}")
+
+        # config.json comes last: who sees it finds the folders, too. It is never replaced: another
+        # process may have written it meanwhile, so look again first, and then read what is there.
+        if saved is None and self.load_config() is None:
+            self.write("config.json", dump_json(settings, indent=1))
+        saved = self.load_config()
+        if saved is None:
+            raise OSError("config.json is gone")
+        return saved
+
+    def load_config(self) -> dict | None:
+        """The settings that the experiment began with, None if there are none yet.
+
+        Raises StoreError if they cannot be used, or if another program made the experiment.
+        """
+        if self.dir.is_symlink():
+            raise StoreError(f"{self.dir}: a link; take another EXPERIMENT_NAME")
+        try:
+            config = parse_json(self.read_bytes("config.json", MAX_METADATA_BYTES))
+        except FileNotFoundError:
+            config = None
+        except InvalidFileError as error:
+            advice = "restore it, or take another EXPERIMENT_NAME"
+            raise StoreError(f"{self.dir}/config.json: {error}; {advice}") from error
+
+        # Earlier versions and the program that this one replaces kept rollouts/ here.
+        if config is None:
+            is_foreign = any(self.dir.glob("rollouts/*"))
+        else:
+            is_foreign = config.get("layout") != LAYOUT
+        if is_foreign:
+            advice = "take another EXPERIMENT_NAME; nothing was changed"
+            raise StoreError(f"{self.dir}: made by another version of this program; {advice}")
+        return config
+
+    def create_node(self, node: str) -> None:
+        """Make the folder of a node. (`register` makes what is in it.)
+
+        Raises OSError while a folder that was made elsewhere may only be late, and StoreError if
+        the disk takes two names, such as anna and Anna, for one.
+        """
+        folder = self.resolve_dir(f"nodes/{node}")
+        names = self.list_names("nodes")
+        twins = [name for name in names if name.lower() == node.lower()]
+        if twins and node not in twins and folder.exists():
+            raise StoreError(f"NODE_ID={node}: to this disk it is the same as {twins[0]}")
+        if not folder.exists() and node in self.board().sessions:
+            self.give_time(f"nodes/{node} is not there yet")
+        self.make_dir(f"nodes/{node}")
+
+    def remove_leftovers(self, node: str) -> None:
+        """Delete what a killed process of this node left unfinished."""
+        for path in self.resolve_dir(f"nodes/{node}").glob("**/.new-*"):
+            remove(path, frees_space=True)
+
+    def make_dir(self, path: str) -> None:
+        """Make a folder. Its parents must exist: if one is missing, the drive is not mounted."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.resolve_dir(path))
+
+    def has_dir(self, path: str) -> bool:
+        """Whether there is such a folder. Only its maker makes one that is missing."""
+        if self.resolve_dir(path).is_dir():
+            return True
+        self.check_mounted(path)
+        return False
+
+    def give_time(self, reason: str) -> None:
+        """Raise OSError until FOLDER_TIMEOUT_SECONDS have passed since the first call with this
+        reason; after that do nothing."""
+        began = self.waiting_since.setdefault(reason, time.monotonic())
+        if time.monotonic() - began < FOLDER_TIMEOUT_SECONDS:
+            raise OSError(reason)
+
+    def prune_rollouts(self, node: str, before_round: int, archive: bool) -> None:
+        """Delete a node's rollouts of older rounds, or move them to archives/EXPERIMENT/NODE/."""
+        archives = f"/archives/{self.dir.name}"
+        if archive:
+            if not self.has_dir(archives):  # until it is there again, nothing is moved
+                return
+            self.make_dir(f"{archives}/{node}")
+        for round_, stage in self.list_stages("rollouts", node):
+            if round_ >= before_round:
+                break
+            path = self.resolve(stage_file("rollouts", node, round_, stage))
+            if archive:
+                os.replace(path, self.resolve(f"{archives}/{node}/{path.name}"))
+            else:
+                path.unlink(missing_ok=True)
+
+    def delete(self, path: str, frees_space: bool = False) -> None:
+        """Delete a file. It is renamed first, so that no reader finds half of it."""
+        target = self.resolve(path)
+        temp = target.with_name(f".new-{secrets.token_hex(8)}")
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(target, temp)
+            remove(temp, frees_space)
+
     def load_file(self, path: str, read):
         """read(full path) of a file that a library opens itself; None if there is no regular file.
 
@@ -465,44 +509,12 @@ class DriveStore:
             self.check_mounted(path)
             raise InvalidFileError(f"{type(error).__name__}: {printable(error, 200)}") from error
 
-    def list_names(self, path: str, lenient: bool = False) -> list[str]:
-        """Names in a folder, sorted. An empty list if there is no such folder.
-
-        lenient: for readers, to whom a folder with an error of its own is empty, too.
-        """
-        try:
-            names = os.listdir(self.resolve(f"{path}/-").parent)
-        except OSError as error:
-            self.check_mounted(path)
-            absent = (FileNotFoundError, NotADirectoryError, PermissionError)
-            if not lenient and not isinstance(error, absent):
-                raise
-            return []
-        return sorted(name for name in names if not name.startswith("."))
-
-    def resolve(self, path: str) -> Path:
-        """Full path of a path of this file. A link among its parents raises NotADirectoryError."""
-        full = self.root / path[1:] if path.startswith("/") else self.dir / path
-        for parent in full.relative_to(self.root).parents[:-1]:
-            if parent not in self.checked_dirs:
-                with contextlib.suppress(FileNotFoundError):  # whoever uses it will see that
-                    if stat.S_ISLNK(os.lstat(self.root / parent).st_mode):
-                        error = "a link where a folder belongs"
-                        raise NotADirectoryError(errno.ENOTDIR, error, str(parent))
-                    self.checked_dirs.add(parent)
-        return full
-
-    def check_mounted(self, path: str = "") -> None:
-        """Raise OSError if the experiment's folder, or for "/…" the shared folder, cannot be
-        listed: the drive is not mounted."""
-        os.listdir(self.root if path.startswith("/") else self.dir)
-
 
 def remove(path: Path, frees_space: bool = False) -> None:
     """Delete a file, a link, or a folder with all that is in it, if that is possible.
 
     frees_space: on Google Drive a deleted file goes to the trash, where it still counts, so empty
-    it first. Not one that has another name, too, whose contents would be lost.
+    it first. Not one with hard links: what its other names show would be lost.
     """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
@@ -553,7 +565,8 @@ def parse_json(data: bytes) -> dict:
     def refuse(text: str):
         raise ValueError(f"{text} is not a finite number")
 
-    # Count before parsing: a small file can hold very many objects. Strings do not count.
+    # Count before parsing: a small file can hold very many objects. Commas in strings (also in one
+    # that does not end) do not count.
     skeleton = re.sub(rb'"(?:[^"\\]|\\.)*+"?', b"", data, flags=re.DOTALL)
     if sum(map(skeleton.count, (b",", b"[", b"{"))) > MAX_JSON_ELEMENTS:
         raise InvalidFileError("too many elements")

@@ -165,7 +165,8 @@ class UpdateBatch:
     prompts, completions: K lists of token ids. Rows of one group follow one another and hold the
     same list as their prompt.
     advantages, weights: (K,); old_logprobs: (K, T), filled in the first optimizer step.
-    order: (K,) the numbers of the rows, sorted by length, so that micro-batches have little padding
+    order: (K,) the numbers of the rows, sorted by the length of the longest row of their group, so
+        that a group stays together and micro-batches have little padding
     """
 
     prompts: list[list[int]]
@@ -190,11 +191,15 @@ def update_policy(
 
     config: the update's settings (LOSS_TYPE, MAX_NEW_TOKENS, TEMPERATURE, CLIP_LOW, CLIP_HIGH,
     NUM_ITERATIONS, DTYPE). max_rows: completions per forward pass. between_batches is called before
-    each of these.
+    each of these; the main loop sends its heartbeats there.
 
-    Returns metrics: loss of the first step, clip_fraction (mean), grad_norm of the last step before
-    clipping, trained_tokens, max_rows, which is lower if memory ran out, and logprobs, the mean
-    log-probability per token of each completion that was trained on.
+    Returns metrics:
+        loss            of the first optimizer step
+        clip_fraction   share of tokens whose ratio was clipped, a mean over the steps
+        grad_norm       of the last step, before the gradient is clipped
+        trained_tokens  of the completions that were trained on
+        logprobs        mean log-probability per token of each of these completions
+        max_rows        as given, or lower if memory ran out
     """
     batch = make_update_batch(groups, config)
     lengths = torch.tensor([len(ids) for ids in batch.completions])  # (K,)
@@ -225,7 +230,7 @@ def update_policy(
                 between_batches,
                 is_first_step=step == 0,
             )
-        except RuntimeError as error:
+        except RuntimeError as error:  # halve_rows raises any other error again
             max_rows = halve_rows(error, min(max_rows, len(lengths)), 1, "the update")
             continue
 
@@ -379,8 +384,8 @@ def token_logprobs(model, hidden, targets, temperature: float):
 def lm_head_logits(model, hidden):
     """(..., H) -> logits (..., V) in float32.
 
-    Casting bfloat16 logits before the softmax reduces the mean error of a log-probability from
-    0.025 to 0.004.
+    Casting bfloat16 logits to float32 before the softmax reduces the mean error of a
+    log-probability from 0.025 to 0.004.
     """
     logits = model.get_output_embeddings()(hidden).float()
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
@@ -390,8 +395,9 @@ def lm_head_logits(model, hidden):
 def forward_hidden(model, ids, mask=None, cache=None):
     """Run `ids` (rows, length) through the model, after what the KV cache already holds.
 
-    mask: (rows, up to cached + length), 1 for real tokens and 0 for padding, which gets no position
-    number; tokens beyond its end are real. None if no row has padding before its last real token.
+    mask: (rows, n), n at most cached + length: 1 for real tokens, 0 for padding, which gets no
+    position number. Tokens beyond the end of the mask are real. None if padding stands only on the
+    right.
     Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
     """
     if cache is None:
@@ -459,8 +465,9 @@ def generate(
     groups = []
     while len(groups) < len(prompts):
         # As many of the next prompts as fit. If memory runs out: again, with half as many.
-        batch = prompts[len(groups) :][: max(1, max_rows // num_generations)]
-        first = len(groups) * num_generations
+        start = len(groups)
+        batch = prompts[start : start + max(1, max_rows // num_generations)]
+        first = start * num_generations
         columns = uniforms[:, first : first + len(batch) * num_generations]
         between_batches()
         try:
@@ -482,7 +489,8 @@ def sample_completions(model, prompts, uniforms, temperature, eos_ids, pad_id=0,
     which is kept, (2) when stop_fn(its ids so far) is true, or (3) after T tokens.
     """
     max_tokens, batch_size = uniforms.shape
-    hidden, cache, mask = prefill(model, prompts, batch_size // len(prompts), pad_id)  # (B, H)
+    # Run each prompt once, and repeat its hidden state (B, H), KV cache and mask for G rows.
+    hidden, cache, mask = prefill(model, prompts, batch_size // len(prompts), pad_id)
     eos = torch.tensor(sorted(eos_ids), device=model.device)
     tokens = torch.full((batch_size, max_tokens), -1, device=model.device)  # -1: none
     rows = torch.arange(batch_size, device=model.device)  # those that are not finished
@@ -492,7 +500,7 @@ def sample_completions(model, prompts, uniforms, temperature, eos_ids, pad_id=0,
         token = sample_tokens(logits, uniforms[step, rows], temperature)
         tokens[rows, step] = token
 
-        # Which rows go on? With solved examples in the prompt an answer's closing tag ends a row.
+        # Which rows go on? (stop_fn is for base models, which would write further examples.)
         goes_on = ~torch.isin(token, eos)
         if stop_fn is not None:
             stopped = [stop_fn(ids) for ids in tokens[rows, : step + 1].tolist()]

@@ -11,8 +11,9 @@ decoded rollouts, plain text, through one shared folder. Settings are environmen
     bash run_swarm.sh                                                      a swarm on this machine
     python sapo.py --help                                                  all variables
 
-`train` is the paper's Algorithm 1, and its six steps follow it. Then come what they log, rounds,
-settings, checkpoints, starting, logging and signals, and functions for notebooks.
+`train` is the paper's Algorithm 1, and its six steps follow it, then how a process goes from one
+round to the next. That is SAPO. Below come what is logged, settings, checkpoints, starting, logging
+and signals, and functions for notebooks.
 
 One thread makes all calls to the folder, in order, and retries a failed call until it succeeds
 (`RetryingStore` in drive_store.py). If a process is killed, the folder therefore holds its writes
@@ -267,7 +268,8 @@ def publish_groups(run: Run, node: Node, t: int, stage: int) -> None:
 
 def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Group]":
     """Step 4: verify and score the peers' groups here, drop those without information, and draw J
-    of the rest uniformly. What is missing is drawn from older rounds, ROLLOUT_MAX_AGE back."""
+    of the rest uniformly. What is missing is drawn from older rounds, up to ROLLOUT_MAX_AGE (4)
+    rounds back."""
     config = run.config
     started = time.monotonic()
     node.metrics |= {"external_pool": 0, "rejected": 0}
@@ -296,11 +298,16 @@ def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Grou
 
 def wait_for_peers(run: Run, node: Node, t: int, stage: int) -> None:
     """Step 4a: wait for the live peers that have not published this stage yet, at most
-    FETCH_TIMEOUT_SECONDS in a round. A peer that published nothing in the previous round is not
-    waited for, so one that dies costs the swarm at most one timeout."""
+    FETCH_TIMEOUT_SECONDS (30) in a round, for all nodes of this process together.
+
+    A peer that published nothing in the previous round is not waited for, so one that dies costs
+    the swarm at most one timeout. Waiting also ends when a later round opens.
+    """
     config = run.config
     if stage not in config.publishing_stages:
         return
+
+    # In round 0 all workers, later those that published in the round before.
     run.board = run.store.board()
     expected = run.board.workers
     if t > 0:
@@ -311,8 +318,10 @@ def wait_for_peers(run: Run, node: Node, t: int, stage: int) -> None:
         poll_started = time.monotonic()
         run.board = run.store.board()
         for peer in run.board.reached("rollouts", t, stage):
-            # On some storages a marker arrives before its file.
-            if peer in late and fetch_groups(run, node, (peer, t, stage)) is not None:
+            # On some storages a marker arrives before its file. (Where more peers publish than are
+            # read, the marker must do.)
+            is_crowd = len(expected) > config.FETCH_MAX_PEERS
+            if peer in late and (is_crowd or fetch_groups(run, node, (peer, t, stage)) is not None):
                 late.remove(peer)
         late = {peer for peer in late if is_alive(run, peer)}
         if late and run.fetch_budget_seconds <= 0:
@@ -337,7 +346,8 @@ def external_candidates(
     round_ = t - age
     stages = [stage] if age == 0 else config.publishing_stages
 
-    if stages[0] not in config.publishing_stages:  # a repeated round sees peers that are ahead
+    # A stage that publishes nothing has no files, even if a peer's marker is beyond it.
+    if stages[0] not in config.publishing_stages:
         return []
 
     # Which peers have published? Of more than FETCH_MAX_PEERS a random subset is read, so that the
@@ -359,7 +369,7 @@ def external_candidates(
         if len(groups) > config.max_groups_per_peer:
             groups = rng.sample(groups, config.max_groups_per_peer)
 
-        started = time.thread_time()
+        started = time.thread_time()  # computing time; waiting does not count
         for group in groups:
             is_slow = time.thread_time() - started > MAX_VERIFY_SECONDS_PER_PEER
             result = verify_once(run, group, is_slow)
@@ -371,7 +381,8 @@ def external_candidates(
 
 
 def fetch_groups(run: Run, node: Node, file: tuple) -> list[dict] | None:
-    """The groups of a peer's file (node, round, stage), [] if it cannot be used, None without."""
+    """The groups of a peer's file (node, round, stage), [] if it cannot be used, None if there is
+    no file."""
     if run.fetched.get(file) is None:
         try:
             run.fetched[file] = run.store.fetch_rollouts(*file)
@@ -392,7 +403,7 @@ def reject(run: Run, node: Node, peer: str, reason: Exception) -> None:
 
 
 def verify_once(run: Run, external: dict, is_slow: bool) -> "grpo.Group | Rejected":
-    """Verify a peer's group, or return what was found before, for all nodes of this process."""
+    """Verify a peer's group, once in this process: its other nodes get the same result."""
     key = external["key"]
     if key not in run.verified:
         try:
@@ -407,7 +418,8 @@ def verify_once(run: Run, external: dict, is_slow: bool) -> "grpo.Group | Reject
 def verify(run: Run, external: dict) -> "grpo.Group":
     """Re-tokenize and re-score a peer's group. Raises Rejected if it cannot be used.
 
-    Only task, seed, response and finished are used. The question is made again here.
+    Only task, seed, response and finished are used. The question is made again here, and the file's
+    prompt must equal it.
     """
     codec = run.codec
 
@@ -428,6 +440,8 @@ def verify(run: Run, external: dict) -> "grpo.Group":
     texts = [completion["response"] for completion in completions]
     finished = [completion["finished"] for completion in completions]
     prompt = codec.encode_prompt(question)
+    # At most twice MAX_NEW_TOKENS, for its tokenizer may be another one. (No tokenizer puts 64
+    # characters into a token on average.)
     longest = min(codec.max_completion, codec.positions - len(prompt))
     if any(len(text) > 64 * longest for text in texts):
         raise Rejected("a completion is too long")
@@ -489,6 +503,127 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
     questions = questions_from_seeds(run, seeds)
     seed = derive_seed(run.config, node.id, t, 0, "evaluate")
     return mean_reward(answer_questions(run, node, questions, 1, seed))
+
+
+# -------- Rounds ----------------------------------------------------------------------------------
+
+
+class StopTraining(Exception):
+    """The run ends early: "stopped" by a signal, or "superseded" by a newer session."""
+
+
+def next_round(run: Run) -> int | None:
+    """The round to work on now, None after the last one. Rounds that were missed are skipped."""
+    own = run.last_round + 1
+    if own >= run.config.MAX_ROUNDS:
+        return None
+    t = wait_for_round(run, own)
+    if t > own:
+        text = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with {t}"
+        if run.history:
+            text += "; if steps are slow, raise COORDINATOR_ROUND_INTERVAL or STALE_AFTER_SECONDS"
+        run.log.event("skip", text)
+    run.fetch_budget_seconds = run.config.FETCH_TIMEOUT_SECONDS
+    return t if t < run.config.MAX_ROUNDS else None
+
+
+def wait_for_round(run: Run, own: int) -> int:
+    """Block until round `own` or a later one is open, and return it.
+
+    If no coordinator is alive, this process opens `own` itself, as soon as none has been seen for
+
+        COORDINATOR_ROUND_INTERVAL   in its first round, until NUM_WORKERS are alive
+        2 s                          if other nodes exist and this process runs a single node:
+                                     several would open the first round at the same moment
+        0 s                          otherwise
+
+    This is counted from the last sighting, or from the start of the process, so it delays a start
+    or a handover, not every round. If no other node ever registered, a resumed process repeats the
+    rounds since its checkpoint.
+    """
+    config = run.config
+    own_ids = {node.id for node in run.nodes}
+    while True:
+        poll_started = time.monotonic()
+        if run.signals.requested:  # only between rounds: a round that has begun is finished
+            raise StopTraining("stopped")
+        send_heartbeats(run)
+        check_superseded(run)
+
+        # In a swarm, work on the newest open round. A process that is alone decides itself.
+        others = run.board.sessions.keys() - own_ids
+        if others and run.board.open_round >= own:
+            return run.board.open_round
+
+        # How long must no coordinator have been seen before this process opens the round?
+        delay = 2.0 if others and len(run.nodes) == 1 else 0.0
+        if config.NUM_WORKERS and not run.history:
+            num_alive = sum(is_alive(run, worker) for worker in run.board.workers)
+            if num_alive < config.NUM_WORKERS:
+                delay = config.COORDINATOR_ROUND_INTERVAL
+                log_once(run, "wait", f"for {config.NUM_WORKERS} workers, {delay:.0f} s at most")
+        if is_alive(run, drive_store.COORDINATOR_ID):
+            run.coordinator_last_seen = poll_started
+        elif poll_started - run.coordinator_last_seen >= delay:
+            run.store.move_marker("open", run.nodes[0].id, own)
+            return own
+        drive_store.poll_sleep(poll_started)
+
+
+def send_heartbeats(run: Run, state: str = "") -> None:
+    """Write each node's heartbeat if one is due. With `state`, write a final one immediately."""
+    is_due = time.monotonic() >= run.next_heartbeat
+    if run.session and (state or is_due):  # not before it has registered
+        for node in run.nodes:
+            round_ = run.last_round + 1
+            run.store.write_heartbeat(node.id, run.session, round_, state or "running")
+        run.next_heartbeat = time.monotonic() + run.config.heartbeat_interval
+
+
+def is_alive(run: Run, node_id: str) -> bool:
+    """Whether a node of the swarm is alive."""
+    session = run.board.sessions.get(node_id, "")
+    return run.store.node_status(node_id, session, run.config.STALE_AFTER_SECONDS) == "alive"
+
+
+def check_superseded(run: Run) -> None:
+    """Raise StopTraining if a newer process has registered one of this process's nodes."""
+    run.board = run.store.board()
+    for node in run.nodes:
+        if run.board.sessions.get(node.id, "") > run.session:
+            run.log.event("end", f"a newer session of {node.id} runs; this one stops")
+            raise StopTraining("superseded")
+
+
+def finish_round(run: Run, t: int) -> None:
+    """Log the round, write a checkpoint if one is due, and clean up."""
+    config = run.config
+    interval = config.CHECKPOINT_INTERVAL
+    # Has the number of checkpoints that are due grown? (Rounds may have been skipped.)
+    checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
+    run.last_round = t
+
+    # Flush first: rounds before a checkpoint are never repeated, so their log rows must already be
+    # on disk.
+    log_round(run, t)
+    run.log.flush(run.store)
+    if checkpoint_is_due or t == config.MAX_ROUNDS - 1:
+        save_checkpoint(run)
+
+    # Delete or archive old rollouts. A resumed node repeats the rounds since its checkpoint, and
+    # the oldest of these may draw from ROLLOUT_MAX_AGE rounds earlier.
+    if config.ROLLOUT_CLEANUP_ENABLED:
+        needed = interval + config.ROLLOUT_MAX_AGE
+        oldest_kept = t + 1 - max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
+        for node in run.nodes:
+            run.store.prune_rollouts(node.id, oldest_kept, config.ROLLOUT_ARCHIVE_OLD)
+
+    # Forget what no later round draws from. A file that could not be used is read again.
+    oldest = t - config.ROLLOUT_MAX_AGE
+    run.fetched = {
+        file: groups for file, groups in run.fetched.items() if groups and file[1] >= oldest
+    }
+    run.verified = {key: result for key, result in run.verified.items() if key[0] >= oldest}
 
 
 # -------- What the steps write and log ------------------------------------------------------------
@@ -645,125 +780,6 @@ def log_samples(run: Run, is_last: bool = False) -> None:
             lines += coordinator.format_completions(before, "before  ")
         lines += coordinator.format_completions(now, "now     " if is_last else "")
         run.log.info("\n".join(lines))
-
-
-# -------- Rounds ----------------------------------------------------------------------------------
-
-
-class StopTraining(Exception):
-    """The run ends early: "stopped" by a signal, or "superseded" by a newer session."""
-
-
-def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one. Rounds that were missed are skipped."""
-    own = run.last_round + 1
-    if own >= run.config.MAX_ROUNDS:
-        return None
-    t = wait_for_round(run, own)
-    if t > own:
-        text = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with {t}"
-        if run.history:
-            text += "; if steps are slow, raise COORDINATOR_ROUND_INTERVAL or STALE_AFTER_SECONDS"
-        run.log.event("skip", text)
-    run.fetch_budget_seconds = run.config.FETCH_TIMEOUT_SECONDS
-    return t if t < run.config.MAX_ROUNDS else None
-
-
-def wait_for_round(run: Run, own: int) -> int:
-    """Block until round `own` or a later one is open, and return it.
-
-    If no coordinator is alive, this process opens `own` itself, once the last sighting of one (or
-    its own start) is this long ago:
-
-        COORDINATOR_ROUND_INTERVAL   in its first round, until NUM_WORKERS are alive
-        2 s                          if other nodes exist and this process runs a single node
-        0 s                          otherwise
-
-    If no other node ever registered, a resumed process repeats the rounds since its checkpoint.
-    """
-    config = run.config
-    own_ids = {node.id for node in run.nodes}
-    while True:
-        poll_started = time.monotonic()
-        if run.signals.requested:  # only between rounds: a round that has begun is finished
-            raise StopTraining("stopped")
-        send_heartbeats(run)
-        check_superseded(run)
-
-        # In a swarm, work on the newest open round. A process that is alone decides itself.
-        others = run.board.sessions.keys() - own_ids
-        if others and run.board.open_round >= own:
-            return run.board.open_round
-
-        # How long must no coordinator have been seen before this process opens the round?
-        delay = 2.0 if others and len(run.nodes) == 1 else 0.0
-        if config.NUM_WORKERS and not run.history:
-            num_alive = sum(is_alive(run, worker) for worker in run.board.workers)
-            if num_alive < config.NUM_WORKERS:
-                delay = config.COORDINATOR_ROUND_INTERVAL
-                log_once(run, "wait", f"for {config.NUM_WORKERS} workers, {delay:.0f} s at most")
-        if is_alive(run, drive_store.COORDINATOR_ID):
-            run.coordinator_last_seen = poll_started
-        elif poll_started - run.coordinator_last_seen >= delay:
-            run.store.move_marker("open", run.nodes[0].id, own)
-            return own
-        drive_store.poll_sleep(poll_started)
-
-
-def send_heartbeats(run: Run, state: str = "") -> None:
-    """Write each node's heartbeat if one is due. With `state`, write a final one immediately."""
-    is_due = time.monotonic() >= run.next_heartbeat
-    if run.session and (state or is_due):  # not before it has registered
-        for node in run.nodes:
-            round_ = run.last_round + 1
-            run.store.write_heartbeat(node.id, run.session, round_, state or "running")
-        run.next_heartbeat = time.monotonic() + run.config.heartbeat_interval
-
-
-def is_alive(run: Run, node_id: str) -> bool:
-    """Whether a node of the swarm is alive."""
-    session = run.board.sessions.get(node_id, "")
-    return run.store.node_status(node_id, session, run.config.STALE_AFTER_SECONDS) == "alive"
-
-
-def check_superseded(run: Run) -> None:
-    """Raise StopTraining if a newer process has registered one of this process's nodes."""
-    run.board = run.store.board()
-    for node in run.nodes:
-        if run.board.sessions.get(node.id, "") > run.session:
-            run.log.event("end", f"a newer session of {node.id} runs; this one stops")
-            raise StopTraining("superseded")
-
-
-def finish_round(run: Run, t: int) -> None:
-    """Log the round, write a checkpoint if one is due, and clean up."""
-    config = run.config
-    interval = config.CHECKPOINT_INTERVAL
-    # A checkpoint is also due if the round in which it was due has been skipped.
-    checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
-    run.last_round = t
-
-    # Flush first: rounds before a checkpoint are never repeated, so their log rows must already be
-    # on disk.
-    log_round(run, t)
-    run.log.flush(run.store)
-    if checkpoint_is_due or t == config.MAX_ROUNDS - 1:
-        save_checkpoint(run)
-
-    # Delete or archive old rollouts. A resumed node repeats the rounds since its checkpoint, and
-    # the first of these may draw from ROLLOUT_MAX_AGE rounds earlier.
-    if config.ROLLOUT_CLEANUP_ENABLED:
-        needed = interval + config.ROLLOUT_MAX_AGE
-        oldest_kept = t + 1 - max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
-        for node in run.nodes:
-            run.store.prune_rollouts(node.id, oldest_kept, config.ROLLOUT_ARCHIVE_OLD)
-
-    # Forget what no later round draws from. A file that could not be used is read again.
-    oldest = t - config.ROLLOUT_MAX_AGE
-    run.fetched = {
-        file: groups for file, groups in run.fetched.items() if groups and file[1] >= oldest
-    }
-    run.verified = {key: result for key, result in run.verified.items() if key[0] >= oldest}
 
 
 # -------- Settings --------------------------------------------------------------------------------

@@ -6,16 +6,19 @@ Started by hand, on an idle machine. TRL needs an environment of its own.
     trl/bin/python .ci/speed.py compare trl SETTING MODEL
     python .ci/speed.py compare FOLDER SETTING MODEL
 
-MODEL: a local folder, a Hugging Face id, or tiny. FOLDER: another checkout. Its own .ci/speed.py
-is run if it has one, because the two programs may have different functions; this file otherwise.
+MODEL: a local folder, a Hugging Face id, or tiny. FOLDER: another checkout, also of an earlier
+version. Its own .ci/speed.py is run if it has one, because the two programs may have different
+functions; this file otherwise.
 
 SETTING: arith (basic_arithmetic) and paper (the paper's nine tasks) have 4 questions x 8
 completions x 64 tokens, tiny (its eight tasks) has 8 x 8 x 10. All use float32, two threads and one
 optimizer step. All programs get the same questions, and every second completion of a group is
-rewarded. Environment variables:
+rewarded. swarm (not for TRL) measures rounds of run_swarm.sh instead: a coordinator and four
+workers at 4/4, with a short warm start. "cpu" is what all processes used for one round of all,
+their start included. Environment variables:
 
     REPETITIONS   of each program, in alternating order (2)
-    STEPS         measured in each repetition, after one that warms up (3)
+    STEPS         measured in each repetition, after one that warms up (3; swarm: 40 rounds)
     ROWS          MICRO_BATCH_SIZE
     TRL_ROWS      TRL's per_device_train_batch_size; the rest is done by gradient accumulation (all
                   rows at once need more than 24 GB in the setting paper)
@@ -25,6 +28,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -51,7 +55,7 @@ SETTINGS = {  # tasks, questions of a step, longest completion
     "tiny": (grpo.TINY_TASKS, 8, 10),
 }
 REPETITIONS = int(os.environ.get("REPETITIONS", 2))
-STEPS = int(os.environ.get("STEPS", 3))
+STEPS = int(os.environ.get("STEPS", 40 if "swarm" in sys.argv else 3))
 
 
 def load(setting: str, model_name: str):
@@ -80,10 +84,10 @@ def load(setting: str, model_name: str):
     return config, model, codec, batches
 
 
-def print_report(steps: list[dict], prompts: list) -> None:
+def print_report(steps: list[dict], prompts: list, who=resource.RUSAGE_SELF) -> None:
     """Print one line of JSON: the measured steps without the first, which warms up, the peak memory
     of this process, and the ids of the prompts, by which `compare` knows that they are equal."""
-    peak_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    peak_gb = resource.getrusage(who).ru_maxrss * 1024 / 1e9
     print(json.dumps({"steps": steps[1:], "peak_gb": peak_gb, "prompts": prompts}), flush=True)
 
 
@@ -101,7 +105,7 @@ def run_ours(setting: str, model_name: str, seed: str) -> None:
     for step, questions in enumerate(batches):
         started = time.perf_counter()
         prompts = [codec.encode_prompt(question) for question in questions]
-        completions = grpo.generate(
+        completions, _ = grpo.generate(
             model,
             prompts,
             NUM_GENERATIONS,
@@ -131,6 +135,45 @@ def run_ours(setting: str, model_name: str, seed: str) -> None:
         )
         prompts_of_steps.append(prompts)
     print_report(steps, prompts_of_steps)
+
+
+def run_swarm(setting: str, model_name: str, seed: str) -> None:
+    """Measure the rounds of a swarm that run_swarm.sh starts."""
+    folder = tempfile.mkdtemp()
+    environ = {
+        "PATH": os.environ["PATH"],
+        "PYTHON": sys.executable,
+        "HF_HUB_OFFLINE": "1",
+        "GDRIVE_PATH": f"{folder}/shared",
+        "LOG_DIR": f"{folder}/logs",
+        "MODEL_NAME": model_name,
+        "DEVICE": "cpu",
+        "SEED": seed,
+        "MAX_ROUNDS": str(STEPS + 2),
+        "WARM_START_STEPS": "200",
+        "ANSWER_TAG_SHARE": "0.3",
+        "ROUND_ADVANCE": "completion",
+    }
+    command = ["bash", Path(sapo.__file__).with_name("run_swarm.sh")]
+    subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, check=True)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    # A round lasts from one row of a worker's log to the next.
+    steps = []
+    for path in Path(folder).rglob("worker_0/**/metrics.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for before, row in zip(rows, rows[1:], strict=False):
+            steps.append(
+                {
+                    "step": row["timestamp"] - before["timestamp"],
+                    "generation": row["generate_seconds"],
+                    "update": row["train_seconds"],
+                    "tokens": row["generated_tokens"],
+                    "cpu": (usage.ru_utime + usage.ru_stime) / len(rows),
+                }
+            )
+    shutil.rmtree(folder)
+    print_report(steps, [], resource.RUSAGE_CHILDREN)
 
 
 def run_trl(setting: str, model_name: str, seed: str) -> None:
@@ -239,13 +282,13 @@ def run_trl(setting: str, model_name: str, seed: str) -> None:
 def run_program(program: str, setting: str, model_name: str, seed: int) -> dict:
     """Measure "ours", "trl" or another checkout in a process of its own. Returns its report."""
     script = __file__
-    mode = "ours"
+    mode = "swarm" if setting == "swarm" else "ours"
     environ = dict(os.environ)
     if program == "trl":
         mode = "trl"
     elif program != "ours":
         own_script = Path(program) / ".ci" / "speed.py"
-        if own_script.exists():
+        if own_script.exists() and setting != "swarm":
             script = str(own_script)
             environ.pop("CODE", None)  # that script measures the checkout in which it lies
         else:
@@ -271,7 +314,7 @@ def compare(other: str, setting: str, model_name: str) -> None:
         prompts |= {json.dumps(report["prompts"]) for report in runs}
     assert len(prompts) == 1, "not the same prompts"
 
-    for name in ("step", "generation", "update", "tokens"):
+    for name in reports["ours"][0]["steps"][0]:
         medians = []
         for runs in reports.values():
             values = []
@@ -290,4 +333,5 @@ def compare(other: str, setting: str, model_name: str) -> None:
 
 if __name__ == "__main__":
     mode, *arguments = sys.argv[1:]
-    {"compare": compare, "ours": run_ours, "trl": run_trl}[mode](*arguments)
+    modes = {"compare": compare, "ours": run_ours, "swarm": run_swarm, "trl": run_trl}
+    modes[mode](*arguments)

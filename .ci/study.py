@@ -7,6 +7,7 @@
 
 The rules were fixed before the first run. An arm's learning rate is the one with the highest mean
 cumulative reward over seeds 1 to 3 (smol: seed 1), and only the seeds after these are reported.
+Gains over 8/0 are paired by seed and have a 95% interval (the program's own report has neither).
 A run is finished when it has a line in FOLDER/results.jsonl. The environment variable THREADS (1)
 is the number of threads of a run; results repeat for the same number.
 """
@@ -120,7 +121,7 @@ def run_once(settings: dict, folder: Path, arm: str, lr: str, seed: int) -> None
     # Its logs. A round that was repeated after a kill has several rows; the last one counts.
     experiment_dir = folder / "experiments" / name
     rows = {}
-    for path in experiment_dir.glob("logs/*/metrics.jsonl"):
+    for path in experiment_dir.glob("nodes/*/logs/metrics.jsonl"):
         for row in map(json.loads, path.read_text().splitlines()):
             rows[row["round"], row["node_id"]] = row
 
@@ -131,8 +132,8 @@ def run_once(settings: dict, folder: Path, arm: str, lr: str, seed: int) -> None
     print(name, f"{result['cumulative']:.2f}", flush=True)
 
     # Checkpoints and models take gigabytes and are not needed any more.
-    checkpoints = experiment_dir.glob("checkpoints/*/*")
-    models = experiment_dir.glob("models/*/*.safetensors")
+    checkpoints = experiment_dir.glob("nodes/*/checkpoints/*")
+    models = experiment_dir.glob("nodes/*/model/*.safetensors")
     for path in (*checkpoints, *models):
         path.unlink()
 

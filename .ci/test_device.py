@@ -38,9 +38,8 @@ from transformers import (
 
 import grpo
 import sapo
-from grpo import Group
-from test_sapo import assert_close, config_error, flat_weights, make_config
-from test_sapo import read_results, read_rewards, update_settings
+from test_sapo import assert_close, config_error, flat_weights, make_config, our_update
+from test_sapo import ragged_groups, read_results, read_rewards, small_gpt2, update_settings
 
 try:
     import torch_xla
@@ -110,16 +109,10 @@ def small_qwen2(device):
     layer, so that there is less to compile."""
     torch.manual_seed(1)
     config = Qwen2Config(
-        vocab_size=23,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        initializer_range=0.3,
-    )
+        vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
+        tie_word_embeddings=True, initializer_range=0.3,
+    )  # fmt: skip
     return Qwen2ForCausalLM(config).eval().to(device)
 
 
@@ -164,19 +157,18 @@ def test_device_generation_draws_the_same_tokens_while_rows_leave_the_batch(
     is_hardest_case = prompts is PROMPTS["both"]
     draws = []
     for place in ("cpu", device):
-        draws.append(
-            grpo.generate(
-                small_qwen2(place),
-                prompts,
-                num_generations=4,
-                config=update_settings(MAX_NEW_TOKENS=5, TEMPERATURE=1.0),
-                seed=5,
-                eos_ids={2, 7, 11},
-                pad_id=20,
-                stop_fn=has_large_sum if is_hardest_case else None,
-                max_rows=4 if is_hardest_case else None,
-            )
+        groups, _ = grpo.generate(
+            small_qwen2(place),
+            prompts,
+            num_generations=4,
+            config=update_settings(MAX_NEW_TOKENS=5, TEMPERATURE=1.0),
+            seed=5,
+            eos_ids={2, 7, 11},
+            pad_id=20,
+            stop_fn=has_large_sum if is_hardest_case else None,
+            max_rows=4 if is_hardest_case else 2**30,
         )
+        draws.append(groups)
     assert draws[0] == draws[1]
 
     lengths = {len(ids) for ids in itertools.chain(*draws[0])}
@@ -192,16 +184,14 @@ def test_device_log_probabilities_and_their_gradients_are_the_same(
 ):
     # With the smaller number scoring is done in chunks, whose logits are computed twice.
     monkeypatch.setattr(grpo, "MAX_LOGIT_ELEMENTS", max_elements)
-    prompts_and_completions = [(prompt, COMPLETIONS) for prompt in prompts]
-    row_prompts, row_completions = zip(*itertools.product(prompts, COMPLETIONS), strict=True)
+    rows = zip(*itertools.product(prompts, COMPLETIONS), strict=True)
+    rows = [list(column) for column in rows]  # prompts and completions
 
     found = []
     for place in ("cpu", device):
         model = small_qwen2(place)
-        shared, shared_mask = grpo.completion_logprobs_shared_prompt(
-            model, prompts_and_completions, update_settings(), 20
-        )
-        padded, mask = grpo.completion_logprobs(model, row_prompts, row_completions, 0.7, 20)
+        shared, shared_mask = grpo.completion_logprobs_shared_prompt(model, *rows, 0.7, 20)
+        padded, mask = grpo.completion_logprobs(model, *rows, 0.7, 20)
         assert torch.equal(shared_mask, mask)
         assert mask.sum() == 2 * 8
 
@@ -219,44 +209,23 @@ def test_device_log_probabilities_and_their_gradients_are_the_same(
 def run_policy_gradient(place, dtype="float32"):
     """Run sapo.policy_gradient on own and external groups, two steps in micro-batches. Returns
     (weights, metrics)."""
-    config = make_config(
-        MODEL_NAME="tiny",
-        DEVICE="cpu",
-        DTYPE=dtype,
-        EXTERNAL_FLOOR=0.25,
-        NUM_ITERATIONS=2,
-        TEMPERATURE=0.7,
-    )
+    settings = {"MODEL_NAME": "tiny", "DEVICE": "cpu", "DTYPE": dtype}
+    config = make_config(NUM_ITERATIONS=2, TEMPERATURE=0.7, **settings)
 
-    # Own groups; the second is uninformative.
-    own = []
-    for prompt, rewards in (
-        ([3, 4, 5], [1.0, 0.0, 0.5]),
-        ([6, 7, 8], [1.0, 1.0, 1.0]),
-        ([9, 1], [0.0, 1.0, 0.0]),
-    ):
-        completions = []
-        for ids in COMPLETIONS:
-            completions.append([(token + prompt[0]) % 21 for token in ids])
-        own.append(Group(prompt, completions, rewards))
-
-    # An external group, of which EXTERNAL_FLOOR drops a part.
-    completions = [[i + 12, i + 4, i + 9, i + 5] for i in range(4)]
-    external = Group([5, 6], completions, [1.0, 0.0, 0.0, 1.0])
-
+    # The second of the own groups is uninformative.
+    *own, external = ragged_groups((3, 3, 2, 4), uninformative=(1,))
     model = small_qwen2(place)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     node = sapo.Node("n", model, optimizer, groups=own)
-    run = SimpleNamespace(
-        config=config, max_rows=4, next_heartbeat=math.inf, codec=SimpleNamespace(pad_id=20)
-    )
+    run = SimpleNamespace(config=config, max_rows=4, codec=SimpleNamespace(pad_id=20))
+    run.next_heartbeat, run.session = math.inf, ""
     sapo.policy_gradient(run, node, [external])
     del node.metrics["train_seconds"]
     return flat_weights(model).cpu(), node.metrics
 
 
 @on_device
-def test_device_an_update_with_externals_above_the_floor_makes_the_same_step(device):
+def test_device_an_update_on_own_and_external_groups_makes_the_same_step(device):
     expected, expected_metrics = run_policy_gradient("cpu")
     weights, metrics = run_policy_gradient(device)
     assert_close(weights, expected, 1e-4)
@@ -265,7 +234,7 @@ def test_device_an_update_with_externals_above_the_floor_makes_the_same_step(dev
     # The step was a large one, and all parts of the update took part.
     assert metrics["grad_norm"] > 0
     assert metrics["clip_fraction"] > 0
-    assert 0 < metrics["external_kept"] < 1
+    assert metrics["logp_own"] != metrics["logp_external"]
     assert metrics["informative_groups"] == 3
     assert metrics["external_groups"] == 1
     assert (weights - flat_weights(small_qwen2("cpu"))).norm() > 0.5
@@ -286,15 +255,17 @@ def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(d
 
     # Log-probabilities in bfloat16 are those of the CPU in bfloat16, up to its precision, and
     # differ from those in float32.
-    prompts_and_completions = [(prompt, COMPLETIONS) for prompt in PROMPTS["both"]]
+    rows = zip(*itertools.product(PROMPTS["both"], COMPLETIONS), strict=True)
+    rows = [list(column) for column in rows]
     found = []
     for place, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), (device, "bfloat16")):
-        logprobs, _ = grpo.completion_logprobs_shared_prompt(
-            small_qwen2(place), prompts_and_completions, update_settings(DTYPE=dtype), 20
-        )
+        cached_dtypes.clear()
+        model = small_qwen2(place)
+        with grpo.autocast(dtype, model):
+            logprobs, _ = grpo.completion_logprobs_shared_prompt(model, *rows, 0.7, 20)
         found.append(logprobs.detach().cpu())
+        assert cached_dtypes == {getattr(torch, dtype)}
     exact, on_the_cpu, on_the_device = found
-    assert cached_dtypes == {torch.bfloat16}
     assert logprobs.dtype == torch.float32
     assert_close(on_the_device, on_the_cpu, 0.1, 0)
     assert (on_the_device - exact).abs().max() > 1e-3
@@ -309,7 +280,7 @@ def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(d
 
     # Generation in bfloat16 gives tokens of the vocabulary.
     config = update_settings(MAX_NEW_TOKENS=4, TEMPERATURE=1.0, DTYPE="bfloat16")
-    groups = grpo.generate(small_qwen2(device), PROMPTS["both"], 2, config, 5, {2})
+    groups, _ = grpo.generate(small_qwen2(device), PROMPTS["both"], 2, config, 5, {2})
     for completions in groups:
         for ids in completions:
             assert all(0 <= token < 23 for token in ids)
@@ -319,22 +290,11 @@ def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(d
 
 TASK = "small_count_bits"
 SMALL = {
-    "MODEL_NAME": "tiny",
-    "TASKS": TASK,
-    "WARM_START_STEPS": 150,
-    "ANSWER_TAG_SHARE": 0.5,
-    "LOCAL_NODES": 2,
-    "NUM_TRAIN_SAMPLES": 3,
-    "NUM_TRANSPLANT_TREES": 2,
-    "NUM_GENERATIONS": 4,
-    "MAX_NEW_TOKENS": 5,
-    "MAX_ROUNDS": 2,
-    "CHECKPOINT_INTERVAL": 1,
-    "EVAL_INTERVAL": 1,
-    "EVAL_SAMPLES": 8,
-    "EXTERNAL_FLOOR": 0.1,
-    "SEED": 3,
-}
+    "MODEL_NAME": "tiny", "TASKS": TASK, "WARM_START_STEPS": 150, "ANSWER_TAG_SHARE": 0.5,
+    "LOCAL_NODES": 2, "NUM_TRAIN_SAMPLES": 3, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4,
+    "MAX_NEW_TOKENS": 5, "MAX_ROUNDS": 2, "CHECKPOINT_INTERVAL": 1, "EVAL_INTERVAL": 1,
+    "EVAL_SAMPLES": 8, "SEED": 3,
+}  # fmt: skip
 
 
 def save_from_main_memory(tensors, *args, **kwargs):
@@ -365,7 +325,7 @@ def test_device_a_swarm_writes_the_same_and_measures_the_same_held_out_accuracy(
     rollouts = {}
     rewards = {}
     for name in ("cpu", "xla"):
-        files = sorted(drive.glob(f"experiments/{name}/rollouts/*/*/*.json"))
+        files = sorted(drive.glob(f"experiments/{name}/nodes/*/rollouts/*.json"))
         rollouts[name] = [json.loads(path.read_text())["rollouts"] for path in files]
         rewards[name] = read_rewards(drive, name)
     assert rollouts["cpu"] == rollouts["xla"]
@@ -396,18 +356,9 @@ def test_device_transformers_loads_the_final_model_and_it_is_that_of_the_cpu(dri
     texts = [grpo.make_question(TASK, seed).text + "\n" for seed in range(3)]
     found = {}
     for name in ("cpu", "xla"):
-        folder = drive / f"experiments/{name}/models/node_1"
+        folder = drive / f"experiments/{name}/nodes/node_1/model"
         model = AutoModelForCausalLM.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-
-        # Its weights are those of the last checkpoint.
-        weights = {}
-        for key, p in model.named_parameters():
-            weights[f"node_1/{key}/weight"] = p.detach()
-        last_checkpoint = max(drive.glob(f"experiments/{name}/checkpoints/*/*"))
-        saved = grpo.load_tensors(last_checkpoint, weights)
-        for key, tensor in weights.items():
-            assert torch.equal(saved[key], tensor), key
 
         with torch.no_grad():
             found[name] = [model(**tokenizer(text, return_tensors="pt")).logits for text in texts]
@@ -459,7 +410,7 @@ def make_machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
         monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
-        monkeypatch.setattr(grpo, "cpu_has_bfloat16", lambda: False)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
         return asked
 
@@ -476,52 +427,29 @@ def test_device_the_best_comes_first_and_only_a_gpu_with_bfloat16_computes_in_it
     make_machine(num_gpus=1, has_bfloat16=False)  # a T4 emulates it, slowly
     assert list(grpo.available_devices().items()) == [
         ("cuda", "float32"),
-        ("cpu", "float32"),
         ("cuda:0", "float32"),
+        ("cpu", "float32"),
     ]
 
     make_machine(num_gpus=2)
     assert list(grpo.available_devices().items()) == [
         ("cuda", "bfloat16"),
-        ("cpu", "float32"),
         ("cuda:0", "bfloat16"),
         ("cuda:1", "bfloat16"),
+        ("cpu", "float32"),
     ]
 
 
-def test_device_available_memory_is_that_of_the_gpu_by_name_and_otherwise_main_memory(make_machine):
-    asked = make_machine(num_gpus=2, free=7e9)
-    assert grpo.available_memory("cuda") == 7e9
-    assert grpo.available_memory("cuda:1") == 7e9
-    assert asked == ["cuda", "cuda:1"]
-
-    for device in ("mps", "cpu"):
-        assert 1e8 < grpo.available_memory(device) < 1e14
-    assert len(asked) == 2
-
-
-def test_device_workers_that_share_a_gpu_share_its_memory_and_local_nodes_add_up(make_machine):
-    for local_nodes, num_workers, expected in (
-        (1, 0, sapo.DEFAULT_MODEL),
-        (2, 0, sapo.DEFAULT_MODEL),
-        (3, 0, "tiny"),
-        (1, 2, sapo.DEFAULT_MODEL),
-        (1, 3, "tiny"),
-        (2, 2, "tiny"),
-    ):
+def test_device_auto_asks_the_chosen_gpu_and_takes_what_fits_it(make_machine):
+    for num_workers, model, dtype in ((2, sapo.DEFAULT_MODEL, "bfloat16"), (3, "tiny", "float32")):
         asked = make_machine(num_gpus=2)
-        config = make_config(LOCAL_NODES=local_nodes, NUM_WORKERS=num_workers, DEVICE="cuda:1")
-        assert config.MODEL_NAME == expected, (local_nodes, num_workers)
-        assert config.DTYPE == "bfloat16"
+        config = make_config(NUM_WORKERS=num_workers, DEVICE="cuda:1")
+        assert (config.MODEL_NAME, config.DTYPE) == (model, dtype)
         assert set(asked) == {"cuda:1"}
 
     make_machine(num_gpus=1, has_bfloat16=False)
     config = make_config()
-    assert config.DEVICE == "cuda"
-    assert config.DTYPE == "float32"
-    assert make_config(DEVICE="cpu").MODEL_NAME == "tiny"
-    assert make_config(MODEL_NAME="x").MODEL_NAME == "x"
-
+    assert (config.DEVICE, config.DTYPE) == ("cuda", "float32")
     make_machine(has_mps=True)
     assert make_config().DEVICE == "mps"
     assert "this machine has mps, cpu" in config_error(DEVICE="cuda")
@@ -539,47 +467,36 @@ OTHER_ERRORS = [
     "CUDA error: device-side assert triggered",
     "Placeholder not allocated on MPS device",
 ]
-MAX_ROWS_THAT_FIT = 2
 
 
-class Attempt:
-    """A call that raises an error with the given message if it gets more rows than fit."""
-
-    def __init__(self, message: str):
-        self.message = message
-        self.tried = []  # max_rows of each call
-        self.allocated = []  # weak references to what each call allocated
-
-    def __call__(self, max_rows: int) -> int:
-        is_freed = all(reference() is None for reference in self.allocated)
-        assert is_freed, "the memory of a failed attempt is still in use"
-        self.tried.append(max_rows)
-        tensor = torch.empty(min(max_rows, 9))
-        self.allocated.append(weakref.ref(tensor))
-        if max_rows > MAX_ROWS_THAT_FIT:
-            kind = torch.OutOfMemoryError if "Tried" in self.message else RuntimeError
-            raise kind(self.message)
-        return max_rows * 10
+@pytest.mark.parametrize("message", OUT_OF_MEMORY + OTHER_ERRORS)
+def test_device_lack_of_memory_is_told_from_other_errors_by_its_text(message):
+    if message in OUT_OF_MEMORY:
+        assert grpo.halve_rows(RuntimeError(message), 9, 1, "the update") == 5
+    else:
+        with pytest.raises(RuntimeError, match=message):
+            grpo.halve_rows(RuntimeError(message), 9, 1, "the update")
 
 
-@pytest.mark.parametrize("message", OUT_OF_MEMORY)
-def test_device_any_out_of_memory_error_halves_the_batch_after_the_memory_is_freed(message):
-    attempt = Attempt(message)
-    result = grpo.retry_with_smaller_batch(attempt, 2**30, 9, "the update")
-    assert result == (20, 2)
-    assert attempt.tried == [2**30, 5, 3, 2]
+@pytest.mark.parametrize("name", ["completion_logprobs_shared_prompt", "sample_completions"])
+def test_device_the_memory_of_a_failed_pass_is_freed_before_the_next_one(monkeypatch, name):
+    works = getattr(grpo, name)
+    allocated = []  # weak references to what each pass allocated
 
-    # The same Attempt again: the call that succeeded must have left no memory in use, either.
-    attempt.tried.clear()
-    with pytest.raises(MemoryError, match="out of memory in generation: lower LOCAL_NODES"):
-        grpo.retry_with_smaller_batch(attempt, 8, 8, "generation", smallest=4)
-    assert attempt.tried == [8, 4]
+    def fail_twice(*args):
+        assert all(reference() is None for reference in allocated), "it is still in use"
+        tensor = torch.empty(9)
+        allocated.append(weakref.ref(tensor))
+        if len(allocated) < 3:
+            raise torch.OutOfMemoryError()
+        return works(*args)
 
-
-@pytest.mark.parametrize("message", OTHER_ERRORS)
-def test_device_another_error_is_raised_as_it_is(message):
-    with pytest.raises(RuntimeError, match=message):
-        grpo.retry_with_smaller_batch(Attempt(message), 2**30, 9, "the update")
+    monkeypatch.setattr(grpo, name, fail_twice)
+    if name == "sample_completions":
+        grpo.generate(small_gpt2(), [[3], [4], [5], [6]], 2, update_settings(), 5, {2})
+    else:
+        our_update(small_gpt2(), ragged_groups())
+    assert len(allocated) > 3
 
 
 def test_device_no_other_function_mentions_cuda_or_mps():
@@ -596,4 +513,4 @@ def test_device_no_other_function_mentions_cuda_or_mps():
             code = code.replace("dumps", "").replace("timestamps", "")  # they contain "mps"
             if "cuda" in code or "mps" in code:
                 found.add(function.name)
-    assert found == {"available_devices", "available_memory"}
+    assert found == {"available_devices", "available_memory", "device_name"}

@@ -1,9 +1,10 @@
 """Proofs of the promises about numbers that take longer than those of test_sapo.py: architectures
 (L7), the update, sampling and memory (L1, L2, L8), tasks and rewards (L3), prompts and tokenizers
-(L2), the embedded model (L6), the guard against unlikely text (L9) and learning from a peer (L4).
+(L2), the embedded model (L6) and learning from a peer (L4).
 """
 
 import decimal
+import io
 import itertools
 import json
 import os
@@ -24,12 +25,13 @@ import torch
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BloomConfig, DynamicCache
+from transformers import GPT2Config, GPT2LMHeadModel, MptConfig
 
 import coordinator
 import grpo
 import sapo
-from grpo import HELD_OUT_SEEDS, PAPER_TASKS, TASK_TABLE, TINY_TASKS, Codec, Group, make_question
+from grpo import HELD_OUT_SEEDS, PAPER_TASKS, TASK_TABLE, TINY_TASKS, Codec, make_question
 from test_sapo import assert_close, config_error, flat_weights, make_config, new_store, our_update
 from test_sapo import ragged_groups, reference_logprobs, small_gpt2, update_settings
 
@@ -39,22 +41,11 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # -------- Architectures: exact or refused ---------------------------------------------------------
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 LLAMA = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 512}
 GEMMA = LLAMA | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512}
-BART = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 2,
-    "init_std": 0.3,
-}
+BART = dict(d_model=16, encoder_layers=2, decoder_layers=2, decoder_attention_heads=2, init_std=0.3)
 EXACT = {  # architecture -> settings of a small model
     "qwen2": LLAMA,
     "llama": LLAMA,
@@ -78,13 +69,8 @@ REFUSED = {
 def small_model(architecture, **settings):
     """A small model of this architecture with random weights and a peaked softmax."""
     torch.manual_seed(1)
-    common = {
-        "vocab_size": 29,
-        "initializer_range": 0.3,
-        "pad_token_id": 0,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+    common = dict(vocab_size=29, initializer_range=0.3)
+    common |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
     config = AutoConfig.for_model(architecture, **common | settings)
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -122,18 +108,15 @@ def check_exact(model, codec):
             expected.append(reference_logprobs(model, prompt, answer, 0.7))
         expected = pad_sequence(expected, batch_first=True)
 
-        shared, _ = grpo.completion_logprobs_shared_prompt(
-            model, [(prompt, answers) for prompt in prompts], update_settings(), codec.pad_id
-        )
-        assert_close(shared, expected, 1e-3)
         row_prompts, row_answers = zip(*rows, strict=True)
-        padded, _ = grpo.completion_logprobs(model, row_prompts, row_answers, 0.7, codec.pad_id)
-        assert_close(padded, expected, 1e-3)
+        for ours in (grpo.completion_logprobs_shared_prompt, grpo.completion_logprobs):
+            logprobs, _ = ours(model, row_prompts, row_answers, 0.7, codec.pad_id)
+            assert_close(logprobs, expected, 1e-3)
 
         # Samples: each token is the first id whose cumulative probability exceeds the row's uniform
         # random number.
         config = update_settings(MAX_NEW_TOKENS=6)
-        drawn = grpo.generate(model, prompts, 2, config, 5, {0, 5, 9}, codec.pad_id)
+        drawn, _ = grpo.generate(model, prompts, 2, config, 5, {0, 5, 9}, codec.pad_id)
         uniforms = torch.rand(6, 6, generator=torch.Generator().manual_seed(5)).T
         for row, numbers in enumerate(uniforms):
             prompt = prompts[row // 2]
@@ -156,52 +139,58 @@ def test_L7_models_that_cannot_be_exact_are_refused_in_a_sentence(tmp_path, arch
 
 @pytest.mark.parametrize("where", ["in front", "behind the common start"])
 def test_L7_a_model_that_attends_to_padding_is_refused(where):
-    model = small_model("llama", **LLAMA)
-    ids = [i * 7 % 29 for i in range(30)]
+    model = small_model("llama", **LLAMA | {"vocab_size": 300})
+    codec = tiny_codec()
     config = make_config(MODEL_NAME="x")
-    grpo.check_model(model, ids, config)
+    grpo.rehearse(model, codec, config, ["small_gcd"])
 
     def ignore_mask(module, args, kwargs):
         mask = kwargs["attention_mask"]
-        if mask is None:
-            return None
-        is_padded_in_front = bool(mask[:, 0].min() == 0)
-        if is_padded_in_front == (where == "in front"):
+        if bool(mask[:, 0].min() == 0) == (where == "in front"):
             return args, kwargs | {"attention_mask": None}
         return None
 
     model.base_model.register_forward_pre_hook(ignore_mask, with_kwargs=True)
     with pytest.raises(grpo.ModelError, match="differ by"):
-        grpo.check_model(model, ids, config)
+        grpo.rehearse(model, codec, config, ["small_gcd"])
 
 
 def test_L7_no_text_becomes_so_long_that_its_rotary_embeddings_would_change():
     tokenizer = grpo.build_tiny_model(TINY_TASKS)[1]
     common = {"rope_theta": 1e4, "original_max_position_embeddings": 48}
     dynamic = common | {"rope_type": "dynamic", "factor": 4.0}
-    long = common | {
-        "rope_type": "longrope",
-        "short_factor": [1.0] * 4,
-        "long_factor": [4.0] * 4,
-    }
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    long = common | {"rope_type": "longrope"} | factors
 
     for architecture, rope in (("llama", dynamic), ("phi3", long)):
         model = small_model(
             architecture, **LLAMA, rope_parameters=rope, original_max_position_embeddings=48
         )
         config = make_config(MODEL_NAME="x", MAX_NEW_TOKENS=8)
-        codec = grpo.make_codec(model, tokenizer, config)
-        assert codec.positions == 48
-        assert codec.max_prompt == 40
+        codec = grpo.make_codec(model, tokenizer, config, torch.float32)
+        assert (codec.positions, codec.max_prompt) == (48, 40)
 
         too_long = make_config(MODEL_NAME="x", MAX_NEW_TOKENS=48)
         with pytest.raises(grpo.ModelError, match="MAX_NEW_TOKENS=48"):
-            grpo.make_codec(model, tokenizer, too_long)
+            grpo.make_codec(model, tokenizer, too_long, torch.float32)
 
-    # Dynamic RoPE that names no original length: its positions are the original ones.
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    model = small_model("llama", **LLAMA, rope_parameters=rope)
-    assert grpo.make_codec(model, tokenizer, config).positions == 512
+
+ROPE = {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 48}
+
+
+@pytest.mark.parametrize("config, expected", [
+    (GPT2Config(n_positions=99), 99),
+    (MptConfig(max_seq_len=99), 99),
+    (BloomConfig(), 2048),  # ALiBi has no end
+    (BloomConfig(seq_length=99), 99),
+    # Dynamic rotary embeddings that name no original length: the positions are the original ones.
+    (SimpleNamespace(max_position_embeddings=99, rope_parameters={"rope_type": "dynamic"}), 99),
+    (SimpleNamespace(max_position_embeddings=99, rope_scaling=ROPE), 48),  # transformers 4
+    (SimpleNamespace(max_position_embeddings=99, rope_scaling=None), 99),
+    (SimpleNamespace(max_position_embeddings=99, rope_parameters={"full": ROPE}), 48),
+])  # fmt: skip
+def test_L7_the_number_of_positions_is_found_where_each_family_keeps_it(config, expected):
+    assert grpo.num_positions(config) == expected
 
 
 def test_L7_a_model_with_missing_weights_or_too_large_a_tokenizer_is_refused(tmp_path):
@@ -258,7 +247,7 @@ def test_L1_uninformative_groups_or_a_non_finite_gradient_cause_no_step_and_grad
 
 def test_L1_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(monkeypatch):
     model = small_gpt2()
-    prompts_and_completions = [(group.prompt, group.completions) for group in ragged_groups()]
+    batch = grpo.make_update_batch(ragged_groups(), update_settings())
     chunk_sizes = []
 
     def record_size(module, inputs, logits):
@@ -271,7 +260,7 @@ def test_L1_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(monke
         monkeypatch.setattr(grpo, "MAX_LOGIT_ELEMENTS", max_elements)
         chunk_sizes.clear()
         logprobs, _ = grpo.completion_logprobs_shared_prompt(
-            model, prompts_and_completions, update_settings()
+            model, batch.prompts, batch.completions, 0.7
         )
         gradients = torch.autograd.grad(logprobs.square().sum(), list(model.parameters()))
         vectors = [logprobs.detach().flatten()]
@@ -307,25 +296,19 @@ def test_L1_auto_computes_in_bfloat16_on_a_cpu_that_has_it_but_never_for_tiny(
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {capability: True}, raising=False)
     assert make_config(MODEL_NAME="gpt2", DEVICE="cpu").DTYPE == expected
     assert make_config(MODEL_NAME="tiny", DEVICE="cpu").DTYPE == "float32"
+
     monkeypatch.delattr(torch.cpu, "get_capabilities")  # an older torch
     assert make_config(MODEL_NAME="gpt2", DEVICE="cpu").DTYPE == "float32"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_L2_a_cache_that_grows_in_place_gives_the_same_tokens(monkeypatch, dtype):
-    """Rows end at different times and leave the batch, and the room is used up several times."""
-    monkeypatch.setattr(grpo, "SPARE_TOKENS", 7)
-    prompts = [[3, 4, 5], [6, 7], [9]]
-    config = make_config(MAX_NEW_TOKENS=50, DTYPE=dtype)
-    drawn = [grpo.generate(small_gpt2(), prompts, 4, config, 5, {1})]
-    appended = Mock(side_effect=grpo.DynamicLayer.update)
-    monkeypatch.setattr(grpo.GrowingLayer, "update", lambda *args, **more: appended(*args, **more))
-    drawn.append(grpo.generate(small_gpt2(), prompts, 4, config, 5, {1}))
-    assert appended.call_count > 40
-    assert drawn[0] == drawn[1]
-    lengths = {len(ids) for ids in itertools.chain(*drawn[0])}
-    assert max(lengths) > 2 * 7
-    assert len(lengths) > 3
+def test_L2_keys_that_the_cache_keeps_in_the_type_of_its_values_change_no_token(monkeypatch):
+    draws = []
+    for cache in (grpo.KVCache, DynamicCache):
+        monkeypatch.setattr(grpo, "KVCache", cache)
+        config = update_settings(MAX_NEW_TOKENS=50, DTYPE="bfloat16")
+        model = small_model("llama", **LLAMA)
+        draws.append(grpo.generate(model, [[3, 4, 5], [6, 7], [9]], 4, config, 5, {1}))
+    assert draws[0] == draws[1]
 
 
 @pytest.mark.parametrize("vocabulary", [5, 50_000])
@@ -359,11 +342,11 @@ def test_L8_out_of_memory_halves_the_micro_batch_and_gives_the_same_step(
     num_rows = []  # of each call
     logprobs_with_enough_memory = grpo.completion_logprobs_shared_prompt
 
-    def logprobs_with_scarce_memory(model, prompts_and_completions, config, pad_id=0):
-        num_rows.append(sum(len(completions) for _, completions in prompts_and_completions))
+    def logprobs_with_scarce_memory(model, prompts, *args):
+        num_rows.append(len(prompts))
         if num_rows[-1] > 2 and len(num_rows) % 2 == 0:
             raise out_of_memory
-        return logprobs_with_enough_memory(model, prompts_and_completions, config, pad_id)
+        return logprobs_with_enough_memory(model, prompts, *args)
 
     monkeypatch.setattr(grpo, "completion_logprobs_shared_prompt", logprobs_with_scarce_memory)
     weights, metrics = our_update(
@@ -375,12 +358,54 @@ def test_L8_out_of_memory_halves_the_micro_batch_and_gives_the_same_step(
     assert num_rows[3] > 2, "the second attempt did not fail"
 
 
-def test_L8_a_group_that_does_not_fit_at_all_ends_in_a_sentence_that_says_what_helps():
-    def attempt(max_rows):
-        return torch.empty(2**50)
+def test_L8_out_of_memory_in_generation_decodes_fewer_groups_at_once_and_gives_the_same_tokens(
+    monkeypatch, capsys
+):
+    config = update_settings(MAX_NEW_TOKENS=6)
+    prompts = [group.prompt for group in ragged_groups((2,) * 5)]
+    expected, rows = grpo.generate(small_gpt2(), prompts, 2, config, 5, {2})
+    assert rows >= 10
 
-    with pytest.raises(MemoryError, match="out of memory in generation: lower LOCAL_NODES"):
-        grpo.retry_with_smaller_batch(attempt, 8, 8, "generation", smallest=4)
+    sample_completions = grpo.sample_completions
+    num_prompts = []
+
+    def with_scarce_memory(model, batch, *args):
+        num_prompts.append(len(batch))
+        if len(batch) > most:
+            raise torch.OutOfMemoryError()
+        return sample_completions(model, batch, *args)
+
+    monkeypatch.setattr(grpo, "sample_completions", with_scarce_memory)
+    most = 2
+    drawn = grpo.generate(small_gpt2(), prompts, 2, config, 5, {2})
+    assert drawn == (expected, 5)
+    assert num_prompts == [5, 2, 2, 1]
+    assert "again with 5 completions at once" in capsys.readouterr().out
+
+    # One group that does not fit ends in a sentence that says what helps.
+    most = 0
+    with pytest.raises(grpo.ModelError, match="out of memory in generation: lower LOCAL_NODES"):
+        grpo.generate(small_gpt2(), prompts, 2, config, 5, {2})
+
+
+def test_L8_one_row_that_does_not_fit_is_said_and_an_error_that_is_no_lack_of_memory_is_raised(
+    monkeypatch,
+):
+    for error, kind, message in (
+        (torch.OutOfMemoryError(), grpo.ModelError, "out of memory in the update: lower LOCAL_"),
+        (RuntimeError("a mistake"), RuntimeError, "a mistake"),
+    ):
+        failing = Mock(side_effect=error)
+        monkeypatch.setattr(grpo, "completion_logprobs_shared_prompt", failing)
+        with pytest.raises(kind, match=message):
+            our_update(small_gpt2(), ragged_groups())
+
+
+def test_L8_a_containers_limit_counts_where_it_is_lower_than_the_machines_memory(monkeypatch):
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for text, expected in (("1500000", 1_500_000), ("max", machine), (f"{2**62}", machine)):
+        monkeypatch.setattr(grpo, "open", lambda *_, text=text: io.StringIO(text), raising=False)
+        assert grpo.available_memory("cpu") == expected
 
 
 def test_L8_auto_chooses_the_default_model_only_if_an_accelerator_holds_it_for_all_nodes(
@@ -399,101 +424,44 @@ def test_L8_auto_chooses_the_default_model_only_if_an_accelerator_holds_it_for_a
 
 OTHER_PROCESS = """
 import json
-import sys
 
 import grpo
 
-payloads = ['__import__("os").system("touch PWNED")', '(lambda: open("PWNED","w"))()']
-questions = [grpo.make_question(task, seed) for task in grpo.TASK_TABLE for seed in (3, 2**51)]
-hostile = []
-for question in questions:
-    for payload in payloads:
-        hostile.append((question, f"<answer>{payload}</answer>"))
-        hostile.append((question, f"<answer>{payload}{question.answer}</answer>"))
-
-# Score once before anything is recorded: first calls import modules and fill caches.
-for question in questions:
-    grpo.compute_reward(question, "<answer>1</answer>")
-    grpo.compute_reward(question, f"<answer>{question.answer}</answer>")
-
-# Record everything that the process evaluates, opens or runs.
-watched = ("exec", "compile", "open", "os.system", "subprocess.Popen", "os.exec")
-events = []
-is_recording = False
-
-def record(event, arguments):
-    if is_recording and event in watched:
-        events.append(event)
-
-sys.addaudithook(record)
-is_recording = True
-best = max(grpo.compute_reward(question, text, "verifier") for question, text in hostile)
-events_of_scoring = list(events)
-
-# The same texts without the program's guard: the task's own verifier evaluates them.
-unsafe = questions[2 * list(grpo.TASK_TABLE).index("binary_matrix")]
-for payload in payloads:
-    unsafe.dataset.score_answer(payload, unsafe.entry)
-is_recording = False
-
+questions = []
+for task in grpo.TASK_TABLE:
+    for seed in (3, 2**51):
+        question = grpo.make_question(task, seed)
+        questions.append([task, seed, question.text, question.answer])
 model, tokenizer = grpo.build_tiny_model(grpo.TINY_TASKS)
-result = {
-    "questions": [[q.task, q.seed, q.text, q.answer] for q in questions],
-    "events_of_scoring": events_of_scoring,
-    "events_of_verifier": events,
-    "best": best,
-    "weights": grpo.checksum(model.state_dict().values()),
-    "vocabulary": tokenizer.get_vocab(),
-}
-print(json.dumps(result))
+weights = grpo.checksum(model.state_dict().values())
+print(json.dumps([questions, weights, tokenizer.get_vocab()]))
 """
 
 
-@pytest.fixture(scope="module")
-def other_process(tmp_path_factory) -> SimpleNamespace:
-    """Results of a process with another PYTHONHASHSEED: its questions, its tiny model, and all that
-    it evaluated, opened or ran while it scored hostile answers."""
-    folder = tmp_path_factory.mktemp("payload")
-    environ = {
-        **os.environ,
-        "PYTHONHASHSEED": "4711",
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+def test_L3_L6_questions_and_the_embedded_model_are_the_same_in_every_process():
+    environ = os.environ | {"PYTHONHASHSEED": "4711", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", OTHER_PROCESS]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    return SimpleNamespace(**result, is_pwned=(folder / "PWNED").exists())
+    questions, weights, vocabulary = json.loads(done.stdout)
 
+    for task, seed, text, answer in questions:
+        question = make_question(task, seed)
+        assert (question.text, question.answer) == (text, answer)
 
-def test_L3_questions_are_the_same_in_every_process(other_process):
-    ours = []
-    for task in TASK_TABLE:
-        for seed in (3, 2**51):
-            question = grpo.make_question(task, seed)
-            ours.append([question.task, question.seed, question.text, question.answer])
-    assert other_process.questions == ours
-
-
-def test_L3_scoring_evaluates_opens_and_runs_nothing_although_a_verifier_alone_would(other_process):
-    assert other_process.events_of_scoring == []
-    assert other_process.best < 1
-
-    assert {"compile", "exec", "open", "os.system"} <= set(other_process.events_of_verifier)
-    assert other_process.is_pwned
+    random_state = torch.get_rng_state()
+    for tasks in (TINY_TASKS, TINY_TASKS[::-1]):
+        model, tokenizer = grpo.build_tiny_model(tasks)
+        assert grpo.checksum(model.state_dict().values()) == weights
+        assert tokenizer.get_vocab() == vocabulary
+    assert torch.equal(random_state, torch.get_rng_state())
+    assert (len(PAPER_TASKS), len(TINY_TASKS)) == (9, 8)
 
 
 @pytest.mark.parametrize("task", TASK_TABLE)
 def test_L3_only_the_right_answer_of_a_task_is_rewarded(task, capfd):
     context_before = repr(decimal.getcontext())
-    questions = [grpo.make_question(task, 7919 * i) for i in range(40)]
+    questions = [make_question(task, 7919 * i) for i in range(40)]
     assert len({question.text for question in questions}) > 20
     assert all(question.answer for question in questions)
 
@@ -539,21 +507,14 @@ def test_L3_tasks_that_were_not_checked_are_refused_by_name():
 def test_L3_hostile_answers_cost_less_than_a_second_each():
     # One question for each dataset of reasoning-gym.
     task_of_dataset = {dataset: task for task, (dataset, _) in TASK_TABLE.items()}
-    questions = [grpo.make_question(task, 5) for task in task_of_dataset.values()]
+    questions = [make_question(task, 5) for task in task_of_dataset.values()]
 
     # Long numbers, deep nesting, many variables, and tags whose search takes quadratic time.
     bodies = [
-        "9" * 100_000,
-        "9" * 4000,
-        "9" * 2000 + "/" + "9" * 2000,
-        "(" * 50_000 + ")" * 50_000,
-        "∧".join("ABCDEFGHIJKLMNOPQRSTUVWXYZABCDEFGHI"),
-        "-1E+999999999999999999",
-        "1e999999999",
-        "(" * 90 + "Z" + ")" * 90,
-        "sNaN",
-        "¬" * 199 + "Z",
-    ]
+        "9" * 100_000, "9" * 4000, "9" * 2000 + "/" + "9" * 2000, "(" * 50_000 + ")" * 50_000,
+        "∧".join("ABCDEFGHIJKLMNOPQRSTUVWXYZABCDEFGHI"), "-1E+999999999999999999", "1e999999999",
+        "(" * 90 + "Z" + ")" * 90, "sNaN", "¬" * 199 + "Z",
+    ]  # fmt: skip
     texts = [f"<answer>{body}</answer>" for body in bodies]
     texts.append("<answer>\\frac{" + " " * 3900 + "</answer>")
     texts.append("<answer>" * 16_000)
@@ -565,7 +526,7 @@ def test_L3_hostile_answers_cost_less_than_a_second_each():
     for length in (1, 2, 3, 4):
         gaps += ["".join(gap) for gap in itertools.product("¬ ", repeat=length) if "¬" in gap]
     disguised = "∧".join(f"P{gap}P" for gap in gaps[:18])
-    logic = grpo.make_question("propositional_logic", 1)
+    logic = make_question("propositional_logic", 1)
     cases.append((logic, f"<answer>{disguised}</answer>"))
 
     for question, text in cases:
@@ -575,7 +536,7 @@ def test_L3_hostile_answers_cost_less_than_a_second_each():
 
 
 def test_L3_rewards_are_in_zero_to_one_and_repeated_texts_of_a_group_are_scored_once():
-    question = grpo.make_question("small_gcd", 5)
+    question = make_question("small_gcd", 5)
     texts = ["<answer>1</answer>"] * 64
     calls = []
     for score, reward in ((float("nan"), 0), (inf, 0), (7, 1), (-3, 0), ("x", 0), (None, 0)):
@@ -593,6 +554,13 @@ def test_L3_rewards_are_in_zero_to_one_and_repeated_texts_of_a_group_are_scored_
 # -------- Prompts and tokenizers ------------------------------------------------------------------
 
 
+CHATML_TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+CHATML = (
+    "{% for m in messages %}" + CHATML_TURN + "{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def tiny_codec(num_shots=0, chat_template=None, control_tokens=()) -> Codec:
     """A Codec with tiny's tokenizer, to which control tokens and a chat template may be added."""
     tokenizer = grpo.build_tiny_model(TINY_TASKS)[1]
@@ -607,13 +575,13 @@ def tiny_codec(num_shots=0, chat_template=None, control_tokens=()) -> Codec:
         max_prompt=4096,
         max_completion=256,
         vocabulary=len(tokenizer),
-        notes=[],
+        dtype=torch.float32,
     )
 
 
 def test_L2_a_peers_completion_is_encoded_on_its_own_and_gets_our_eos_if_it_was_finished():
     codec = tiny_codec(control_tokens=["<|im_end|>"])
-    question = grpo.make_question("small_gcd", 5)
+    question = make_question("small_gcd", 5)
     text = f"<answer>{question.answer}</answer>"
 
     # Add a token that spans the border between question and answer. Encoded together they would be
@@ -638,13 +606,13 @@ def test_L2_a_peers_completion_is_encoded_on_its_own_and_gets_our_eos_if_it_was_
 
 def test_L2_a_model_without_a_chat_template_sees_solved_examples_and_stops_after_its_answer():
     codec = tiny_codec(num_shots=2)
-    question = grpo.make_question("small_gcd", HELD_OUT_SEEDS.stop - 1)
+    question = make_question("small_gcd", HELD_OUT_SEEDS.stop - 1)
 
     # The prompt: two solved examples, whose seeds are no held-out ones, and the question.
     examples = []
     for i in (1, 2):
         seed = (question.seed + i) % HELD_OUT_SEEDS.start
-        solved = grpo.make_question("small_gcd", seed)
+        solved = make_question("small_gcd", seed)
         examples.append(f"{solved.text}\n<answer>{solved.answer}</answer>\n\n")
     prompt = codec.encode_prompt(question)
     assert codec.decode(prompt) == f"{examples[0]}{examples[1]}{question.text}\n"
@@ -669,7 +637,7 @@ def test_L2_generation_ends_a_completion_where_its_stop_function_says_so():
     config = update_settings(MAX_NEW_TOKENS=12, TEMPERATURE=1.0)
     draws = []
     for stop in (None, stop_fn):
-        groups = grpo.generate(small_gpt2(), [[3, 4, 5], [6]], 4, config, 0, {2}, stop_fn=stop)
+        groups, _ = grpo.generate(small_gpt2(), [[3, 4, 5], [6]], 4, config, 0, {2}, stop_fn=stop)
         draws.append(groups[0] + groups[1])
 
     # Each completion ends with the first token at which stop_fn is true.
@@ -687,20 +655,11 @@ def test_L2_generation_ends_a_completion_where_its_stop_function_says_so():
 
 @pytest.mark.parametrize("system_role", ["known", "refused", "dropped"])
 def test_L2_a_chat_model_sees_the_system_prompt_and_ends_its_turn_as_its_template_does(system_role):
-    turn = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    system_turn = {"known": turn, "refused": "{{ raise_exception('no') }}", "dropped": ""}
-    template = (
-        "{% for m in messages %}"
-        "{% if m.role == 'system' %}"
-        + system_turn[system_role]
-        + "{% else %}"
-        + turn
-        + "{% endif %}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    system_turn = {"known": CHATML_TURN, "refused": "{{ raise_exception('no') }}", "dropped": ""}
+    system = "{% if m.role == 'system' %}" + system_turn[system_role] + "{% else %}"
+    template = CHATML.replace(CHATML_TURN, system + CHATML_TURN + "{% endif %}")
     codec = tiny_codec(2, template, ["<|im_start|>", "<|im_end|>"])
-    question = grpo.make_question("gcd", 5)
+    question = make_question("gcd", 5)
     assert len(codec.encode("<|im_end|>")) == 10  # must not change how the next prompt is encoded
 
     # Without a system role, the user's turn begins with the system prompt.
@@ -724,13 +683,7 @@ def test_L2_a_chat_model_sees_the_system_prompt_and_ends_its_turn_as_its_templat
     assert grpo.find_end_of_turn_id(tiny_codec().tokenizer, {0, 5}) is None
 
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def saved_chat_model(folder, chat_template=CHATML, positions=512, **generation_config):
+def saved_chat_model(folder, chat_template=CHATML, positions=512):
     """A small GPT-2 with tiny's tokenizer and a chat template, as a folder."""
     model, tokenizer = grpo.build_tiny_model(TASK_TABLE)
     tokenizer.add_tokens([AddedToken(token) for token in ("<|im_start|>", "<|im_end|>")])
@@ -740,10 +693,6 @@ def saved_chat_model(folder, chat_template=CHATML, positions=512, **generation_c
     config.n_positions = positions
     GPT2LMHeadModel(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if generation_config:
-        path = Path(folder, "generation_config.json")
-        saved = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps(saved | generation_config))
     return make_config(MODEL_NAME=str(folder), MAX_NEW_TOKENS=16)
 
 
@@ -752,8 +701,40 @@ def test_L2_the_end_of_turn_that_a_chat_template_writes_ends_a_completion(tmp_pa
     (end,) = codec.tokenizer.convert_tokens_to_ids(["<|im_end|>"])
     assert codec.eos_id == end
     assert codec.eos_ids == {0, end}
-    (note,) = codec.notes
-    assert note.startswith("<|im_end|> ends a completion, too")
+
+
+def test_L2_answer_tags_that_are_special_tokens_are_text_and_other_special_tokens_are_not(tmp_path):
+    config = saved_chat_model(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tags = [AddedToken(tag, special=True) for tag in ("<answer>", "</answer>", "<|im_end|>")]
+    tokenizer.add_tokens(tags, special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+
+    codec = grpo.load_model(config, ["small_gcd"])[1]
+    written = codec.tokenizer("<|im_end|><answer>7</answer>", add_special_tokens=False).input_ids
+    assert codec.tokenizer.decode(written, skip_special_tokens=True) == "7"
+    assert codec.decode([*written, codec.eos_id]) == "<answer>7</answer>"
+
+
+def test_U8_the_exported_folder_ends_completions_as_in_training_and_has_the_type_that_came(
+    tmp_path,
+):
+    config = saved_chat_model(tmp_path / "came")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "came", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "came")
+
+    model, codec = grpo.load_model(config, ["small_gcd"])
+    assert model.dtype == torch.float32
+    assert model.generation_config.eos_token_id == 0
+    grpo.save_model(model, codec, "a card", tmp_path / "exported")
+
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype="auto")
+    assert exported.dtype == torch.bfloat16
+    assert exported.generation_config.eos_token_id == sorted(codec.eos_ids) == [0, codec.eos_id]
+    settings = json.loads((tmp_path / "exported/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"  # transformers 4 knows it, too
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported").chat_template == CHATML
+    assert (tmp_path / "exported/README.md").read_text() == "a card"
 
 
 def test_L2_a_prompt_does_not_change_with_the_date_and_a_model_that_can_think_does_not(tmp_path):
@@ -766,7 +747,7 @@ def test_L2_a_prompt_does_not_change_with_the_date_and_a_model_that_can_think_do
     for i, date in enumerate(dates):
         config = saved_chat_model(tmp_path / str(i), date + CHATML + thinking, 2048)
         codec = grpo.load_model(config, ["small_gcd"])[1]
-        text = codec.tokenizer.decode(codec.encode_prompt(grpo.make_question("small_gcd", 1)))
+        text = codec.tokenizer.decode(codec.encode_prompt(make_question("small_gcd", 1)))
         assert text.startswith(grpo.PROMPT_DATE + "<|im_start|>")
         assert text.endswith("no thoughts")
 
@@ -774,10 +755,12 @@ def test_L2_a_prompt_does_not_change_with_the_date_and_a_model_that_can_think_do
 @pytest.mark.parametrize("reason, template, positions", [
     ("is not whole.*: mend its chat template", CHATML.replace("m.content", "m.content[0].text"), 512),
     ("is not whole.*: lower MAX_NEW_TOKENS or leave the task out", CHATML, 50),
+    ("TemplateError: no chat here", "{{ raise_exception('no chat here') }}", 512),
+    ("UndefinedError: ", "{{ tools[0].name }}" + CHATML, 512),
 ])  # fmt: skip
 def test_L2_a_prompt_that_is_not_the_question_is_refused(tmp_path, reason, template, positions):
     config = saved_chat_model(tmp_path, template, positions)
-    with pytest.raises(grpo.ModelError, match=reason):
+    with pytest.raises(grpo.ModelError, match=f"MODEL_NAME=.*{reason}"):
         grpo.load_model(config, ["small_gcd"])
 
 
@@ -791,45 +774,28 @@ def test_L2_a_tokenizer_that_closes_each_prompt_is_refused(tmp_path):
         grpo.load_model(config, ["small_gcd"])
 
 
-def test_L2_only_the_positions_that_max_new_tokens_needs_are_kept_for_completions(tmp_path):
+def test_L2_L4_a_peers_completion_is_rejected_alone_if_it_does_not_fit_behind_its_prompt(tmp_path):
+    # Only the positions that MAX_NEW_TOKENS needs are kept for completions.
     config = saved_chat_model(tmp_path, positions=1024)
     codec = grpo.load_model(config, ["small_gcd"])[1]
     assert codec.max_prompt == 1024 - 16
+    assert codec.max_completion == 2 * 16
+    question = make_question("small_gcd", 1)
 
-    # A peer's completion that does not fit behind its prompt is rejected.
-    question = grpo.make_question("small_gcd", 1)
-    num_free = 10
-    full = replace(codec, positions=len(codec.encode_prompt(question)) + num_free)
-    run = SimpleNamespace(codec=full, tasks=["small_gcd"], config=config)
-    for length in (num_free - 1, num_free):  # and its EOS
-        completion = {"response": "7" * length, "finished": True}
-        external = {"task": "small_gcd", "seed": 1, "prompt": question.text}
-        external |= {"completions": [completion] * 2, "key": (0, 0, "p", 0)}
-        if length < num_free:
-            assert len(sapo.verify(run, external).completions) == 2
-        else:
-            with pytest.raises(sapo.Rejected, match="over 10 tokens"):
-                sapo.verify(run, external)
-
-
-def test_L4_a_group_that_is_too_long_is_refused_alone(tmp_path):
-    store = new_store(tmp_path, "p")
-    config = make_config(MODEL_NAME="tiny", MAX_NEW_TOKENS=100)
-    run = SimpleNamespace(codec=tiny_codec(), tasks=["small_gcd"], config=config)
-    run.codec = replace(run.codec, max_completion=2 * config.MAX_NEW_TOKENS)
-
-    groups = {}
-    for i, text in enumerate(("7", "7" * 40_000)):  # more than any file's texts had before
-        question = grpo.make_question("small_gcd", i)
-        completion = {"response": text, "reward": 1.0, "finished": True}
-        groups[str(i)] = {"task": "small_gcd", "seed": i, "prompt": question.text}
-        groups[str(i)] |= {"answer": question.answer, "completions": [completion] * 2}
-    store.publish_rollouts(0, 0, "p", {}, groups)
-
-    short, long = store.fetch_rollouts(0, 0, "p", config.max_rollout_bytes)
-    assert len(sapo.verify(run, short).completions) == 2
-    with pytest.raises(sapo.Rejected, match="over 200 tokens"):
-        sapo.verify(run, long)
+    # The limit is what a peer's tokenizer may need, or the positions that are left; each with the
+    # EOS. The last length is more than any text of this limit could have.
+    for num_free, lengths in ((10, (9, 10)), (100, (31, 32)), (100, (31, 32_000))):
+        full = replace(codec, positions=len(codec.encode_prompt(question)) + num_free)
+        run = SimpleNamespace(codec=full, config=replace(config, TASKS="small_gcd"))
+        for length in lengths:
+            completion = {"response": "7" * length, "finished": True}
+            external = {"task": "small_gcd", "seed": 1, "prompt": question.text}
+            external |= {"completions": [completion] * 2, "key": (0, 0, "p", 0)}
+            if length == lengths[0]:
+                assert len(sapo.verify(run, external).completions) == 2
+            else:
+                with pytest.raises(sapo.Rejected, match="too long|over [13][02] tokens"):
+                    sapo.verify(run, external)
 
 
 @pytest.mark.parametrize("reason, change", [
@@ -845,6 +811,23 @@ def test_L7_a_refusal_names_the_cause(tmp_path, reason, change):
         grpo.load_model(config, ["small_gcd"])
 
 
+@pytest.mark.parametrize("change", ["quantized", "frozen"])
+def test_L7_a_model_that_cannot_be_trained_is_refused_at_the_start(tmp_path, monkeypatch, change):
+    load = AutoModelForCausalLM.from_pretrained
+
+    def load_changed(*args, **kwargs):
+        model, info = load(*args, **kwargs)
+        weight = model.transformer.wte.weight.requires_grad_(False)
+        if change == "quantized":
+            weight.data = weight.data.to(torch.int8)
+        return model, info
+
+    config = saved_chat_model(tmp_path)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load_changed)
+    with pytest.raises(grpo.ModelError, match="quantized or frozen: take the model in full prec"):
+        grpo.load_model(config, ["small_gcd"])
+
+
 def remove_eos(folder: Path) -> None:
     for path in folder.glob("*.json"):
         if path.name != "tokenizer.json":
@@ -855,7 +838,7 @@ def remove_eos(folder: Path) -> None:
 
 
 def test_L3_examples_that_fail_their_own_verifier_are_drawn_again(monkeypatch):
-    wrong = grpo.make_question("small_gcd", 7)
+    wrong = make_question("small_gcd", 7)
     compute_reward = grpo.compute_reward
 
     def reward(question, text, kind="exact"):
@@ -864,9 +847,9 @@ def test_L3_examples_that_fail_their_own_verifier_are_drawn_again(monkeypatch):
     monkeypatch.setattr(grpo, "compute_reward", reward)
     assert grpo.first_solved_question("small_gcd", 7).seed == 8
     codec = tiny_codec(num_shots=2)
-    prompt = codec.decode(codec.encode_prompt(grpo.make_question("small_gcd", 6)))
+    prompt = codec.decode(codec.encode_prompt(make_question("small_gcd", 6)))
     assert wrong.text not in prompt
-    assert grpo.make_question("small_gcd", 8).text in prompt
+    assert make_question("small_gcd", 8).text in prompt
 
     # The warm start draws its questions in the same way.
     config = make_config(MODEL_NAME="tiny")
@@ -877,23 +860,14 @@ def test_L3_examples_that_fail_their_own_verifier_are_drawn_again(monkeypatch):
     assert wrong.text not in tiny_codec().decode(next(batches)[0][0])
 
 
-# -------- The embedded model, the guard, and a peer that is no model ------------------------------
+# -------- The embedded model, and a peer that is no model -----------------------------------------
 
 
-def test_L6_tiny_and_its_tokenizer_are_the_same_in_every_process(other_process):
-    random_state = torch.get_rng_state()
-    for tasks in (TINY_TASKS, TINY_TASKS[::-1]):
-        model, tokenizer = grpo.build_tiny_model(tasks)
-        assert grpo.checksum(model.state_dict().values()) == other_process.weights
-        assert tokenizer.get_vocab() == other_process.vocabulary
-    assert torch.equal(random_state, torch.get_rng_state())
-    assert (len(PAPER_TASKS), len(TINY_TASKS)) == (9, 8)
-
-    # Its tokenizer loses nothing of any question.
+def test_L6_the_tokenizer_of_tiny_loses_nothing_of_any_question():
     codec = tiny_codec()
     for task in TASK_TABLE:
         for seed in range(20):
-            text = grpo.make_question(task, seed).text
+            text = make_question(task, seed).text
             assert codec.decode(codec.encode(text)) == text
 
 
@@ -913,78 +887,15 @@ def test_L6_a_warm_start_belongs_to_its_seed_and_to_its_model():
     assert len(set(recipes)) == 3
 
 
-@pytest.mark.parametrize("floor", [0.0, 0.25, 0.5, 1.0])
-def test_L9_unlikely_external_completions_are_dropped_before_advantages_are_computed(floor):
-    model = small_gpt2()
-
-    # Three groups of eight, sampled at so high a temperature that some completions are unlikely.
-    # The first is the node's own, the other two are external.
-    prompts = [[3, 4], [5], [6]]
-    config = update_settings(MAX_NEW_TOKENS=6, TEMPERATURE=2.0)
-    drawn = grpo.generate(model, prompts, 8, config, 0, {2})
-    groups = []
-    for prompt, completions in zip(prompts, drawn, strict=True):
-        groups.append(Group(prompt, completions, [1.0, 0.0] * 4))
-    own, *external = groups
-
-    node = SimpleNamespace(model=model, groups=[own], metrics={})
-    config = make_config(EXTERNAL_FLOOR=floor, TEMPERATURE=0.7, MODEL_NAME="tiny", DEVICE="cpu")
-    run = SimpleNamespace(config=config, max_rows=3, codec=SimpleNamespace(pad_id=1))
-    remaining = sapo.drop_unlikely(run, node, external)
-
-    def mean_logprob(prompt, ids) -> float:
-        return reference_logprobs(model, prompt, ids, 0.7).mean().item()
-
-    def rows_of(groups) -> list:
-        rows = []
-        for group in groups:
-            for ids, reward in zip(group.completions, group.rewards, strict=True):
-                rows.append((group.prompt, ids, reward))
-        return rows
-
-    # The floor is a quantile of the node's own eight; with 0 everything is kept, with 1 nothing.
-    if floor == 0:
-        lowest = -inf
-    elif floor == 1:
-        lowest = inf
-    else:
-        own_means = sorted(mean_logprob(own.prompt, ids) for ids in own.completions)
-        lowest = own_means[int(floor * 8)]
-    expected = []
-    for prompt, ids, reward in rows_of(external):
-        if mean_logprob(prompt, ids) >= lowest:
-            expected.append((prompt, ids, reward))
-    assert rows_of(remaining) == expected
-
-    if floor == 0:
-        assert len(expected) == 16
-    elif floor == 1:
-        assert len(expected) == 0
-    else:
-        assert 1 <= len(expected) < 16
-
-
-@pytest.mark.parametrize("oversample, num_generations", [(1, 2), (64, 8), (8, 64)])
-def test_L4_the_largest_file_that_an_honest_peer_publishes_is_read(
-    tmp_path, oversample, num_generations
-):
-    config = make_config(
-        MODEL_NAME="tiny", NUM_GENERATIONS=num_generations, LOCAL_OVERSAMPLE=oversample
-    )
-    completion = {"response": "☃" * 40, "reward": 1.0, "finished": True}  # three bytes each
+def test_L4_the_largest_file_that_an_honest_peer_publishes_is_read(tmp_path):
+    # 64 groups of 64 completions of 256 tokens; commas inside strings are no elements.
+    completion = {"response": "0,1," * 128, "reward": 1.0, "finished": True}
     groups = {}
-    for i in range(config.NUM_TRAIN_SAMPLES * oversample):
-        question = make_question(PAPER_TASKS[i % 9], i)
-        groups[str(i)] = {
-            "task": question.task,
-            "seed": question.seed,
-            "prompt": question.text,
-            "answer": question.answer,
-            "completions": [completion] * num_generations,
-        }
+    for i in range(64):
+        groups[str(i)] = {"task": "gcd", "seed": i, "prompt": "?", "completions": [completion] * 64}
     store = new_store(tmp_path, "p")
-    store.publish_rollouts(0, 0, "p", {}, groups)
-    assert len(store.fetch_rollouts(0, 0, "p", config.max_rollout_bytes)) == len(groups)
+    store.publish("rollouts", "p", 0, 0, {"format": 1, "rollouts": groups})
+    assert len(store.fetch_rollouts("p", 0, 0)) == 64
 
 
 def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch, capsys):
@@ -1025,11 +936,11 @@ def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch, ca
         assert sapo.main(environ) == 0
 
         rates = []
-        for path in tmp_path.glob(f"*/*/{name}/rewards/pupil/*.json"):
+        for path in tmp_path.glob(f"*/*/{name}/nodes/pupil/rewards/*.json"):
             row = json.loads(path.read_text())
             if row["round"] >= 40:
                 rates.append(row["answer_tag_rate"])
-        answer_tag_rate[name] = coordinator.nanmean(rates)
+        answer_tag_rate[name] = coordinator.mean(rates)
 
     # The peer kept step, ended by itself, and the monitor shows it.
     output, _ = peer.communicate(timeout=30)

@@ -2,6 +2,7 @@
 folder. The examples that hypothesis draws are the same in every run."""
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -9,11 +10,12 @@ import pickle
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -54,43 +56,48 @@ def time_limit(seconds=30):
 
 
 def is_safe_to_print(text: str) -> bool:
+    """Whether it holds no control characters, no endless lines and no traceback."""
     is_printable = all(char.isprintable() or char == "\n" for char in text)
-    return is_printable and max(len(line) for line in text.split("\n")) < 2000
+    is_short = max(len(line) for line in text.split("\n")) < 2000
+    return is_printable and is_short and "Traceback" not in text
+
+
+def settings_by_hand(drive, **more) -> sapo.Config:
+    """The Config of a node n that joins or begins the experiment y."""
+    environ = {**SMALL, **SHORT, "GDRIVE_PATH": drive, "EXPERIMENT_NAME": "y", **more}
+    env, _ = sapo.read_environment({name: str(value) for name, value in environ.items()})
+    return sapo.resolve_config(env, {}, [])
 
 
 def store_with_peers(drive) -> DriveStore:
     """The experiment y with what an honest peer q and a hostile peer p left in it long ago."""
-    store = DriveStore(drive, "y", "q")
-    store.create(["p", "q"])
-    for t in range(3):
-        for name in "pq":
-            groups = {str(i): group_by_hand(10 * t + i + ord(name)) for i in range(3)}
-            store.publish_rollouts(t, 0, name, {}, groups)
-            store.submit_reward(t, 0, name, {"reward": 0.5})
-
+    store = DriveStore(drive, "y")
+    store.create(sapo.saved_settings(settings_by_hand(drive, NODE_ID="q", LOCAL_NODES=1)))
     for name in ("p", "q", "coordinator"):
-        metadata = {
-            "node_id": name,
-            "session": OLD_SESSION,
-            "time": 1.0,
-            "round": 0,
-            "state": "running",
-        }
-        put(store, f"peers/{name}.{OLD_SESSION}.json", metadata)
-        put(store, f"heartbeats/{name}.json", metadata)
+        put(store, f"board/session.{name}.{OLD_SESSION}")
+        heartbeat = {"session": OLD_SESSION, "time": 1.0, "round": 0, "state": "running"}
+        put(store, f"nodes/{name}/heartbeat.json", heartbeat)
+
+    for name in "pq":
+        store.make_dir(f"nodes/{name}/rollouts")
+        store.make_dir(f"nodes/{name}/rewards")
+        for t in range(3):
+            groups = {str(i): group_by_hand(10 * t + i + ord(name)) for i in range(3)}
+            store.publish("rollouts", name, t, 0, {"format": 1, "rollouts": groups})
+            store.publish("rewards", name, t, 0, {"reward": 0.5})
     return store
 
 
-def outcome(experiment_dir: Path) -> tuple:
+def outcome(store) -> tuple:
     """What the nodes earned and learned: their rewards, and their checkpoints' bytes (weights,
     optimizer, total rewards and external groups used)."""
     rewards = []
-    for path in sorted(experiment_dir.glob("rewards/n_?/*.json")):
+    for path in sorted(store.dir.glob("nodes/n_?/rewards/*.json")):
         row = json.loads(path.read_bytes())
         rewards.append((row["round"], row["node_id"], row["reward"]))
 
     checkpoints = {}
-    for path in experiment_dir.glob("checkpoints/n_0/*.safetensors"):
+    for path in store.dir.glob("nodes/n_0/checkpoints/round_00000*"):
         checkpoints[path.name] = path.read_bytes()
     return rewards, checkpoints
 
@@ -98,9 +105,7 @@ def outcome(experiment_dir: Path) -> tuple:
 def run_all_roles(drive, monkeypatch, **more) -> None:
     """Run a worker to its end, and then every other role. Nothing holds them up or ends them, and
     no stranger's text reaches the terminal raw."""
-    for plot in ("plot_run", "plot_comparison"):
-        monkeypatch.setattr(coordinator, plot, lambda *_: b"a picture")
-
+    monkeypatch.setattr(coordinator, "draw", lambda *_: b"a picture")
     screen = io.StringIO()
     with time_limit(), contextlib.redirect_stdout(screen):
         assert run(drive, **more) == 0
@@ -111,30 +116,29 @@ def run_all_roles(drive, monkeypatch, **more) -> None:
 
 # -------- X2, X3: files of every kind in every place ----------------------------------------------
 
-STAGES = [
-    (kind, f"round_{t:06d}.stage_0.json") for t in range(4) for kind in ("rollouts", "rewards")
-]
-PEER_FILES = [f"{kind}/p/{name}" for kind, name in STAGES[:6]] + f"""
-    peers/p.{OLD_SESSION}.json peers/coordinator.{OLD_SESSION}.json heartbeats/p.json
-    heartbeats/coordinator.json models/p state/rounds/round_000000.p.json junk""".split()  # fmt: skip
-OWN_FILES = [f"{kind}/n_0/{name}" for kind, name in STAGES] + """
-    winners/round_000001.json models/n_0/config.json models/n_0/model.safetensors heartbeats/n_0.json
-    state/current_state.json""".split()  # fmt: skip
-OWN_LOGS = """logs/n_0/stdout.log logs/n_0/training_events.jsonl logs/n_0/metrics.jsonl
-    logs/coordinator/stdout.log""".split()  # fmt: skip
-SHARED_FILES = """../../reports/report_y.md ../../reports/report_y.png ../../reports/y.png ../../archives tmp/n_0
-    progress/n_0.rollouts.000009.0 progress/p.rewards.000009.0 progress/n_1.rollouts.000000.0
-    ../../tmp/n_0.1 ../../warmstart/WARM.safetensors""".split()  # fmt: skip
+STAGES = [f"{kind}/round_{t:06d}.stage_0.json" for t in range(4) for kind in ("rollouts", "rewards")]  # fmt: skip
+PEER_FILES = """nodes/p/heartbeat.json nodes/p/posting nodes/p/model nodes/junk board/junk
+    board/open.p.000000.0 board/rollouts.p.000009.0 board/rewards.n_1.000009.0
+    nodes/n_0/checkpoints/round_000999.safetensors nodes/n_0/.new-1 nodes/n_0/logs/.new-2""".split()
+PEER_FILES += [f"nodes/p/{name}" for name in STAGES[:6]]
+OWN_FILES = """nodes/n_0/heartbeat.json nodes/n_0/logs/system_info.json nodes/n_0/posting
+    nodes/n_0/model/config.json nodes/n_0/model/model.safetensors
+    nodes/coordinator/heartbeat.json nodes/coordinator/winners/round_000003.json
+    /reports/y.png /reports/report_y.md /reports/report_y.json /warmstart/WARM.safetensors""".split()
+OWN_FILES += [f"nodes/n_0/{name}" for name in STAGES]
+OWN_LOGS = """nodes/n_0/logs/stdout.log nodes/n_0/logs/training_events.jsonl nodes/n_0/logs/metrics.jsonl
+    nodes/coordinator/logs/stdout.log""".split()
 
 BYTES = {
     "empty": b"", "torn": b'{"format": 1, "peer_id": "p', "no text": b"\xff\xfe\0" * 99, "no object": b"[1]",
     "deep": b'{"a": ' + b"[" * 4000 + b"]" * 4000 + b"}", "not finite": b'{"time": NaN, "reward": 1e999}',
-    "digits": b'{"time": ' + b"9" * 100_000 + b"}", "commas": b'{"a": [' + b"[]," * 3_000_000 + b"1]}",
+    "digits": b'{"time": ' + b"9" * 100_000 + b"}", "commas": b'{"a": [' + b"[]," * 2_500_000 + b"1]}",
     "for the terminal": "\x1b]0;x\x07\u202e\r\n".encode() * 99,
     "odd types": b'{"time": 1' + b"0" * 400 + b', "session": ["x"], "round": "\\u001b[2J", "reward": true}',
 }  # fmt: skip
 MAKE = {  # kind -> a function that makes it at a path, perhaps as a link into the folder `outside`
     "link": lambda path, outside: path.symlink_to(outside / "n_0.json"),
+    "second name": lambda path, outside: path.hardlink_to(outside / "n_0.json"),
     "link to a folder": lambda path, outside: path.symlink_to(outside),
     "dangling link": lambda path, outside: path.symlink_to(outside / "new"),
     "loop": lambda path, _: path.symlink_to(path),
@@ -160,8 +164,10 @@ def outside(tmp_path):
             found.append((path, path.lstat().st_mtime_ns, text))
         return found
 
-    for name in ("n_0", "n_0/round_000000.stage_0", "y/n_0/round_000000.stage_0", "n/n_0"):
-        path = folder / f"{name}.json"
+    names = ["n_0", "heartbeat", ".new-1", "rollouts/.new-2", STAGES[0], Path(STAGES[0]).name]
+    names += [f"n_0/{name}" for name in names] + [f"y/n_0/{names[-1]}"]
+    for name in names:
+        path = folder / f"{name.removesuffix('.json')}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     before = state()
@@ -169,14 +175,18 @@ def outside(tmp_path):
     assert state() == before
 
 
-def plant(experiment_dir: Path, names, kind, outside) -> None:
+def plant(store, names, kind, outside) -> list[Path]:
+    """Make something of this kind in all these places. Returns their full paths."""
+    paths = []
     for name in names:
-        path = Path(os.path.normpath(experiment_dir / name))
+        path = store.root / name[1:] if name.startswith("/") else store.dir / name
+        paths.append(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         path.unlink(missing_ok=True)
         MAKE[kind](path, outside)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -184,64 +194,101 @@ def honest_run(tmp_path_factory):
     """(the outcome of a run without p's rollouts and rewards, the name of its warm start)"""
     drive = tmp_path_factory.mktemp("honest_run")
     store = store_with_peers(drive)
-    for path in store.experiment_dir.glob("r*/p/*.json"):
+    for path in store.dir.glob("nodes/p/r*/*.json"):
         path.unlink()
     assert run(drive, **SHORT) == 0
-    return outcome(store.experiment_dir), next((drive / "warmstart").glob("*.safetensors")).stem
+    return outcome(store), next((drive / "warmstart").glob("*.safetensors")).stem
 
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_X2_X3_no_file_of_any_kind_changes_what_is_learned(
     honest_run, tmp_path, outside, monkeypatch, kind
 ):
-    # A planted registration makes the coordinator wait for folders that nobody has made.
-    monkeypatch.setattr(drive_store, "LAYOUT_TIMEOUT_SECONDS", 0.1)
     expected, warm_start = honest_run
     drive = tmp_path / "drive"
     store = store_with_peers(drive)
 
-    # Files of this kind lie wherever a peer or the node itself writes. (Bytes in the place of a log
-    # are a log, to which the node appends.)
-    own_files = OWN_FILES if kind in BYTES else OWN_FILES + OWN_LOGS
-    names = [name.replace("WARM", warm_start) for name in PEER_FILES + own_files + SHARED_FILES]
-    plant(store.experiment_dir, names, kind, outside)
+    # Files of this kind lie wherever a peer or the node itself writes. (A regular file in the place
+    # of a log is a log, to which the node appends. A folder is in its way: it waits.)
+    own_files = OWN_FILES + OWN_LOGS
+    if kind in BYTES or kind in ("terabytes", "second name"):
+        own_files = OWN_FILES
+    elif kind == "folder":
+        own_files = []
+    plant(store, PEER_FILES, kind, outside)
+    own_files = [name.replace("WARM", warm_start) for name in own_files]
+    paths = plant(store, own_files, kind, outside)
 
     # They cost little memory and change nothing, and each one in the node's way makes room.
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     run_all_roles(drive, monkeypatch, **SHORT)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < kilobytes + 500_000
-    assert outcome(store.experiment_dir) == expected
-    for name in own_files:
-        assert store.existing_file(name), name
+    assert outcome(store) == expected
+    for path in set(paths) - {store.dir / "nodes/n_0/posting"}:  # it was moved to the board
+        status = path.lstat()
+        assert stat.S_ISREG(status.st_mode) and status.st_nlink == 1, path
+        assert status.st_size < 2**30, path
 
     # Each of p's files is named once, and counted each time it is read.
-    events = read_log(store.experiment_dir, "n_0/training_events.jsonl")
+    events = read_log(store.dir, "n_0", "training_events")
     rejections = [row["text"] for row in events if row["event"] == "reject"]
     assert rejections
     assert len(rejections) == len({*rejections})
     assert {text[:3] for text in rejections} == {"p: "}
-    metrics = read_log(store.experiment_dir, "n_0/metrics.jsonl")
+    metrics = read_log(store.dir, "n_0", "metrics")
     assert sum(row["rejected"] for row in metrics) >= 3
 
 
-@pytest.mark.parametrize("kind", ["link to a folder", "dangling link", "empty"])
-@pytest.mark.parametrize("folders", [  # they are links or files at the same time
-    "peers heartbeats logs state rollouts rewards winners checkpoints models tmp ../../archives ../../reports"
-    " ../../tmp ../../warmstart progress", "logs/n_0 logs/n_1 state/rounds rollouts/n_0 models/n_0 tmp/n_0"
-    " rewards/n_1 checkpoints/n_0 ../../archives/y", "../../archives/y/n_0 rollouts/p rewards/p",
-], ids=range(3))  # fmt: skip
+OTHER_FOLDERS = "nodes/p/rollouts nodes/p nodes/q/rewards nodes/q /reports".split()
+OWN_FOLDERS = """board nodes /warmstart /archives /archives/y /archives/y/n_0 nodes/n_0
+    nodes/n_0/rollouts nodes/n_0/rewards nodes/n_0/checkpoints nodes/n_0/logs""".split()
+
+
+@pytest.mark.parametrize("folder", OTHER_FOLDERS + OWN_FOLDERS)
 def test_X2_nothing_happens_below_a_folder_that_is_a_link(
-    tmp_path, outside, monkeypatch, folders, kind
+    tmp_path, outside, monkeypatch, capsys, folder
 ):
-    # The planted folder has no layout.json, so the node waits for its maker before it makes one.
-    monkeypatch.setattr(drive_store, "LAYOUT_TIMEOUT_SECONDS", 0.1)
     cleanup = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_MAX_AGE=0)
-    for archive in ("True", "False"):
-        drive = tmp_path / archive
-        plant(drive / "experiments/y", folders.split(), kind, outside)
-        run_all_roles(drive, monkeypatch, **SHORT, **cleanup, ROLLOUT_ARCHIVE_OLD=archive)
-        for node_id in ("n_0", "n_1"):
-            assert DriveStore(drive, "y").list_stages("rollouts", node_id) == [(3, 0)]
+    monkeypatch.setattr(sapo.Signals, "sleep", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(coordinator, "draw", lambda *_: b"a picture")
+    for kind in ("link to a folder", "dangling link"):
+        store = store_with_peers(tmp_path / kind)
+        plant(store, [folder], kind, outside)
+
+        # Where only a peer's files or the pictures would be, the node goes on. Where a link is in
+        # its own way, it waits.
+        with time_limit():
+            status = run(store.root, **SHORT, **cleanup, ROLLOUT_ARCHIVE_OLD=True)
+        is_waiting = "waiting for the shared folder" in capsys.readouterr().out
+        expected = (130, True) if folder in OWN_FOLDERS else (0, False)
+        assert (status, is_waiting) == expected
+
+
+def test_X2_X3_a_report_leaves_out_what_it_cannot_read_and_says_so_if_it_cannot_be_written(
+    tmp_path, capsys
+):
+    # Beside an honest experiment one whose folder is a link, and one whose board is a file.
+    store = store_with_peers(tmp_path / "drive")
+    store.move_marker("open", "p", 2)
+    shutil.copytree(store.dir, tmp_path / "outside")
+    store.dir.with_name("linked").symlink_to(tmp_path / "outside")
+    put(store, "../broken/board", b"")
+    put(store, "../broken/config.json", {"layout": drive_store.LAYOUT})
+
+    assert run(store.root, "*", NODE_ROLE="report") == 0
+    output = capsys.readouterr().out
+    assert is_safe_to_print(output)
+    assert "experiments/linked cannot be read" in output
+    assert "experiments/broken cannot be read" in output
+    report = json.loads((store.root / "reports/report_all.json").read_text())
+    assert [row["experiments"] for row in report] == [["y"]]
+
+    shutil.rmtree(store.root / "reports")
+    (store.root / "reports").symlink_to(tmp_path / "outside")
+    before = contents(tmp_path / "outside")
+    assert run(store.root, "*", NODE_ROLE="report") == 0
+    assert "the report cannot be written" in capsys.readouterr().out
+    assert contents(tmp_path / "outside") == before
 
 
 def test_X1_X3_texts_and_numbers_of_strangers_neither_end_nor_hold_up_nor_deceive_a_reader(
@@ -249,50 +296,34 @@ def test_X1_X3_texts_and_numbers_of_strangers_neither_end_nor_hold_up_nor_deceiv
 ):
     assert run(tmp_path, **SHORT) == 0
     capsys.readouterr()
-    store = DriveStore(tmp_path, "y", "p")
-    store.create(["p"])
-    store.register(["p"], "worker", {})
+    store = DriveStore(tmp_path, "y")
+    store.create_node("p")
+    store.register(["p"], {})
 
-    # Rewards of forty rounds with absurd metrics and with names of tasks that do not exist.
+    # Rewards of forty rounds with absurd metrics and with names of tasks that do not exist, one of
+    # which is a formula to the library that draws the pictures.
     absurd = [0, -1, 1e299, 10**299, -1e299, 1e-300]
     for t in range(40):
         metrics = {}
         for name in ("groups", "informative_local", "completions", "held_out"):
             metrics[name] = absurd[(t + len(name)) % 6]
         metrics |= {f"reward_{t}_{i}": 0.5 for i in range(55)}
-        store.submit_reward(t, 0, "p", metrics | {"reward": 0.5})
+        metrics |= {"held_out": -9, "reward_$\\frac{$": 0.5, "reward": 0.5}
+        store.publish("rewards", "p", t, 0, metrics)
 
     # A group whose texts would control the terminal.
     evil = "\x1b]0;x\x07\u202e\r"
     completions = [{"response": evil, "reward": 1e299, "finished": True}] * 4
     group = dict(task=evil, seed=1, prompt=evil, answer=evil, completions=completions)
-    store.publish_rollouts(39, 0, "p", {}, {"0": group})
-    store.open_round(39, "p")
+    store.publish("rollouts", "p", 39, 0, {"format": 1, "rollouts": {"0": group}})
+    store.move_marker("open", "p", 39)
 
     with time_limit(20):
         status = [run(tmp_path, NODE_ROLE=role) for role in ("monitor", "report", "validate")]
         assert status == [0, 0, 1]
-        assert coordinator.plot_run(coordinator.all_rewards(store), "y")
+        assert (tmp_path / "reports/report_y.png").stat().st_size > 9999
+        assert coordinator.plot_run(coordinator.read_experiment(store))
     assert is_safe_to_print(capsys.readouterr().out)
-
-
-def test_X1_the_keys_of_a_strangers_config_json_are_printed_safely(tmp_path, capsys):
-    # Two experiments that differ in a setting of a name that would control the terminal.
-    evil = "A\x1b]0;X\x07\u202e"
-    for name, value in (("a", 1), ("b", 2)):
-        store = DriveStore(tmp_path, name, "p")
-        store.create(["p"])
-        store.register(["p"], "worker", {})
-        settings = dict.fromkeys(coordinator.ARM_SETTINGS, 1) | {evil.upper(): value}
-        store.write_atomic("config.json", drive_store.dump_json(settings))
-        store.open_round(0, "p")
-        store.submit_reward(0, 0, "p", {"reward": 0.5})
-
-    assert run(tmp_path, "*", NODE_ROLE="report") == 0
-    output = capsys.readouterr().out
-    assert "A?]0;X??" in output
-    assert is_safe_to_print(output)
-    assert is_safe_to_print((tmp_path / "reports/report_all.md").read_text())
 
 
 def test_X2_an_experiments_folder_that_is_a_link_is_refused(tmp_path, capsys):
@@ -305,21 +336,17 @@ def test_X2_an_experiments_folder_that_is_a_link_is_refused(tmp_path, capsys):
 
     assert run(drive, MAX_ROUNDS=1) == 2
     assert run(drive, NODE_ROLE="coordinator") == 2
-    assert capsys.readouterr().out.count("is a link: choose another EXPERIMENT_NAME") == 2
+    assert capsys.readouterr().out.count("y: a link; take another EXPERIMENT_NAME") == 2
     assert contents(tmp_path / "outside") == before
 
 
-def test_X3_twelve_thousand_unknown_tasks_in_config_json_are_refused_in_a_few_lines(
-    tmp_path, capsys
-):
-    store = DriveStore(tmp_path, "y", "p")
-    store.create(["p"])
+def test_X3_thousands_of_unknown_tasks_in_config_json_are_refused_in_a_few_lines(tmp_path, capsys):
     tasks = ",".join(f"nonsense_{i}" for i in range(4000))
-    store.write_atomic("config.json", {"TASKS": tasks})
+    put(DriveStore(tmp_path, "y"), "config.json", {"layout": drive_store.LAYOUT, "TASKS": tasks})
     with time_limit(5):
         assert run(tmp_path, TASKS=None) == 2
     output = capsys.readouterr().out
-    assert "3995 more are unknown" in output
+    assert "nonsense_0" in output
     assert output.count("\n") < 20
 
 
@@ -330,23 +357,8 @@ RAW = {  # what JSON text may hold and json.dumps does not write
     "@half@": '"\\ud800"', "@text@": '"' + "x" * 40_000 + '"', "@escape@": '"\\u001b[2J\\u0007\\n\\u202e"',
 }  # fmt: skip
 ODD = [
-    None,
-    True,
-    0,
-    1,
-    -1,
-    0.5,
-    1e300,
-    2**53,
-    10**400,
-    "",
-    "1",
-    "p",
-    " auto",
-    "tiny",
-    "../x",
-    "x" * 300,
-]
+    None, True, 0, 1, -1, 0.5, 1e300, 2**53, 10**400, "", "1", "p", " auto", "tiny", "../x", "x" * 300,
+]  # fmt: skip
 
 
 def lists_or_dictionaries(children):
@@ -398,14 +410,8 @@ def damaged(draw, valid: dict) -> bytes:
     return encode(tree)
 
 
-FILES_OF_PEERS_THAT_ARE_READ = [
-    "config.json",
-    PEER_FILES[0],
-    PEER_FILES[1],
-    f"peers/p.{OLD_SESSION}.json",
-    "heartbeats/p.json",
-    "heartbeats/coordinator.json",
-]
+FILES_OF_PEERS_THAT_ARE_READ = f"""config.json nodes/coordinator/heartbeat.json nodes/p/heartbeat.json
+    nodes/p/{STAGES[0]} nodes/p/{STAGES[1]}""".split()
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +422,7 @@ def finished(tmp_path_factory):
     assert run(drive, **SHORT) == 0
     valid = {}
     for name in FILES_OF_PEERS_THAT_ARE_READ:
-        valid[name] = json.loads((store.experiment_dir / name).read_bytes())
+        valid[name] = json.loads((store.dir / name).read_bytes())
     return drive, valid
 
 
@@ -425,7 +431,7 @@ def finished(tmp_path_factory):
 def test_X3_every_reader_copes_with_a_damaged_file(finished, data, name):
     drive, valid = finished
     store = DriveStore(drive, "y")
-    path = store.experiment_dir / name
+    path = store.dir / name
     path.write_bytes(data.draw(damaged(valid[name])))
     screen = io.StringIO()
     try:
@@ -434,13 +440,14 @@ def test_X3_every_reader_copes_with_a_damaged_file(finished, data, name):
             time_limit(),
             contextlib.redirect_stdout(screen),
         ):
-            patch.setattr(coordinator, "plot_comparison", lambda *_: None)
+            patch.setattr(coordinator, "draw", lambda *_: None)
             for role in ("monitor", "validate", "report"):
                 status = run(drive, NODE_ROLE=role, MAX_ROUNDS=None, LOCAL_NODES=None)
                 assert status in (0, 1, 2)
         assert is_safe_to_print(screen.getvalue())
         assert sapo.get_experiment_status(drive, "y")["current_round"] == 3
-        assert all(0 <= row["reward"] <= 1 for row in store.read_rewards(0, ["p"], 1))
+        row = store.read_reward("p", 0, 0) or {"reward": None}
+        assert row["reward"] is None or 0 <= row["reward"] <= 1
         assert store.node_status("p", OLD_SESSION, 300.0) in ("alive", "exited", "dead")
     finally:
         path.write_text(json.dumps(valid[name]))
@@ -451,7 +458,7 @@ def test_X3_every_reader_copes_with_a_damaged_file(finished, data, name):
 def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_sentence(finished, data):
     _, valid = finished
     notes = []
-    env = dict(GDRIVE_PATH="d", NODE_ID="late", EXPERIMENT_NAME="y", DEVICE="cpu")
+    env = dict(GDRIVE_PATH="d", NODE_ID="late", NODE_ROLE="worker", DEVICE="cpu")
     try:
         saved = drive_store.parse_json(data.draw(damaged(valid["config.json"])))
     except drive_store.InvalidFileError:
@@ -465,11 +472,11 @@ def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_sente
     else:
         assert {*config.TASKS.split(",")} <= grpo.TASK_TABLE.keys()
         assert config.MODEL_NAME == "tiny"
-        for spec in fields(config):
-            if spec.name in (*sapo.SWARM_SETTINGS, *sapo.MODEL_SETTINGS):
-                value = getattr(config, spec.name)
-                assert type(value) is spec.type
-                assert sapo.parse_value(str(value), spec) == value
+        for name, row in sapo.TABLE.items():
+            if row.metadata["scope"] != "node":
+                value = getattr(config, name)
+                assert type(value) is row.type
+                assert sapo.parse_value(row, str(value)) == value
     assert is_safe_to_print("\n".join(notes))
 
 
@@ -489,15 +496,15 @@ def test_X3_a_strangers_tensors_fit_and_are_finite_or_are_refused(
     tmp_path_factory, header, times, data
 ):
     """times: the file claims that its header is this many times as long as it is."""
-    path = tmp_path_factory.getbasetemp() / "weights"
+    store = DriveStore(tmp_path_factory.getbasetemp(), "y")
     numbers = [NUMBERS, b"\xff" * 40, NUMBERS[1:], NUMBERS + b"x"]
     length = min(len(header) * times, 2**64 - 1)
     prefix = length.to_bytes(8, "little")
-    path.write_bytes(prefix + header + data.draw(st.sampled_from(numbers)))
+    put(store, "weights", prefix + header + data.draw(st.sampled_from(numbers)))
 
     try:
-        saved = grpo.load_tensors(path, TENSORS)
-    except Exception:  # its callers expect any kind
+        saved = store.load_file("weights", functools.partial(grpo.load_tensors, ours=TENSORS))
+    except drive_store.InvalidFileError:
         return
     for name, tensor in TENSORS.items():
         assert (saved[name].shape, saved[name].dtype) == (tensor.shape, tensor.dtype)
@@ -517,7 +524,7 @@ def test_X1_a_pickle_in_the_place_of_weights_is_never_unpickled(
     assert run("d", **SHORT) == 0
     [warm_start] = Path("d").glob("warmstart/*.safetensors")
     sound = warm_start.read_bytes()
-    for path in (warm_start, *Path("d").glob("experiments/y/checkpoints/*/*")):
+    for path in (warm_start, *Path("d").glob("experiments/y/nodes/*/checkpoints/*")):
         with path.open("wb") as file:
             save(Evil(), file)
 
@@ -533,18 +540,14 @@ def test_X1_a_pickle_in_the_place_of_weights_is_never_unpickled(
 
 def run_by_hand(drive, **more):
     """(a Run of one node n beside the peers' files, its node). run.log.texts is its log."""
-    environ = {**SMALL, "LOCAL_NODES": 1, "GDRIVE_PATH": drive, "EXPERIMENT_NAME": "y", **more}
-    env, _ = sapo.read_environment({name: str(value) for name, value in environ.items()})
-    config = sapo.resolve_config(env, {}, [])
-    tasks = config.TASKS.split(",")
-
+    config = settings_by_hand(drive, LOCAL_NODES=1, **more)
     log = SimpleNamespace(texts=[])
     log.event = lambda kind, text, **_: log.texts.append(text)
     signals = SimpleNamespace(requested=0)
-    store = RetryingStore(DriveStore(drive, "y", "n"), log.event, signals)
-    model, codec = grpo.load_model(config, tasks)
+    store = RetryingStore(DriveStore(drive, "y"), log.event, signals)
+    model, codec = grpo.load_model(config, config.tasks)
     node = sapo.Node("n", model, None)
-    return sapo.Run(config, store, codec, [node], log, signals, tasks, 64), node
+    return sapo.Run(config, store, codec, [node], log, signals, max_rows=64), node
 
 
 PAYLOADS = [
@@ -595,13 +598,9 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(
     piece = st.sampled_from([*PAYLOADS, question.answer]) | st.text(max_size=10)
     text = form.format(*data.draw(st.tuples(piece, piece)))
     responses = [f"<answer>{text}</answer>", text + "x"]
-    group = {
-        "task": question.task,
-        "seed": question.seed,
-        "prompt": question.text,
-        "key": (2, 0, "p", 0),
-        "completions": [{"response": response, "finished": True} for response in responses],
-    }
+    group = {"task": question.task, "seed": question.seed, "prompt": question.text}
+    group["completions"] = [{"response": text, "finished": True} for text in responses]
+    group["key"] = (2, 0, "p", 0)
 
     # Verification and scoring make no watched call.
     WATCHED[:] = [None]
@@ -618,32 +617,34 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(
 
     assert all(0 <= reward <= 1 for reward in rewards)
     if isinstance(verified, sapo.Rejected):
-        assert isinstance(verified.reason, str)
+        assert is_safe_to_print(str(verified))
     else:
         assert len(verified.texts) == len(verified.rewards) == 2
 
 
-@pytest.mark.parametrize("changes, reason", [
-    ({"seed": grpo.HELD_OUT_SEEDS.start + 5}, "held-out"), ({"prompt": "What is 1 + 1?"}, "prompt differs"),
-    ({"task": "basic_arithmetic", "seed": 721121905971561}, "cannot be made"),
-    ({"task": "decimal_arithmetic", "seed": 1488473454406226}, "cannot be made"),
-    ({"completions": [{"response": "", "finished": False}] * 4}, "empty"),
-])  # fmt: skip
-def test_L3_L4_poisoned_seeds_held_out_and_rewritten_questions_are_rejected_at_once(
-    tmp_path, changes, reason
-):
-    tasks = "small_products,basic_arithmetic,decimal_arithmetic"
-    verifying_run, _ = run_by_hand(tmp_path, TASKS=tasks)
-    group = group_by_hand(1, key=(2, 0, "p", 0)) | changes
-    with time_limit(10):
-        with pytest.raises(sapo.Rejected) as caught:
-            sapo.verify(verifying_run, group)
-        assert reason in caught.value.reason
+def test_L3_a_verifier_alone_would_evaluate_an_answer(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    question = grpo.make_question("binary_matrix", 3)
+    WATCHED[:] = [None]
+    question.dataset.score_answer(PAYLOADS[0], question.entry)
+    seen = {event for event, _ in WATCHED[1:]}
+    WATCHED.clear()
+    assert seen >= {"compile", "exec", "os.system"}
+    assert Path("PWNED").exists()
 
-        # Where a question cannot be made, a node takes the next seed.
-        if "made" in reason:
-            question = grpo.first_valid_question(group["task"], group["seed"])
-            assert question.seed == group["seed"] + 1
+
+@pytest.mark.parametrize("task, seed", [
+    ("basic_arithmetic", 721121905971561), ("decimal_arithmetic", 1488473454406226),
+])  # fmt: skip
+def test_L3_a_seed_at_which_a_generator_fails_or_computes_for_minutes_costs_nobody_anything(
+    tmp_path, task, seed
+):
+    verifying_run, _ = run_by_hand(tmp_path, TASKS=f"small_products,{task}")
+    group = group_by_hand(1, key=(2, 0, "p", 0)) | {"task": task, "seed": seed}
+    with time_limit(10):
+        with pytest.raises(sapo.Rejected, match="its question cannot be made"):
+            sapo.verify(verifying_run, group)
+        assert grpo.first_valid_question(task, seed).seed == seed + 1
 
 
 def test_X3_verification_of_a_peers_groups_takes_a_bounded_time_whatever_the_others_need(
@@ -668,11 +669,12 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
         raise ValueError(f"401 Unauthorized: Bearer {token}")
 
     # A run whose push to the Hub fails.
-    monkeypatch.setattr("huggingface_hub.HfApi.whoami", fail)
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
-    environ = dict(HUGGINGFACE_ACCESS_TOKEN=secret, VERBOSE=True, **SHORT)
+    environ = dict(HUGGINGFACE_ACCESS_TOKEN=secret, **SHORT)
     assert run(drive, **environ) == 0
-    assert "push failed" in (drive / "experiments/y/logs/n_0/stdout.log").read_text()
+    log = drive / "experiments/y/nodes/n_0/logs/stdout.log"
+    assert "push failed (ValueError)" in log.read_text()
 
     # Starts with something wrong, and a token in a variable whose name is mistyped.
     for more, status in (
@@ -681,12 +683,11 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
     ):  # fmt: skip
         assert run(drive, **environ | {"MAX_ROUNDS": 5} | more) == status, more
 
-    # A mistake in the program, whose traceback shows local variables.
-    at_call(monkeypatch, "publish_groups", 1, lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError) as error:
-        run(drive, **environ | {"MAX_ROUNDS": 6})
-    shown = [str(error.getrepr(style="native"))]
-    shown += [repr(entry.locals.get("config")) for entry in error.traceback]
+    # A mistake in the program, whose traceback is logged.
+    at_call(monkeypatch, "publish_groups", 1, fail)
+    assert run(drive, **environ | {"MAX_ROUNDS": 6}) == 1
+    assert "Bearer ***" in log.read_text()
+    shown = [repr(sapo.Config(HUGGINGFACE_ACCESS_TOKEN=secret))]
 
     # An error whose text holds the token. It is shown for each checkpoint and at the end.
     monkeypatch.setattr(grpo, "load_tensors", fail)
@@ -699,7 +700,7 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
 
     shown += capfd.readouterr()
     shown += [str(contents(drive)), str(sorted(drive.rglob("*")))]
-    assert len(shown) > 9
+    assert shown[2].count("Bearer ***") >= 3
     assert not any("0123456789" in text or "SECRET" in text for text in shown)
 
 
