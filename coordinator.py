@@ -496,6 +496,9 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
     for members in arms.values():
         totals = [exp.reward_per_node for exp in members]
         held_out = [mean_of("held_out", exp.last_rounds) for exp in members]
+        last_rounds = []
+        for exp in members:
+            last_rounds += exp.last_rounds
         rows.append(
             {
                 "I/J": members[0].arm,
@@ -508,7 +511,7 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
                 "gain": None,
                 "completions": mean(sum(exp.curve("completions")) for exp in members),
                 "experiments": [exp.name for exp in members],
-                "tasks": reward_per_task(members[0].last_rounds),
+                "tasks": reward_per_task(last_rounds),
                 "curves": [exp.curve() for exp in members],
             }
         )

@@ -194,27 +194,28 @@ class DriveStore:
 
     # -- rollouts and rewards
 
-    def publish(self, kind: str, node: str, round_: int, stage: int, data: dict) -> None:
+    def publish(self, kind: str, node: str, round_: int, stage: int, data: dict):
         """Write a node's rollouts or reward of a stage, then move its marker.
 
         What the node wrote before it was killed stays: a file never changes once peers may have
-        read it.
+        read it. Returns the contents of such an earlier file, else None.
         """
         # Is there a valid file already, from before a kill?
         path = stage_file(kind, node, round_, stage)
         parse = parse_rollouts if kind == "rollouts" else parse_reward
-        is_published = False
+        published = None
         with contextlib.suppress(FileNotFoundError, InvalidFileError):
-            parse(parse_json(self.read_bytes(path, MAX_JSON_BYTES)), node, round_, stage)
-            is_published = True
+            data_before = parse_json(self.read_bytes(path, MAX_JSON_BYTES))
+            published = parse(data_before, node, round_, stage)
 
-        if not is_published:
+        if published is None:
             name = "peer_id" if kind == "rollouts" else "node_id"
             header = {name: node, "round": round_, "stage": stage, "timestamp": time.time()}
             self.write(path, dump_json(header | data))
 
         # The marker last: who sees it finds the file (on some storages a little later).
         self.move_marker(kind, node, round_, stage)
+        return published
 
     def fetch_rollouts(self, node: str, round_: int, stage: int) -> list[dict] | None:
         """A peer's groups, structure checked; None if there is no file. Raises InvalidFileError."""
@@ -250,6 +251,7 @@ class DriveStore:
         try:
             if callable(data):
                 data(temp)
+                make_readable(temp)
             else:
                 temp.write_bytes(data)
 
@@ -448,7 +450,7 @@ class DriveStore:
 
     def remove_leftovers(self, node: str) -> None:
         """Delete what a killed process of this node left unfinished."""
-        for path in self.resolve_dir(f"nodes/{node}").glob("**/.new-*"):
+        for path in self.resolve_dir(f"nodes/{node}").glob("**/.*"):
             remove(path, frees_space=True)
 
     def make_dir(self, path: str) -> None:
@@ -508,6 +510,16 @@ class DriveStore:
         except (OSError, ValueError, TypeError, LookupError) as error:
             self.check_mounted(path)
             raise InvalidFileError(f"{type(error).__name__}: {printable(error, 200)}") from error
+
+
+def make_readable(path: Path) -> None:
+    """Give a file, or the files in a folder, the usual permissions. safetensors makes files that
+    their owner alone can read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    for file in path.glob("*") if path.is_dir() else [path]:
+        with contextlib.suppress(OSError):  # some mounts know no permissions
+            file.chmod(0o666 & ~umask)
 
 
 def remove(path: Path, frees_space: bool = False) -> None:

@@ -1294,6 +1294,8 @@ def load_pretrained(config):
     if getattr(model, "_is_stateful", False):
         kind = type(model).__name__
         raise model_error(config, f"{kind} keeps another state than keys and values")
+    if model.base_model is model:
+        raise model_error(config, "it gives no hidden states")
     if not all(p.requires_grad and p.is_floating_point() for p in model.parameters()):
         advice = "take the model in full precision"
         raise model_error(config, f"its weights are quantized or frozen: {advice}")

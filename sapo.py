@@ -489,8 +489,9 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
     is_last_stage = stage == config.MAX_STAGES - 1
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and is_last_stage:
         node.metrics["held_out"] = held_out_accuracy(run, node, t)
-    node.total_reward += node.metrics["reward"] or 0.0
-    run.store.publish("rewards", node.id, t, stage, node.metrics)
+    published = run.store.publish("rewards", node.id, t, stage, node.metrics)
+    # If it submitted a reward before it was killed, that one counts.
+    node.total_reward += (published or node.metrics)["reward"] or 0.0
     log_metrics(run, node, t, stage)
 
 
@@ -523,8 +524,18 @@ def next_round(run: Run) -> int | None:
         if run.history:
             text += "; if steps are slow, raise COORDINATOR_ROUND_INTERVAL or STALE_AFTER_SECONDS"
         run.log.event("skip", text)
+        for node in run.nodes:
+            count_skipped_rewards(run, node, range(own, t))
     run.fetch_budget_seconds = run.config.FETCH_TIMEOUT_SECONDS
     return t if t < run.config.MAX_ROUNDS else None
+
+
+def count_skipped_rewards(run: Run, node: Node, rounds: range) -> None:
+    """Add the rewards of rounds that are not repeated, from before this node was killed."""
+    for t, stage in run.store.list_stages("rewards", node.id):
+        if t in rounds:
+            row = run.store.read_reward(node.id, t, stage) or {}
+            node.total_reward += row.get("reward") or 0.0
 
 
 def wait_for_round(run: Run, own: int) -> int:
@@ -1661,7 +1672,7 @@ def load_weights(store, path: str, model, log: "Log") -> bool:
 
 
 def register(run: Run) -> None:
-    """Register this process's nodes, and count the rewards of rounds that are not repeated."""
+    """Register this process's nodes, and write down on what they run."""
     config = run.config
     store = run.store
     run.board = store.board()
@@ -1679,14 +1690,6 @@ def register(run: Run) -> None:
         store.write(f"nodes/{node_id}/logs/system_info.json", drive_store.dump_json(info))
         if not others_run:  # an older process may be writing; its leftovers go at the end
             store.remove_leftovers(node_id)
-
-    # In a swarm the rounds since the checkpoint are not repeated.
-    if run.board.sessions.keys() != set(config.node_ids):
-        for node in run.nodes:
-            for t, stage in store.list_stages("rewards", node.id):
-                if run.last_round < t < run.board.open_round:
-                    row = store.read_reward(node.id, t, stage) or {}
-                    node.total_reward += row.get("reward") or 0.0
 
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.info("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")

@@ -55,12 +55,15 @@ EXACT = {  # architecture -> settings of a small model
     "gemma3_text": GEMMA,
     "gemma2": GEMMA | {"final_logit_softcapping": 0.5},
     "gpt_neox": SIZES | {"max_position_embeddings": 512},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 512},
 }
 REFUSED = {
     "mamba": SIZES,
     "jamba": LLAMA,
     "lfm2": LLAMA | {"layer_types": ["conv", "full_attention"]},
     "bart": BART,
+    "llama4_text": LLAMA | {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64},
     "granite": LLAMA | {"logits_scaling": 4.0},
     "cohere": LLAMA | {"logit_scale": 0.2},
 }
