@@ -52,6 +52,7 @@ def run_coordinator(config, store, log, signals) -> str:
         board = store.board()
         if board.sessions.get(name, session) > session:
             log.info("coordinator: superseded by a newer one")
+            log.flush(store)
             return "superseded"
 
         # Show that this one is alive.
@@ -102,6 +103,7 @@ def run_coordinator(config, store, log, signals) -> str:
         drive_store.poll_sleep(poll_started)
 
     store.write_heartbeat(name, session, current, "stopped")
+    log.flush(store)
     return "stopped"
 
 
@@ -474,15 +476,15 @@ ARM_SETTINGS = (
 
 
 def compare_arms(experiments: list[Experiment]) -> list[dict]:
-    """One row for each set of experiments that differ in SEED alone, the best first, with its gain
-    over the J = 0 baseline.
+    """One row for each set of experiments that differ in nothing but SEED and MAX_ROUNDS, the best
+    first, with its gain over the J = 0 baseline.
 
     They are compared over the rounds that all have, or the longest run would have earned most.
     """
     common = min((exp.rows[-1]["round"] + 1 for exp in experiments), default=0)
     arms = {}
     for exp in experiments:
-        # Runs that differ in any setting but the seed are never averaged. A gain is taken over the
+        # Runs that differ in another setting are never averaged. A gain is taken over the
         # baseline of the same family: other settings may differ only in what makes the arm.
         family = exp.config | {"nodes": len(exp.nodes)}
         for name in ARM_SETTINGS + ("SEED", "EXPERIMENT_NAME", "created_at", "maker", "MAX_ROUNDS"):

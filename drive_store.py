@@ -1,4 +1,5 @@
-"""The shared folder is the swarm's only means of communication. Every path in it has one writer.
+"""The shared folder is the swarm's only means of communication. Every path of an experiment has one
+writer.
 
 experiments/NAME/
     config.json      the settings that the experiment began with; written last by its maker, the
@@ -108,12 +109,14 @@ class DriveStore:
         marker = re.compile(rf"({kinds})\.(.+)\.(\d{{6}})\.(\d{{1,2}})", re.ASCII)
         session = re.compile(r"session\.(.+)\.(\d{13}-[0-9a-f]{8})", re.ASCII)
 
-        # Of several markers of one kind and node the highest counts: the names are sorted.
+        # Of several files of one kind and node the newest counts.
         for name in sorted(os.listdir(self.resolve_dir("board"))):
             if (match := session.fullmatch(name)) and is_safe_name(match[1]):
                 board.sessions[match[1]] = match[2]
             elif (match := marker.fullmatch(name)) and is_safe_name(match[2]):
-                board.progress[match[1], match[2]] = (int(match[3]), int(match[4]))
+                at = (int(match[3]), int(match[4]))
+                key = (match[1], match[2])
+                board.progress[key] = max(at, board.progress.get(key, at))
 
         # A marker that moves is a sign of life (see `node_status`).
         for (kind, node), at in board.progress.items():
@@ -133,14 +136,9 @@ class DriveStore:
         """Say how far a node has got: rename its marker, or write the first one."""
         new = f"{kind}.{node}.{round_:06d}.{stage}"
         old = self.markers.get((kind, node))
-        if old is None:
-            # The first time in this process: go on with the marker of the process before.
-            pattern = re.compile(rf"{kind}\.{re.escape(node)}\.\d{{6}}\.\d{{1,2}}", re.ASCII)
-            names = sorted(os.listdir(self.resolve_dir("board")))
-            earlier = [name for name in names if pattern.fullmatch(name)]
-            old = earlier[-1] if earlier else new
-            for name in earlier[:-1]:
-                self.delete(f"board/{name}")
+        if old is None:  # the first time in this process: go on with the marker of the one before
+            at = self.board().progress.get((kind, node), (round_, stage))
+            old = f"{kind}.{node}.{at[0]:06d}.{at[1]}"
 
         # There may be none yet, and a retried call may have renamed the old one before.
         try:
@@ -269,7 +267,7 @@ class DriveStore:
 
     def append(self, path: str, text: str) -> None:
         """Append whole lines to a log. A line that a crash cut off is ended first."""
-        # Once: what is no regular file is not written through. (A folder there raises OSError.)
+        # Once: a stranger's link or FIFO goes, or every append would fail. (A folder stays.)
         if path not in self.checked_logs:
             target = self.resolve(path)
             if target.is_symlink() or target.is_fifo():
@@ -704,7 +702,8 @@ class RetryingStore:
 
 
 def poll_sleep(poll_started: float) -> float:
-    """Sleep as long as the last poll took, between 20 ms and 2 s. Returns the time of both."""
+    """Sleep as long as the last poll took, between 20 ms and 2 s. Returns the time of both; a poll
+    counts 2 s at most, so that an outage does not use up a budget."""
     poll_seconds = min(2.0, time.monotonic() - poll_started)
     pause = max(0.02, poll_seconds)
     time.sleep(pause)

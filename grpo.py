@@ -42,6 +42,7 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 
 import reasoning_gym
 import safetensors.torch
@@ -552,7 +553,7 @@ if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
 def completion_logprobs_shared_prompt(
     model, prompts, completions, temperature: float = 1.0, pad_id: int = 0
 ):
-    """Compute what `completion_logprobs` computes, with G times less work on prompts.
+    """Compute what `completion_logprobs` computes, with each prompt of a micro-batch computed once.
 
     The completions of a group share their prompt: rows that follow one another and hold the same
     list. It is computed once and its KV cache is repeated for each completion *with gradient*, so
@@ -639,7 +640,7 @@ def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
 
 # -------- Memory ----------------------------------------------------------------------------------
 
-# CUDA raises an exception of its own; MPS and the CPU's allocator only say it in the message.
+# What the allocators of CUDA, MPS and the CPU say.
 OUT_OF_MEMORY = (
     "out of memory|can't allocate memory|not enough memory|Invalid buffer|bad_alloc|ALLOC_FAILED"
 )
@@ -650,8 +651,7 @@ def halve_rows(error: RuntimeError, rows: int, smallest: int, where: str) -> int
 
     Any other error is raised again. Raises ModelError if `smallest` rows were too many.
     """
-    is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    if not is_out_of_memory and not re.search(OUT_OF_MEMORY, str(error)):
+    if not re.search(OUT_OF_MEMORY, str(error)):
         raise error
     if rows <= smallest:
         advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
@@ -1167,12 +1167,11 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     try:
         codec = make_codec(model, tokenizer, config, dtype)
         rehearse(model, codec, config, tasks)
-    except ModelError:
-        raise
     except Exception as error:
         # A mistake in this file is raised as it is, an error in the model's own code is explained.
         innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-        if config.MODEL_NAME == "tiny" or innermost == load_model.__code__.co_filename:
+        is_own = innermost == load_model.__code__.co_filename  # also of a ModelError
+        if config.MODEL_NAME == "tiny" or is_own:
             raise
         raise model_error(config, f"{type(error).__name__}: {error}") from error
     return model, codec
@@ -1211,10 +1210,9 @@ def check_logprobs(model, codec: Codec, config, prompts, answers) -> None:
     (BART), and where logits are more than `lm_head_logits` (scaled ones).
     """
     # The plain way: every row on its own, without padding or a cache.
-    rows = []
+    rows = list(itertools.product(prompts, answers))
     theirs = []
-    for prompt, answer in itertools.product(prompts, answers):
-        rows.append((prompt, answer))
+    for prompt, answer in rows:
         row = torch.tensor([prompt + answer], device=model.device)
         with torch.no_grad():
             logits = model(input_ids=row, attention_mask=torch.ones_like(row)).logits.float()
@@ -1391,8 +1389,8 @@ def build_tiny_model(tasks):
     """Build the embedded model `tiny`, 0.14 M parameters, and its tokenizer of characters and
     phrases.
 
-    A phrase is a fixed piece of the tasks' questions that recurs. It has at least five characters,
-    no digit, and becomes one token.
+    A phrase is a fixed piece of the tasks' questions that recurs, or the beginning of an answer. It
+    has at least five characters, no digit, and becomes one token.
     """
     # Collect the phrases: the pieces between the numbers of a hundred questions of each task.
     counts = Counter()
@@ -1432,7 +1430,7 @@ def build_tiny_model(tasks):
 
 
 def make_optimizer(model, config) -> torch.optim.AdamW:
-    """AdamW with its moments allocated, so that no later step can run out of memory.
+    """AdamW with its moments allocated, so that no later step allocates them.
 
     config: MODEL_NAME, LEARNING_RATE. The fused step is one pass over memory. tiny uses the unfused
     one, because the fused one rounds differently and tiny's results must repeat bit for bit.
@@ -1524,8 +1522,8 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_sh
         questions = []
         answers = []
         for _ in range(16 * batch_size):
-            seed_task = rng.choice(tasks)
-            question = first_solved_question(seed_task, rng.randrange(HELD_OUT_SEEDS.start))
+            task = rng.choice(tasks)
+            question = first_solved_question(task, rng.randrange(HELD_OUT_SEEDS.start))
             if config.MODEL_NAME != "tiny" or rng.random() < tag_share:
                 template = ANSWER_TEMPLATES[0]
             else:
@@ -1602,12 +1600,20 @@ def checksum(tensors) -> int:
     return crc
 
 
+@contextlib.contextmanager
+def safetensors_errors(kind):
+    """Raise an error of safetensors as `kind`: OSError while writing, ValueError while reading."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise kind(str(error)) from error
+
+
 def save_tensors(tensors: dict[str, torch.Tensor], metadata: str, path) -> None:
     """Write a safetensors file with a text. Raises OSError if the disk is full."""
-    try:
-        safetensors.torch.save_file(tensors, path, {"about": metadata})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
+    saved = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    with safetensors_errors(OSError):
+        safetensors.torch.save_file(saved, path, {"about": metadata})
 
 
 def save_model(model, codec: Codec, card: str, folder) -> None:
@@ -1616,51 +1622,38 @@ def save_model(model, codec: Codec, card: str, folder) -> None:
     full.
     """
     model.generation_config.eos_token_id = sorted(codec.eos_ids)  # else `generate` goes on for ever
-    try:
+    with safetensors_errors(OSError):
         model.to(codec.dtype).save_pretrained(folder)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
     # Several chat templates would need a subfolder.
     codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
-
-    with open(os.path.join(folder, "README.md"), "w", encoding="utf-8") as file:
-        file.write(card)
+    Path(folder, "README.md").write_text(card, encoding="utf-8")
 
     # The name of the class that transformers 4 knows, too.
-    path = os.path.join(folder, "tokenizer_config.json")
-    with open(path, encoding="utf-8") as file:
-        settings = file.read().replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(settings)
+    file = Path(folder, "tokenizer_config.json")
+    settings = file.read_text(encoding="utf-8")
+    settings = settings.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    file.write_text(settings, encoding="utf-8")
 
 
 def read_metadata(path) -> str:
-    """The text of a safetensors file. Raises ValueError if it is none, or if its header is too long
-    to be parsed in a moment."""
+    """The text of a safetensors file. Raises ValueError if it is no such file, or if its header is
+    too long to be parsed in a moment."""
     with open(path, "rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
             raise ValueError("its header is too long")
-    with open_tensors(path) as file:
+    with safetensors_errors(ValueError), safetensors.safe_open(path, framework="pt") as file:
         return file.metadata()["about"]
-
-
-def open_tensors(path):
-    """Open a safetensors file. Raises ValueError if it is damaged, for instance cut off."""
-    try:
-        return safetensors.safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(str(error)) from error
 
 
 def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read tensors with the names, shapes and types of `ours`, in this order.
 
-    A stranger may have written the file, so this may raise any exception if the file is damaged or
-    does not fit.
+    A stranger may have written the file. Raises ValueError, TypeError, LookupError or OSError if it
+    is damaged or does not fit.
     """
     read_metadata(path)
     saved = {}
-    with open_tensors(path) as file:
+    with safetensors_errors(ValueError), safetensors.safe_open(path, framework="pt") as file:
         for name, tensor in ours.items():
             # Compare the shape before the tensor is read: a wrong one may be enormous.
             if file.get_slice(name).get_shape() != list(tensor.shape):

@@ -242,28 +242,27 @@ def publish_groups(run: Run, node: Node, t: int, stage: int) -> None:
     Peers get the bare question, the decoded completions and this node's own rewards. With
     ROLLOUT_PUBLISH_FREQUENCY=round all stages are published together, in the last one.
     """
-    # The form of the file.
-    for group in node.groups:
-        completions = []
-        for text, reward, finished in zip(group.texts, group.rewards, group.finished, strict=True):
-            completions.append({"response": text, "reward": reward, "finished": finished})
-        question = group.question
-        node.pending.append(
-            {
-                "task": question.task,
-                "seed": question.seed,
-                "prompt": question.text,
-                "answer": question.answer,
-                "completions": completions,
-            }
-        )
-
-    # All that has gathered, in one file.
+    node.pending += [shared_form(group) for group in node.groups]
     if stage in run.config.publishing_stages:
         rollouts = {str(index): group for index, group in enumerate(node.pending)}
         run.store.publish("rollouts", node.id, t, stage, rollout_file(run.config, rollouts))
         node.pending = []
     send_heartbeats(run)
+
+
+def shared_form(group: "grpo.Group") -> dict:
+    """A group as it stands in a rollout file."""
+    completions = []
+    for text, reward, finished in zip(group.texts, group.rewards, group.finished, strict=True):
+        completions.append({"response": text, "reward": reward, "finished": finished})
+    question = group.question
+    return {
+        "task": question.task,
+        "seed": question.seed,
+        "prompt": question.text,
+        "answer": question.answer,
+        "completions": completions,
+    }
 
 
 def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Group]":
@@ -312,7 +311,7 @@ def wait_for_peers(run: Run, node: Node, t: int, stage: int) -> None:
     expected = run.board.workers
     if t > 0:
         expected = run.board.reached("rollouts", t - 1, config.publishing_stages[-1])
-    late = set(expected) - {each.id for each in run.nodes}
+    late = set(expected) - set(config.node_ids)
 
     while late and not run.signals.requested and run.board.open_round <= t:
         poll_started = time.monotonic()
@@ -520,12 +519,13 @@ def next_round(run: Run) -> int | None:
         return None
     t = wait_for_round(run, own)
     if t > own:
-        text = f"rounds {own} to {t - 1} were opened by the swarm meanwhile; going on with {t}"
+        end = min(t, run.config.MAX_ROUNDS)
+        text = f"rounds {own} to {end - 1} were opened by the swarm meanwhile; going on with {end}"
         if run.history:
             text += "; if steps are slow, raise COORDINATOR_ROUND_INTERVAL or STALE_AFTER_SECONDS"
         run.log.event("skip", text)
         for node in run.nodes:
-            count_skipped_rewards(run, node, range(own, t))
+            count_skipped_rewards(run, node, range(own, end))
     run.fetch_budget_seconds = run.config.FETCH_TIMEOUT_SECONDS
     return t if t < run.config.MAX_ROUNDS else None
 
@@ -553,16 +553,17 @@ def wait_for_round(run: Run, own: int) -> int:
     rounds since its checkpoint.
     """
     config = run.config
-    own_ids = {node.id for node in run.nodes}
     while True:
         poll_started = time.monotonic()
-        if run.signals.requested:  # only between rounds: a round that has begun is finished
-            raise StopTraining("stopped")
         send_heartbeats(run)
         check_superseded(run)
+        if run.signals.requested:  # only between rounds: a round that has begun is finished
+            if run.last_round >= 0:
+                save_checkpoint(run)
+            raise StopTraining("stopped")
 
         # In a swarm, work on the newest open round. A process that is alone decides itself.
-        others = run.board.sessions.keys() - own_ids
+        others = run.board.sessions.keys() - set(config.node_ids)
         if others and run.board.open_round >= own:
             return run.board.open_round
 
@@ -734,15 +735,15 @@ def log_round(run: Run, t: int) -> None:
     run.round_ends.append(time.monotonic())
 
     # The line.
-    rows = [row for row in run.history[-len(run.nodes) * config.MAX_STAGES :] if row["round"] == t]
+    rows = run.history[-len(run.nodes) * config.MAX_STAGES :]
     name = run.nodes[0].id if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
     run.log.info(f"{name} " + coordinator.format_round(t, config.MAX_ROUNDS, rows, run.round_ends))
     run.log.update_bar(t + 1)
 
     # What may be wrong, and now and then what the model says.
-    newest = coordinator.mean(row["newest_file_age"] for row in rows)
-    if newest is not None and newest > config.ROLLOUT_MAX_AGE:
-        explain_missing_groups(run, newest)
+    newest = coordinator.mean_of("newest_file_age", rows)
+    if config.NUM_TRANSPLANT_TREES and newest is not None and newest > config.ROLLOUT_MAX_AGE:
+        explain_missing_groups(run)
     recent = run.history[-10 * len(rows) :]
     if len(run.round_ends) % 10 == 0 and not coordinator.has_signal(recent):
         run.log.event("no signal", coordinator.diagnose(recent))
@@ -750,14 +751,12 @@ def log_round(run: Run, t: int) -> None:
         log_samples(run)
 
 
-def explain_missing_groups(run: Run, newest: float) -> None:
-    """Log once that living peers have files, but none young enough: `newest` is in rounds."""
+def explain_missing_groups(run: Run) -> None:
+    """Log once that living peers have files, but none that is young enough."""
     others = set(run.board.workers) - set(run.config.node_ids)
     if any(is_alive(run, peer) for peer in others):
         limit = f"ROLLOUT_MAX_AGE={run.config.ROLLOUT_MAX_AGE}"
-        log_once(
-            run, "short", f"peers' newest rollouts are older than {limit}: {newest:.0f} rounds"
-        )
+        log_once(run, "short", f"no rollouts of peers are young enough: {limit} rounds")
 
 
 def log_once(run: Run, kind: str, text: str) -> None:
@@ -772,15 +771,8 @@ def sample_answers(run: Run) -> list[dict]:
     seeds = [derive_seed(run.config, "", 0, 0, "sample", i) for i in range(2)]
     questions = questions_from_seeds(run, seeds)
     seed = derive_seed(run.config, "", 0, 0, "sampled")
-    samples = []
-    for group in answer_questions(run, run.nodes[0], questions, 3, seed):
-        completions = []
-        for text, reward in zip(group.texts, group.rewards, strict=True):
-            completions.append({"response": text, "reward": reward})
-        question = group.question
-        sample = {"prompt": question.text, "answer": question.answer, "completions": completions}
-        samples.append(sample)
-    return samples
+    groups = answer_questions(run, run.nodes[0], questions, 3, seed)
+    return [shared_form(group) for group in groups]
 
 
 def log_samples(run: Run, is_last: bool = False) -> None:
@@ -909,7 +901,8 @@ class Config:
         "generation: means stage", ("stage", "round", "generation"), "swarm")
     ROLLOUT_MAX_AGE: int = setting(4,
         "how many rounds back groups of peers may come from", (0, 1000), "swarm")
-    FETCH_MAX_PEERS: int = setting(10, "peers to read in a round, drawn at random", (1, 1000))
+    FETCH_MAX_PEERS: int = setting(10,
+        "peers to read in one draw, chosen at random, for each age", (1, 1000))
     FETCH_TIMEOUT_SECONDS: float = setting(30.0,
         "longest wait for peers' rollouts in a round", (0, 3600))
     STALE_AFTER_SECONDS: float = setting(300.0,
@@ -1216,10 +1209,9 @@ def saved_settings(config: Config) -> dict:
     """What config.json holds: the settings of the swarm and the model, and what readers need."""
     settings = {"layout": drive_store.LAYOUT, "maker": config.node_ids[0]}
     settings |= {"reasoning_gym": grpo.REASONING_GYM_VERSION, "created_at": time.time()}
-    for name in ("EXPERIMENT_NAME", "MODEL_NAME", "LOCAL_NODES", "NUM_WORKERS"):
-        settings[name] = getattr(config, name)
+    for_readers = ("EXPERIMENT_NAME", "MODEL_NAME", "LOCAL_NODES", "NUM_WORKERS")
     for name, row in TABLE.items():
-        if row.metadata["scope"] != "node":
+        if row.metadata["scope"] != "node" or name in for_readers:
             settings[name] = getattr(config, name)
     return settings
 
@@ -1277,21 +1269,19 @@ def save_checkpoint(run: Run) -> None:
     newest CHECKPOINT_KEEP of this process."""
     check_superseded(run)  # never replace what a newer process of this name has written
     config = run.config
-    tensors = {}
-    for name, tensor in checkpoint_tensors(run.nodes).items():
-        tensors[name] = tensor.cpu().contiguous()
-
     nodes = {}
     for node in run.nodes:
         used = sorted(node.used_external)
         nodes[node.id] = {"total_reward": node.total_reward, "trained": used}
     metadata = {"model_name": config.MODEL_NAME, "round": run.last_round, "nodes": nodes}
+    tensors = checkpoint_tensors(run.nodes)
     write = functools.partial(grpo.save_tensors, tensors, json.dumps(metadata))
     run.store.write(checkpoint_path(config, run.last_round), write, fsync=True)
     for node in run.nodes:  # proves to a later start that there must be one
         run.store.move_marker("checkpoint", node.id, run.last_round)
 
-    # Those of later rounds are a stranger's, and count neither here nor when a node resumes.
+    # Those of later rounds could not be read when this node resumed, or are a stranger's: they must
+    # not push out its own.
     rounds = [round_ for round_ in list_checkpoints(run) if round_ <= run.last_round]
     for round_ in rounds[config.CHECKPOINT_KEEP :]:
         run.store.delete(checkpoint_path(config, round_), frees_space=True)
@@ -1558,8 +1548,7 @@ def load_checked_model(config: Config, log: "Log"):
         torch.set_num_threads(1)  # with 0.14 M parameters a second thread costs more than it gains
     else:
         log.info(f"loading {config.MODEL_NAME} (a download may take minutes)")
-    model, codec = grpo.load_model(config, config.tasks)
-    return model, codec
+    return grpo.load_model(config, config.tasks)
 
 
 def run_worker(config: Config, env: dict, store, log: "Log", signals: "Signals") -> str:
@@ -1608,8 +1597,6 @@ def run_worker(config: Config, env: dict, store, log: "Log", signals: "Signals")
     log.close_bar()
 
     if outcome == "stopped":
-        if run.last_round >= 0:
-            save_checkpoint(run)
         log.info(f"stopped before round {run.last_round + 1}; to go on:\n  {start_command(env)}")
     if outcome != "superseded":
         send_heartbeats(run, "done" if outcome == "finished" else "stopped")
@@ -1625,7 +1612,7 @@ def apply_warm_start(config: Config, model, codec, store, log: "Log", signals: "
     if config.WARM_START_STEPS == 0:
         return
 
-    # The hash of everything that the weights depend on is the name of the file.
+    # The hash of what must be equal for nodes to share the weights is the name of the file.
     recipe = json.dumps(grpo.warm_start_recipe(model, codec, config, config.tasks))
     path = f"/warmstart/{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.safetensors"
     if config.NODE_ROLE == "prepare":
@@ -1650,9 +1637,7 @@ def apply_warm_start(config: Config, model, codec, store, log: "Log", signals: "
 
     # A file that another node has made meanwhile counts.
     if store.has_dir("/warmstart") and not load_weights(store, path, model, log):
-        weights = {}
-        for name, tensor in grpo.named_weights(model).items():
-            weights[name] = tensor.cpu().contiguous()
+        weights = grpo.named_weights(model)
         store.write(path, functools.partial(grpo.save_tensors, weights, recipe), fsync=True)
 
 
@@ -1699,6 +1684,8 @@ def register(run: Run) -> None:
 
 def finish_run(run: Run) -> None:
     """After the last round: say what was learned, and write models and picture."""
+    if run.last_round not in (-1, *list_checkpoints(run)):  # it may have missed the last rounds
+        save_checkpoint(run)
     log_samples(run, is_last=True)
     if run.history:
         total = coordinator.mean(node.total_reward for node in run.nodes)

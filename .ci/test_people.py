@@ -942,7 +942,7 @@ def kernel(tmp_path):
         code = f"import os; os.environ.update({to_environ(settings)!r})\n{code}"
         reply = client.execute_interactive(code, output_hook=record, timeout=200)
         assert reply["content"]["status"] == "ok", outputs
-        assert "Traceback" not in "".join(outputs), "".join(outputs)[-6000:]
+        assert "Traceback" not in "".join(outputs), outputs
 
     yield SimpleNamespace(run_cell=run_cell, outputs=outputs, interrupt=manager.interrupt_kernel)
     client.stop_channels()
@@ -982,7 +982,7 @@ def test_U9_the_printed_cells_run_in_a_notebook_and_draw(tmp_path, kernel):
     colab = "import sys; from types import SimpleNamespace as S; drive = S(mount=print)"
     kernel.run_cell(f"{colab}\nsys.modules |= {{'google': S(), 'google.colab': S(drive=drive)}}")
     settings = {"GDRIVE_PATH": tmp_path, "COORDINATOR_ROUND_INTERVAL": 1, "WARM_START_STEPS": 20}
-    kernel.run_cell("", **settings, PYTHONPATH=ROOT, PYTHON=sys.executable)
+    kernel.run_cell("", **settings, PYTHON=sys.executable)
 
     cells[3:5] = cells[4:2:-1]  # the coordinator after the worker, so that it finds nothing to do
     for name, cell in cells:

@@ -385,7 +385,7 @@ def test_F4_the_newest_readable_checkpoint_is_loaded_and_if_there_is_none_the_st
     assert contents(folder) == before
     assert "cannot be used" in output
     assert "outage" not in output
-    assert "| reward" not in output
+    assert "/6 reward" not in output
 
     # With the older one restored it resumes from there, and ends as an undisturbed run does.
     older.write_bytes(sound)
