@@ -715,6 +715,40 @@ def test_F3_a_process_that_is_alone_and_killed_at_random_moments_repeats_the_und
         assert rewards == {t: expected[t, 0, node_id]["reward"] for t in range(40)}
 
 
+def test_F3_in_a_swarm_a_nodes_total_counts_each_of_its_rewards_once_whatever_was_repeated(drive):
+    store = play(drive, "coordinator")
+    settings = {**LEARNING, "LEARNING_RATE": 0.003, "NUM_TRAIN_SAMPLES": 8, "MAX_ROUNDS": 7}
+    process = Process(drive, "n", **settings | {"NUM_TRANSPLANT_TREES": 0})
+
+    def open_round(t):
+        store.move_marker("open", "coordinator", t)
+        wait_until(lambda: t in rounds_of(drive, "n"))
+
+    def assert_each_counts_once():
+        rewards = [row["reward"] for row in repeatable_metrics(drive).values()]
+        assert read_log(drive, "n/metrics.jsonl")[-1]["total_reward"] == pytest.approx(sum(rewards))
+
+    # It is killed after its reward of round 4, and its checkpoint is that of round 2: the reward of
+    # a repeated round 4 differs from the one that is published.
+    process.start()
+    for t in range(5):
+        open_round(t)
+    process.kill()
+    process.start()
+    wait_until(lambda: "n 4/7 reward" in process.output)
+    time.sleep(0.3)  # until its log is written
+    assert_each_counts_once()
+
+    # The same, but the clock goes on while it starts, so that the round is not repeated.
+    process.kill()
+    process.start().wait_until_registered()
+    assert process.resumed_from == 2
+    for t in (5, 6):
+        open_round(t)
+    assert process.wait_for_exit() == 0
+    assert_each_counts_once()
+
+
 def test_F3_a_swarm_of_processes_survives_forty_kills_and_loses_nothing(drive):
     """A coordinator and three workers in rounds of 0.4 s. They are killed in random order, some of
     them while they start."""
