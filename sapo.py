@@ -1692,7 +1692,9 @@ def finish_run(run: Run) -> None:
         text = f"{coordinator.diagnose(run.history)}; cumulative reward {total:.2f} per node"
         run.log.event("end", text)
     export_models(run)
-    if drive_store.COORDINATOR_ID not in run.board.sessions:  # it draws the picture for all
+    # One process draws the picture for all: the coordinator, or the one of the first worker.
+    has_coordinator = drive_store.COORDINATOR_ID in run.board.sessions
+    if not has_coordinator and run.board.workers[0] in run.config.node_ids:
         coordinator.write_picture(run.store, run.log)
 
 

@@ -3,7 +3,7 @@
     PYTHONPATH=. python .ci/mounts.py MOUNT_A MOUNT_B [coordinator]
 
 Worker a, which begins the experiment, and the coordinator use MOUNT_A, worker b uses MOUNT_B. It is
-started when the experiment shows there. Prints a row of the manual's table of storages: rounds with
+started when the registration of a, and with it the warm start, shows there. Prints a row of the manual's table of storages: rounds with
 all J external groups, share of external groups of the same round, seconds a round. The exit status
 is 1 if a file that counts is missing, torn or left over on either side, or if a node trained twice
 on one group.
@@ -25,7 +25,7 @@ SETTINGS = dict(
     EXPERIMENT_NAME="mounts", MODEL_NAME="tiny", NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4,
     EXTERNAL_FILTER=False, MAX_ROUNDS=40, NUM_WORKERS=2, OMP_NUM_THREADS=1, WARM_START_STEPS=200,
 )  # fmt: skip
-ARRIVAL_SECONDS = 180  # of the experiment on the other mount
+ARRIVAL_SECONDS = 180  # on the other mount
 
 
 def start(mount: str, **more) -> subprocess.Popen:
@@ -52,11 +52,11 @@ def open_store(mount: str) -> drive_store.DriveStore:
     return drive_store.DriveStore(Path(mount, "mounts"), "mounts")
 
 
-def wait_for_experiment(mount: str) -> None:
-    """Wait until the experiment shows on this mount."""
+def wait_for_first(mount: str) -> None:
+    """Wait until this mount shows that worker a has registered."""
     give_up_at = time.monotonic() + ARRIVAL_SECONDS
-    while open_store(mount).load_config() is None:
-        assert time.monotonic() < give_up_at, f"{mount}: no experiment arrives here"
+    while not list(Path(mount).glob("mounts/experiments/mounts/board/session.a.*")):
+        assert time.monotonic() < give_up_at, f"{mount}: no registration arrives here"
         time.sleep(0.5)
 
 
@@ -88,7 +88,7 @@ def main(mounts: list[str], with_coordinator: bool) -> int:
     processes = [start(mounts[0], NODE_ID="a")]
     if with_coordinator:
         processes.append(start(mounts[0], NODE_ROLE="coordinator"))
-    wait_for_experiment(mounts[1])
+    wait_for_first(mounts[1])
     processes.append(start(mounts[1], NODE_ID="b"))
     statuses = [process.wait() for process in processes]
     time.sleep(10)  # for files that are still on their way
