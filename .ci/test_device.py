@@ -488,7 +488,7 @@ def test_device_the_memory_of_a_failed_pass_is_freed_before_the_next_one(monkeyp
         tensor = torch.empty(9)
         allocated.append(weakref.ref(tensor))
         if len(allocated) < 3:
-            raise torch.OutOfMemoryError()
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY[0])
         return works(*args)
 
     monkeypatch.setattr(grpo, name, fail_twice)

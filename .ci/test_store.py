@@ -714,7 +714,7 @@ def test_F6_two_names_that_a_disk_takes_for_one_are_refused(drive, monkeypatch, 
     before = contents(drive)
 
     # A disk that does not tell "Anna" from "anna".
-    names = ("open", "listdir", "mkdir", "stat", "lstat", "replace", "unlink")
+    names = ("open", "listdir", "scandir", "chmod", "mkdir", "stat", "lstat", "replace", "unlink")
     functions = [(os, name) for name in names] + [(io, "open"), (builtins, "open")]
     functions += [(grpo.safetensors, "safe_open"), (grpo.safetensors.torch, "save_file")]
     for module, name in functions:
