@@ -610,7 +610,7 @@ def plot_run(exp: Experiment) -> bytes | None:
     for some, groups in zip(exp.curve("informative_local"), exp.curve("groups"), strict=True):
         informative.append(some / max(1, groups))
     shares = {
-        "informative groups": [informative],
+        "own groups that are informative": [informative],
         "answers in <answer> tags": [exp.curve("answer_tag_rate")],
         "truncated answers": [exp.curve("truncated_rate")],
     }
@@ -643,7 +643,8 @@ def draw(panels: dict) -> bytes | None:
                 high.append(center[-1] + spread)
 
             label = drive_store.printable(label, 24).replace("$", "")
-            (line,) = axis.plot(center, label=label, alpha=0.7)
+            width = 2.5 if len(curves) > 1 else 1.2
+            (line,) = axis.plot(center, label=label, alpha=0.7, linewidth=width)
             if len(curves) > 1:
                 axis.fill_between(range(len(center)), low, high, color=line.get_color(), alpha=0.15)
         axis.set(title=title.replace("$", ""), xlabel="round", ylim=(0, 1.02))

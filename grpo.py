@@ -640,7 +640,7 @@ def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
 
 # -------- Memory ----------------------------------------------------------------------------------
 
-# What the allocators of CUDA, MPS and the CPU say.
+# CUDA raises an exception of its own; MPS and the CPU's allocator only say it in the message.
 OUT_OF_MEMORY = (
     "out of memory|can't allocate memory|not enough memory|Invalid buffer|bad_alloc|ALLOC_FAILED"
 )
@@ -651,7 +651,8 @@ def halve_rows(error: RuntimeError, rows: int, smallest: int, where: str) -> int
 
     Any other error is raised again. Raises ModelError if `smallest` rows were too many.
     """
-    if not re.search(OUT_OF_MEMORY, str(error)):
+    is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+    if not is_out_of_memory and not re.search(OUT_OF_MEMORY, str(error)):
         raise error
     if rows <= smallest:
         advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"

@@ -844,7 +844,7 @@ class Config:
         "the swarm's seed; nodes differ by NODE_ID", (0, 2**31), "swarm", agree=True)
     TEST_MODE: bool = setting(False,
         "quick check: 3 rounds, I = 4, J = 2, G = 4, tiny, a short warm start; with another "
-        "model the eight small tasks, 32 tokens and 24 warm-start steps")
+        "model the eight small tasks, 32 tokens and 30 warm-start steps")
     MAX_ROUNDS: int = setting(2000, "rounds to train", (1, 10**6), "swarm", test=3)
     MAX_STAGES: int = setting(1,
         "generate-share-update stages in a round", (1, 100), "swarm", agree=True)
@@ -856,7 +856,7 @@ class Config:
     NUM_SHOTS: int = setting(2,
         "solved examples if there is no chat template", (0, 16), "model", tiny=0)
     WARM_START_STEPS: int = setting(0,
-        "supervised steps before GRPO", (0, 10**6), "model", tiny=1750, test=24, tiny_test=150)
+        "supervised steps before GRPO", (0, 10**6), "model", tiny=1750, test=30, tiny_test=150)
     ANSWER_TAG_SHARE: float = setting(0.02,
         "share of the rewarded form at the end of tiny's warm start", (0, 1), "model", test=0.9)
     REWARD: str = setting("exact",
