@@ -15,8 +15,8 @@ experiments/NAME/
 warmstart/  reports/  archives/NAME/             beside the experiments; also made by the maker
 
 A path in this file is relative to the experiment's folder, or to the shared folder if it begins
-with "/". A file is written beside its place as .new-<hex>, a name that no listing shows, and then
-renamed: a reader sees no file or the whole one.
+with "/". Logs are appended to; every other file is written beside its place as .new-<hex>, a name
+that no listing shows, and then renamed: a reader sees no file or the whole one.
 
 Whatever another node wrote may come from a stranger. Size, type and structure of a file are checked
 before it is used; one that cannot be used raises InvalidFileError. No link is followed. Where a
@@ -97,7 +97,7 @@ class DriveStore:
         self.moved_at = {}  # node -> when one of its markers was last seen to move
         self.checked_dirs = set()  # known to be no links; a check costs a file-system call
         self.checked_logs = set()  # the same of logs
-        self.append_at = {}  # path of a log -> its length before an append that is not complete
+        self.append_at = {}  # path of a log -> its length before an append that has failed so far
 
     # -- the board
 
@@ -136,7 +136,7 @@ class DriveStore:
         """Say how far a node has got: rename its marker, or write the first one."""
         new = f"{kind}.{node}.{round_:06d}.{stage}"
         old = self.markers.get((kind, node))
-        if old is None:  # the first time in this process: go on with the marker of the one before
+        if old is None:  # the first time in this process: an earlier one may have left a marker
             at = self.board().progress.get((kind, node), (round_, stage))
             old = f"{kind}.{node}.{at[0]:06d}.{at[1]}"
 
@@ -275,7 +275,7 @@ class DriveStore:
             self.checked_logs.add(path)
 
         with self.open(path, "a+b") as file:
-            # The length before the first attempt: a retry cuts off what that has written.
+            # A retry cuts off what the failed attempt has written.
             size = self.append_at.setdefault(path, file.seek(0, os.SEEK_END))
             file.truncate(size)
             is_torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
@@ -363,6 +363,7 @@ class DriveStore:
 
     def resolve_dir(self, path: str) -> Path:
         """Full path of a folder. If it is a link itself, this raises NotADirectoryError, too."""
+        # As the parent of a name in it, the folder itself is checked.
         return self.resolve(f"{path}/-").parent
 
     def check_mounted(self, path: str = "") -> None:
@@ -636,7 +637,7 @@ def parse_rollouts(data: dict, node: str, round_: int, stage: int) -> list[dict]
     for index, group in data["rollouts"].items():
         # The question.
         require(group, {"task": str, "seed": int, "prompt": str, "completions": list})
-        if not re.fullmatch(r"\d{1,6}", index, re.ASCII):
+        if not re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII):  # "01" would be group 1 once more
             raise InvalidFileError("the index of a group is not a number")
         if not 0 <= group["seed"] < MAX_SEED or not 2 <= len(group["completions"]) <= 64:
             raise InvalidFileError("seed or group size out of range")

@@ -231,7 +231,7 @@ def update_policy(
                 between_batches,
                 is_first_step=step == 0,
             )
-        except RuntimeError as error:  # halve_rows raises any other error again
+        except RuntimeError as error:  # out of memory; halve_rows raises any other error again
             max_rows = halve_rows(error, min(max_rows, len(lengths)), 1, "the update")
             continue
 
@@ -490,7 +490,8 @@ def sample_completions(model, prompts, uniforms, temperature, eos_ids, pad_id=0,
     which is kept, (2) when stop_fn(its ids so far) is true, or (3) after T tokens.
     """
     max_tokens, batch_size = uniforms.shape
-    # Run each prompt once, and repeat its hidden state (B, H), KV cache and mask for G rows.
+    # Run each prompt once (padded on the left), and repeat its hidden state (B, H), KV cache and
+    # mask for G rows.
     hidden, cache, mask = prefill(model, prompts, batch_size // len(prompts), pad_id)
     eos = torch.tensor(sorted(eos_ids), device=model.device)
     tokens = torch.full((batch_size, max_tokens), -1, device=model.device)  # -1: none

@@ -237,7 +237,7 @@ def mean_reward(groups: "list[grpo.Group]") -> float | None:
 
 
 def publish_groups(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 3: publish this stage's groups as text, before training on them.
+    """Step 3: publish this stage's groups as text, before training on them (but see `round` below).
 
     Peers get the bare question, the decoded completions and this node's own rewards. With
     ROLLOUT_PUBLISH_FREQUENCY=round all stages are published together, in the last one.
@@ -299,8 +299,8 @@ def wait_for_peers(run: Run, node: Node, t: int, stage: int) -> None:
     """Step 4a: wait for the live peers that have not published this stage yet, at most
     FETCH_TIMEOUT_SECONDS (30) in a round, for all nodes of this process together.
 
-    A peer that published nothing in the previous round is not waited for, so one that dies costs
-    the swarm at most one timeout. Waiting also ends when a later round opens.
+    A peer that did not finish publishing the previous round is not waited for, so one that dies
+    costs the swarm at most one timeout. Waiting also ends when a later round opens.
     """
     config = run.config
     if stage not in config.publishing_stages:
@@ -312,14 +312,14 @@ def wait_for_peers(run: Run, node: Node, t: int, stage: int) -> None:
     if t > 0:
         expected = run.board.reached("rollouts", t - 1, config.publishing_stages[-1])
     late = set(expected) - set(config.node_ids)
+    is_crowd = len(late) > config.FETCH_MAX_PEERS
 
     while late and not run.signals.requested and run.board.open_round <= t:
         poll_started = time.monotonic()
         run.board = run.store.board()
         for peer in run.board.reached("rollouts", t, stage):
-            # On some storages a marker arrives before its file. (Where more peers publish than are
-            # read, the marker must do.)
-            is_crowd = len(expected) > config.FETCH_MAX_PEERS
+            # Wait for the file, too: on some storages it arrives after its marker. In a crowd not
+            # every file is read, so there the marker is enough.
             if peer in late and (is_crowd or fetch_groups(run, node, (peer, t, stage)) is not None):
                 late.remove(peer)
         late = {peer for peer in late if is_alive(run, peer)}
@@ -345,7 +345,8 @@ def external_candidates(
     round_ = t - age
     stages = [stage] if age == 0 else config.publishing_stages
 
-    # A stage that publishes nothing has no files, even if a peer's marker is beyond it.
+    # With ROLLOUT_PUBLISH_FREQUENCY=round only the last stage has a file. A marker beyond another
+    # stage does not mean that there is one.
     if stages[0] not in config.publishing_stages:
         return []
 
@@ -370,6 +371,7 @@ def external_candidates(
 
         started = time.thread_time()  # computing time; waiting does not count
         for group in groups:
+            # Once a peer's time is used up, the rest of its groups is rejected for good.
             is_slow = time.thread_time() - started > MAX_VERIFY_SECONDS_PER_PEER
             result = verify_once(run, group, is_slow)
             if isinstance(result, Rejected):
@@ -439,8 +441,8 @@ def verify(run: Run, external: dict) -> "grpo.Group":
     texts = [completion["response"] for completion in completions]
     finished = [completion["finished"] for completion in completions]
     prompt = codec.encode_prompt(question)
-    # At most twice MAX_NEW_TOKENS, for its tokenizer may be another one. (No tokenizer puts 64
-    # characters into a token on average.)
+    # At most twice MAX_NEW_TOKENS of this model's tokens: the peer's tokenizer may need fewer. (64
+    # characters in each token are more than any tokenizer packs.)
     longest = min(codec.max_completion, codec.positions - len(prompt))
     if any(len(text) > 64 * longest for text in texts):
         raise Rejected("a completion is too long")
@@ -489,8 +491,8 @@ def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
     if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and is_last_stage:
         node.metrics["held_out"] = held_out_accuracy(run, node, t)
     published = run.store.publish("rewards", node.id, t, stage, node.metrics)
-    # If it submitted a reward before it was killed, that one counts.
-    node.total_reward += (published or node.metrics)["reward"] or 0.0
+    row = published or node.metrics  # a reward that it submitted before it was killed counts
+    node.total_reward += row["reward"] or 0.0
     log_metrics(run, node, t, stage)
 
 
@@ -531,7 +533,7 @@ def next_round(run: Run) -> int | None:
 
 
 def count_skipped_rewards(run: Run, node: Node, rounds: range) -> None:
-    """Add the rewards of rounds that are not repeated, from before this node was killed."""
+    """After a kill: add the rewards that this node had submitted in rounds that it now skips."""
     for t, stage in run.store.list_stages("rewards", node.id):
         if t in rounds:
             row = run.store.read_reward(node.id, t, stage) or {}
@@ -541,14 +543,13 @@ def count_skipped_rewards(run: Run, node: Node, rounds: range) -> None:
 def wait_for_round(run: Run, own: int) -> int:
     """Block until round `own` or a later one is open, and return it.
 
-    If no coordinator is alive, this process opens `own` itself, as soon as none has been seen for
-
-        COORDINATOR_ROUND_INTERVAL   in its first round, until NUM_WORKERS are alive
-        2 s                          if other nodes exist and this process runs a single node:
-                                     several would open the first round at the same moment
-        0 s                          otherwise
-
-    This is counted from the last sighting, or from the start of the process, so it delays a start
+    If no coordinator is alive, this process opens `own` itself. First it waits until none has been
+    seen for this long:
+        COORDINATOR_ROUND_INTERVAL (60 s)   in its first round, until NUM_WORKERS are alive
+        2 s                                 if other nodes have registered and this process runs a
+                                            single one: several would open a round at one moment
+        0 s                                 otherwise
+    The time counts from the last sighting, or from the start of the process, so it delays a start
     or a handover, not every round. If no other node ever registered, a resumed process repeats the
     rounds since its checkpoint.
     """
@@ -611,7 +612,7 @@ def finish_round(run: Run, t: int) -> None:
     """Log the round, write a checkpoint if one is due, and clean up."""
     config = run.config
     interval = config.CHECKPOINT_INTERVAL
-    # Has the number of checkpoints that are due grown? (Rounds may have been skipped.)
+    # A checkpoint is due if a multiple of its interval was passed, perhaps within skipped rounds.
     checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
     run.last_round = t
 

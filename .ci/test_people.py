@@ -30,15 +30,31 @@ import coordinator
 import grpo
 import sapo
 from drive_store import LAYOUT, DriveStore, StoreError
-from test_swarm import LEARNING, QUICK, ROOT, Process, drive, experiment_dir  # noqa: F401
-from test_swarm import latest_checkpoint_round, read_heartbeat, read_log, repeatable_metrics
+from test_swarm import LEARNING, QUICK, Process, drive, read_heartbeat, repeatable_metrics  # noqa: F401
 from test_swarm import rounds_of, to_environ, wait_until
 
 # ruff: noqa: F811, `drive` is a fixture
+ROOT = Path(__file__).resolve().parent.parent
 TWELVE_ROUNDS = LEARNING | {"MAX_ROUNDS": 12, "MAX_STAGES": 2}
 SECRET = "hf_NobodyMayEverSeeThisToken"
 BASE_ENVIRON = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
 BASE_ENVIRON["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+
+
+def experiment_dir(drive: Path) -> Path:
+    return drive / "experiments/default"
+
+
+def latest_checkpoint_round(drive: Path, process: str) -> int | None:
+    paths = experiment_dir(drive).glob(f"nodes/{process}/checkpoints/*.safetensors")
+    return max((int(path.name[6:12]) for path in paths), default=None)
+
+
+def read_log(drive: Path, log: str) -> list[dict]:
+    """The rows of a log, such as "n_0/metrics.jsonl"."""
+    node_id, name = log.split("/")
+    text = (experiment_dir(drive) / "nodes" / node_id / "logs" / name).read_text()
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def run(drive, **settings) -> int:
@@ -305,25 +321,6 @@ def test_U2_run_swarm_names_the_worker_that_failed_ends_the_others_and_shares_ou
 # -------- F6: joining a node that is still starting --------------------------------------------
 
 
-def load_slowly():
-    """Let this process take long to load its model."""
-    load_model = grpo.load_model
-
-    def slow_load_model(*arguments):
-        time.sleep(8)
-        return load_model(*arguments)
-
-    grpo.load_model = slow_load_model
-
-
-def load_slowly_and_fail():
-    def fail(*_):
-        time.sleep(4)
-        raise grpo.ModelError("there is no such model")
-
-    grpo.load_model = fail
-
-
 def test_F6_a_node_that_joins_while_the_first_one_makes_its_warm_start_gets_its_settings(drive):
     first = {"SEED": 77, "MAX_ROUNDS": 3, "WARM_START_STEPS": 300}
     anna = Process(drive, "anna", **first).start()
@@ -346,27 +343,48 @@ def test_F6_a_node_that_joins_while_the_first_one_makes_its_warm_start_gets_its_
     assert len(warm_starts(drive)) == 1
 
 
-def test_F6_of_two_that_load_their_model_whoever_is_ready_first_begins_and_the_other_obeys(drive):
-    # anna loads slowly, dora too, and dora's seed is another; carl loads and fails; ben begins.
-    settings = {"MAX_ROUNDS": 3, "SEED": None}
-    anna = Process(drive, "anna", **settings).start(load_slowly)
-    dora = Process(drive, "dora", **settings | {"SEED": 5}).start(load_slowly)
-    carl = Process(drive, "carl", **settings).start(load_slowly_and_fail)
-    assert carl.wait_for_exit() == 2
-    assert "there is no such model" in carl.output
+def test_F6_of_nodes_that_load_their_model_whoever_is_ready_first_begins_and_the_others_obey(
+    tmp_path, monkeypatch, capsys
+):
+    drive = tmp_path / "drive"
+    statuses = {}
+    outputs = {}
+
+    def start(node_id, **settings):
+        settings = {"NODE_ID": node_id, "LOCAL_NODES": 1, "MAX_ROUNDS": 3, "SEED": None, **settings}
+        statuses[node_id] = run(drive, **settings)
+        outputs[node_id] = capsys.readouterr().out
+
+    def load_and_fail(*_):
+        raise grpo.ModelError("there is no such model")
+
+    load_model = grpo.load_model
+    monkeypatch.setattr(grpo, "load_model", load_and_fail)
+    start("carl")
+    assert statuses.pop("carl") == 2
+    assert "there is no such model" in outputs["carl"]
     assert not drive.exists(), "a start that failed has touched the folder"
 
-    ben = Process(drive, "ben", **settings | {"SEED": 77}).start()
-    for process, status in ((ben, 0), (anna, 0), (dora, 2)):
-        assert process.wait_for_exit() == status, process.output
-    assert "another node began it" in anna.output
-    assert "SEED=5: the experiment has 77" in dora.output
+    # While dora loads her model, anna starts, and while anna loads hers, ben does.
+    later = [("ben", {"SEED": 77}), ("anna", {})]
+
+    def load_slowly(*arguments):
+        if later:
+            name, settings = later.pop()
+            start(name, **settings)
+        return load_model(*arguments)
+
+    monkeypatch.setattr(grpo, "load_model", load_slowly)
+    start("dora", SEED=5)
+    assert statuses == {"ben": 0, "anna": 0, "dora": 2}
+    assert "another node began it" in outputs["anna"]
+    assert "SEED=5: the experiment has 77" in outputs["dora"]
     assert not (experiment_dir(drive) / "nodes/dora").exists()
 
     # anna asked the questions of ben's seed.
-    path = experiment_dir(drive) / "nodes/anna/rollouts/round_000002.stage_0.json"
     config = SimpleNamespace(SEED=77)
     seeds = [sapo.derive_seed(config, "anna", 2, 0, "question", i) for i in range(2)]
+    path = experiment_dir(drive) / "nodes/anna/rollouts/round_000002.stage_0.json"
     groups = json.loads(path.read_bytes())["rollouts"].values()
     assert [group["seed"] for group in groups] == seeds
 
