@@ -178,7 +178,7 @@ class Experiment:
     name: str
     config: dict  # the settings that it began with
     board: "drive_store.Board"
-    status: dict  # worker -> alive, exited or dead
+    status: dict  # worker -> alive, exited, failed or dead
     rows: list  # every reward with its metrics, in order
 
     def setting(self, name: str, default: int = 1) -> int:
@@ -416,6 +416,9 @@ def dashboard(exp: Experiment, store) -> str:
     silent = join_names([node for node, status in exp.status.items() if status == "dead"], 5)
     if silent:
         lines.append(f"! silent for STALE_AFTER_SECONDS: {silent}")
+    failed = join_names([node for node, status in exp.status.items() if status == "failed"], 5)
+    if failed:
+        lines.append(f"! ended with an error, see its logs/stdout.log: {failed}")
     for reason, count in store.invalid_files.most_common(3):
         lines.append(f"! unusable file, {count} times: {drive_store.printable(reason)}")
     if exp.is_finished:

@@ -172,15 +172,15 @@ class DriveStore:
         self.write(f"nodes/{node}/heartbeat.json", dump_json(data))
 
     def node_status(self, node: str, session: str, stale_after: float) -> str:
-        """Return "exited" if the heartbeat of its newest session says so, "alive" if there was a
-        sign of life less than stale_after seconds ago, else "dead".
+        """Return "exited" if the heartbeat of its newest session says so ("failed" after an error),
+        "alive" if there was a sign of life less than stale_after seconds ago, else "dead".
 
         Signs of life are its registration, its heartbeat and, because on a mounted drive a file
         that is rewritten often may never arrive, a marker that was seen to move.
         """
         heartbeat = self.read_valid(f"nodes/{node}/heartbeat.json") or {}
         if heartbeat.get("session") == session and heartbeat.get("state") in EXITED_STATES:
-            return "exited"
+            return "failed" if heartbeat["state"] == "failed" else "exited"
 
         signs = [int(session[:13] or 0) / 1000, self.moved_at.get(node, 0.0)]
         if is_finite_number(heartbeat.get("time")):

@@ -879,6 +879,8 @@ def task_name(task: str, may_read_files: bool) -> str:
         return task
     if task.startswith("file:") and may_read_files:
         return load_task_file(os.path.expanduser(task.removeprefix("file:")))
+    if may_read_files and os.path.isfile(task):
+        raise ValueError(f"{task} is a file: set TASKS=file:{task}")
     raise ValueError(why_refused(task))
 
 

@@ -105,6 +105,7 @@ wait_for_all() {  # EXPERIMENT: until all processes have ended; returns 1 if one
     waiting=$still
     # A coordinator waits for workers to come. If all have ended and one has failed, none will.
     if [ "$waiting" = "0 " ] && [ "${names[0]}" = coordinator ] && [ $failed = 1 ]; then
+      echo "run_swarm: no worker is left; the coordinator is stopped"
       kill -INT "${pids[0]}" || true
       failed=2
     fi

@@ -1716,7 +1716,9 @@ def run_reader(env: dict, signals: "Signals") -> str:
     name = env.get("EXPERIMENT_NAME", "default")
     once = role == "validate" or not (sys.stdout.isatty() or coordinator.in_notebook())
     if not once and name not in list_experiments(path):
-        print(f"monitor: waiting for {path}/experiments/{name} (GDRIVE_PATH, EXPERIMENT_NAME)")
+        others = coordinator.join_names(list_experiments(path), 8) or "none"
+        where = f"{path}/experiments/{name} (GDRIVE_PATH, EXPERIMENT_NAME)"
+        print(f"monitor: waiting for {where}; there are: {others}")
         while name not in list_experiments(path):
             signals.sleep(2)
     store = drive_store.RetryingStore(
