@@ -39,10 +39,9 @@ def run_node() -> int:
     """A process of the swarm. Its log also names the external groups that were drawn."""
     external_metrics = sapo.external_metrics
 
-    def with_keys(run, node, external, *args) -> dict:
-        return external_metrics(run, node, external, *args) | {
-            "externals": [group.key for group in external]
-        }
+    def with_keys(run, t, external, seconds) -> dict:
+        keys = [group.key for group in external]
+        return external_metrics(run, t, external, seconds) | {"externals": keys}
 
     sapo.external_metrics = with_keys
     return sapo.main()
