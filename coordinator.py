@@ -181,10 +181,10 @@ class Experiment:
     status: dict  # worker -> alive, exited, failed or dead
     rows: list  # every reward with its metrics, in order
 
-    def setting(self, name: str, default: int = 1) -> int:
-        """An integer from config.json, or `default` if it is missing or invalid."""
+    def setting(self, name: str) -> int:
+        """An integer from config.json, or 1 if it is missing or invalid."""
         value = self.config.get(name)
-        return value if type(value) is int and 0 <= value <= 10**6 else default
+        return value if type(value) is int and 0 <= value <= 10**6 else 1
 
     def select(self, **columns) -> list[dict]:
         """The rows with these values."""
@@ -207,9 +207,13 @@ class Experiment:
         """Rounds that are planned. (A later start may have raised MAX_ROUNDS.)"""
         return max(self.setting("MAX_ROUNDS"), self.board.open_round + 1)
 
+    def with_status(self, status: str) -> list[str]:
+        """The workers that are alive, exited, failed or dead."""
+        return [node for node in self.status if self.status[node] == status]
+
     @property
     def num_alive(self) -> int:
-        return list(self.status.values()).count("alive")
+        return len(self.with_status("alive"))
 
     @property
     def is_finished(self) -> bool:
@@ -413,10 +417,10 @@ def dashboard(exp: Experiment, store) -> str:
     if recent:
         lines.append(f"by task: {format_tasks(recent)}")
         lines.append(f"! {diagnose(recent)}" if not has_signal(recent) else "")
-    silent = join_names([node for node, status in exp.status.items() if status == "dead"], 5)
+    silent = join_names(exp.with_status("dead"), 5)
     if silent:
         lines.append(f"! silent for STALE_AFTER_SECONDS: {silent}")
-    failed = join_names([node for node, status in exp.status.items() if status == "failed"], 5)
+    failed = join_names(exp.with_status("failed"), 5)
     if failed:
         lines.append(f"! ended with an error, see its logs/stdout.log: {failed}")
     for reason, count in store.invalid_files.most_common(3):

@@ -314,10 +314,10 @@ class DriveStore:
             self.check_mounted(path)
             raise InvalidFileError(f"unreadable ({error.strerror or error})") from error
 
-    def read_valid(self, path: str, max_bytes: int = MAX_METADATA_BYTES) -> dict | None:
+    def read_valid(self, path: str) -> dict | None:
         """Like `read_json`, but None for a file that cannot be used."""
         try:
-            return self.read_json(path, max_bytes)
+            return self.read_json(path)
         except InvalidFileError as error:
             self.invalid_files[str(error)] += 1
             return None
