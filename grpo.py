@@ -56,6 +56,7 @@ from reasoning_gym.utils import SYSTEM_PROMPTS
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
 if not sys.stderr.isatty():  # bars of downloads are for a terminal
@@ -622,6 +623,35 @@ class KVCache(transformers.DynamicCache):
 
     def update(self, keys, values, *args, **kwargs):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **more):
+    """Attention on a CPU where several heads share keys and values, as plain matrix products.
+
+    It takes the place of transformers' "sdpa", which copies keys and values for each of the heads.
+    query: (B, heads, T, D); key, value: (B, fewer heads, S, D); attention_mask: (B, 1, T, S), True
+    where a token sees another one. Returns (B, T, heads, D) and no weights.
+    """
+    rows, heads, length, size = query.shape
+    kv_heads, total = key.shape[1:3]
+    if attention_mask is None or heads == kv_heads or query.device.type != "cpu":
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **more
+        )
+
+    # The heads of a group stand one below the other, as if they were further tokens.
+    query = (query * scaling).to(value.dtype).reshape(rows, kv_heads, -1, size)
+    scores = query @ key.transpose(2, 3)  # (B, kv_heads, heads / kv_heads x T, S)
+    scores = scores.view(rows, kv_heads, -1, length, total)
+    # The lowest number, not -inf: a padding token that sees nothing would become NaN.
+    lowest = torch.finfo(scores.dtype).min
+    scores = scores.masked_fill(~attention_mask.unsqueeze(2), lowest)
+    weights = torch.softmax(scores, dim=-1).view(rows, kv_heads, -1, total)
+    output = (weights @ value).view(rows, heads, length, size)
+    return output.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("sdpa", grouped_attention)
 
 
 def token_logprobs_in_chunks(model, hidden, targets, temperature: float):

@@ -275,6 +275,30 @@ def test_L1_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(monke
     assert len(chunk_sizes) > 10, "the backward pass does not compute the logits again"
 
 
+def test_L1_attention_of_grouped_heads_equals_transformers_own_in_value_and_gradient():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 6, 3, 8, generator=generator, requires_grad=True)
+    key, value = (
+        torch.randn(2, 2, 7, 8, generator=generator, requires_grad=True) for _ in range(2)
+    )
+    mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)  # four cached tokens, then three
+    mask[1, :, :, :2] = False  # padding on the left of the second row
+
+    found = []
+    for attention in (grpo.grouped_attention, grpo.sdpa_attention_forward):
+        module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
+        output, _ = attention(module, query, key, value, mask, scaling=0.5)
+        gradients = torch.autograd.grad(output.square().sum(), (query, key, value))
+        found.append(torch.cat([x.flatten() for x in (output, *gradients)]))
+    assert not torch.equal(*found), "the products are not computed here"
+    assert_close(found[0].detach(), found[1].detach())
+
+    # A padding token that sees nothing must not be NaN: others multiply it by a weight of zero.
+    mask[1, :, 0] = False
+    output, _ = grpo.grouped_attention(module, query, key, value, mask, scaling=0.5)
+    assert output.isfinite().all()
+
+
 def test_L1_under_bfloat16_weights_and_probabilities_stay_float32():
     # The probabilities of all tokens sum to 1 more exactly than bfloat16 can represent.
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0)).expand(23, -1)
