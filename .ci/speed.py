@@ -11,14 +11,15 @@ version. Its own .ci/speed.py is run if it has one, because the two programs may
 functions; this file otherwise.
 
 SETTING: arith (basic_arithmetic) and paper (the paper's nine tasks) have 4 questions x 8
-completions x 64 tokens, tiny (its eight tasks) has 8 x 8 x 10. All use float32, two threads and one
-optimizer step. All programs get the same questions, and every second completion of a group is
+completions x 64 tokens, tiny (its eight tasks) has 8 x 8 x 10. All use two threads and one optimizer
+step. All programs get the same questions, and every second completion of a group is
 rewarded. swarm (not for TRL) measures rounds of run_swarm.sh instead: a coordinator and four
 workers at 4/4, with a short warm start. "cpu" is what all processes used for one round of all,
 their start included. Environment variables:
 
     REPETITIONS   of each program, in alternating order (2)
     STEPS         measured in each repetition, after one that warms up (3; swarm: 40 rounds)
+    DTYPE         float32 (the default) or bfloat16, for TRL bf16=True
     ROWS          MICRO_BATCH_SIZE
     TRL_ROWS      TRL's per_device_train_batch_size; the rest is done by gradient accumulation (all
                   rows at once need more than 24 GB in the setting paper)
@@ -64,7 +65,7 @@ def load(setting: str, model_name: str):
     environ = {
         "MODEL_NAME": model_name,
         "DEVICE": "cpu",
-        "DTYPE": "float32",
+        "DTYPE": os.environ.get("DTYPE", "float32"),
         "MAX_NEW_TOKENS": str(max_new_tokens),
         "LEARNING_RATE": str(LEARNING_RATE),
         "MICRO_BATCH_SIZE": os.environ.get("ROWS", "auto"),
@@ -216,7 +217,7 @@ def run_trl(setting: str, model_name: str, seed: str) -> None:
         output_dir=tempfile.mkdtemp(),
         seed=int(seed),
         use_cpu=True,
-        bf16=False,
+        bf16=config.DTYPE == "bfloat16",
         # The batch.
         per_device_train_batch_size=rows_per_piece,
         gradient_accumulation_steps=num_pieces,
