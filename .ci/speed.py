@@ -11,8 +11,8 @@ version. Its own .ci/speed.py is run if it has one, because the two programs may
 functions; this file otherwise.
 
 SETTING: arith (basic_arithmetic) and paper (the paper's nine tasks) have 4 questions x 8
-completions x 64 tokens, tiny (its eight tasks) has 8 x 8 x 10. All use two threads and one optimizer
-step. All programs get the same questions, and every second completion of a group is
+completions x 64 tokens, tiny (its eight tasks) has 8 x 8 x 10. All use two threads and one
+optimizer step. All programs get the same questions, and every second completion of a group is
 rewarded. swarm (not for TRL) measures rounds of run_swarm.sh instead: a coordinator and four
 workers at 4/4, with a short warm start. "cpu" is what all processes used for one round of all,
 their start included. Environment variables:
