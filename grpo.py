@@ -625,19 +625,24 @@ class KVCache(transformers.DynamicCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def grouped_attention(module, query, key, value, attention_mask, scaling=None, **more):
-    """Attention on a CPU where several heads share keys and values, as plain matrix products.
+def grouped_attention(
+    module, query, key, value, attention_mask, scaling=None, position_bias=None, **more
+):
+    """bfloat16 attention on a CPU where several heads share keys and values: matrix products.
 
-    It takes the place of transformers' "sdpa", which copies keys and values for each of the heads.
+    It takes the place of transformers' "sdpa", which copies keys and values for each of the heads,
+    and leaves all other cases to it. In float32, "sdpa" is faster.
     query: (B, heads, T, D); key, value: (B, fewer heads, S, D); attention_mask: (B, 1, T, S), True
     where a token sees another one. Returns (B, T, heads, D) and no weights.
     """
     rows, heads, length, size = query.shape
     kv_heads, total = key.shape[1:3]
-    if attention_mask is None or heads == kv_heads or query.device.type != "cpu":
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **more
-        )
+    has_bool_mask = attention_mask is not None and attention_mask.dtype == torch.bool
+    is_usual = scaling is not None and position_bias is None and has_bool_mask
+    is_faster = heads > kv_heads and query.device.type == "cpu" and value.dtype != torch.float32
+    if not (is_usual and is_faster):
+        more |= {"scaling": scaling, "position_bias": position_bias}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
 
     # The heads of a group stand one below the other, as if they were further tokens.
     query = (query * scaling).to(value.dtype).reshape(rows, kv_heads, -1, size)

@@ -276,27 +276,42 @@ def test_L1_scoring_in_chunks_equals_scoring_at_once_in_value_and_gradient(monke
 
 
 def test_L1_attention_of_grouped_heads_equals_transformers_own_in_value_and_gradient():
+    # In float64, because bfloat16 would round the two differently. float32 is left to "sdpa".
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 6, 3, 8, generator=generator, requires_grad=True)
-    key, value = (
-        torch.randn(2, 2, 7, 8, generator=generator, requires_grad=True) for _ in range(2)
-    )
+    tensors = []
+    for shape in ((2, 6, 3, 8), (2, 2, 7, 8), (2, 2, 7, 8)):
+        tensors.append(torch.randn(shape, generator=generator, dtype=torch.float64))
+        tensors[-1].requires_grad_()
     mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)  # four cached tokens, then three
     mask[1, :, :, :2] = False  # padding on the left of the second row
 
+    module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
     found = []
     for attention in (grpo.grouped_attention, grpo.sdpa_attention_forward):
-        module = SimpleNamespace(num_key_value_groups=3, is_causal=True)
-        output, _ = attention(module, query, key, value, mask, scaling=0.5)
-        gradients = torch.autograd.grad(output.square().sum(), (query, key, value))
-        found.append(torch.cat([x.flatten() for x in (output, *gradients)]))
+        output, _ = attention(module, *tensors, mask, scaling=0.5)
+        gradients = torch.autograd.grad(output.square().sum(), tensors)
+        found.append(torch.cat([x.flatten() for x in (output, *gradients)]).detach())
+    assert_close(*found, 1e-12)
     assert not torch.equal(*found), "the products are not computed here"
-    assert_close(found[0].detach(), found[1].detach())
 
     # A padding token that sees nothing must not be NaN: others multiply it by a weight of zero.
     mask[1, :, 0] = False
-    output, _ = grpo.grouped_attention(module, query, key, value, mask, scaling=0.5)
+    output, _ = grpo.grouped_attention(module, *tensors, mask, scaling=0.5)
     assert output.isfinite().all()
+
+
+def test_L1_a_model_with_grouped_heads_scores_in_bfloat16_what_it_scores_in_float32(monkeypatch):
+    model = small_model("llama", **LLAMA)
+    calls = []
+    softmax = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda *a, **more: calls.append(1) or softmax(*a, **more))
+    prompts = [[3, 4, 5], [6, 7, 8, 9, 10, 11, 12], [13]]
+    completions = [[14, 15, 16, 17], [18], [19, 20]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, mask = grpo.completion_logprobs_shared_prompt(model, prompts, completions)
+    exact, _ = grpo.completion_logprobs(model, prompts, completions)
+    assert calls, "the matrix products were not used"
+    assert (ours - exact)[mask].abs().mean() < 0.1
 
 
 def test_L1_under_bfloat16_weights_and_probabilities_stay_float32():
