@@ -625,9 +625,7 @@ class KVCache(transformers.DynamicCache):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
-def grouped_attention(
-    module, query, key, value, attention_mask, scaling=None, position_bias=None, **more
-):
+def grouped_attention(module, query, key, value, attention_mask, **more):
     """bfloat16 attention on a CPU where several heads share keys and values: matrix products.
 
     It takes the place of transformers' "sdpa", which copies keys and values for each of the heads,
@@ -637,23 +635,21 @@ def grouped_attention(
     """
     rows, heads, length, size = query.shape
     kv_heads, total = key.shape[1:3]
-    has_bool_mask = attention_mask is not None and attention_mask.dtype == torch.bool
-    is_usual = scaling is not None and position_bias is None and has_bool_mask
+    is_usual = more.get("scaling") and more.get("position_bias") is None
+    is_masked = attention_mask is not None and attention_mask.dtype == torch.bool
     is_faster = heads > kv_heads and query.device.type == "cpu" and value.dtype != torch.float32
-    if not (is_usual and is_faster):
-        more |= {"scaling": scaling, "position_bias": position_bias}
+    if not (is_usual and is_masked and is_faster):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
 
     # The heads of a group stand one below the other, as if they were further tokens.
-    query = (query * scaling).to(value.dtype).reshape(rows, kv_heads, -1, size)
+    query = (query * more["scaling"]).to(value.dtype).reshape(rows, kv_heads, -1, size)
     scores = query @ key.transpose(2, 3)  # (B, kv_heads, heads / kv_heads x T, S)
     scores = scores.view(rows, kv_heads, -1, length, total)
     # The lowest number, not -inf: a padding token that sees nothing would become NaN.
     lowest = torch.finfo(scores.dtype).min
     scores = scores.masked_fill(~attention_mask.unsqueeze(2), lowest)
     weights = torch.softmax(scores, dim=-1).view(rows, kv_heads, -1, total)
-    output = (weights @ value).view(rows, heads, length, size)
-    return output.transpose(1, 2), None
+    return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
 
 
 transformers.AttentionInterface.register("sdpa", grouped_attention)
