@@ -387,9 +387,9 @@ def show_gains(folder: Path, file: str) -> None:
     # For the same completions: all rounds of an arm against as many completions of 8/0, which are
     # its first rounds, in the reward of a mean round.
     points = []  # (arm, reward at the start, name, gains with intervals: rounds, completions)
-    print("| at the start | reward | I/J | rate | cumulative reward | end |", end="")
+    print("| at the start | reward | I/J | rate | seeds | cumulative reward | end |", end="")
     print(" gain, same rounds (95%) | gain, same completions (95%) |")
-    print("|---" * 8 + "|")
+    print("|---" * 9 + "|")
     for name in STRENGTHS:
         reported = reported_runs(folder / name)
         baseline = {run["seed"]: run for run in reported.get("8/0", [])}
@@ -410,6 +410,7 @@ def show_gains(folder: Path, file: str) -> None:
                 f"{start_reward:.3f}",
                 arm,
                 runs[0]["lr"],
+                str(len(runs)),
                 format_spread(run["cumulative"] for run in runs),
                 f"{statistics.fmean(run['last12'] for run in runs):.2f}",
                 "" if arm == "8/0" else format_gain(same_rounds, baseline_rounds),
@@ -442,8 +443,8 @@ def show_gains(folder: Path, file: str) -> None:
                       ha="center", va="bottom", fontsize=8, color="gray")  # fmt: skip
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.set(xscale="log", yscale="log", title=title, xlabel="mean reward at the start")
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-        axis.yaxis.set_minor_formatter(lambda value, _: f"{value:g}x")
+        axis.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5x", "1x", "2x", "5x", "10x", "20x"])
+        axis.minorticks_off()
         axis.margins(x=0.1, y=0.2)
     axes[0].set_ylabel("reward, as a multiple of 8/0's")
     axes[0].legend()
