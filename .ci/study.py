@@ -436,7 +436,7 @@ def show_gains(folder: Path, file: str) -> None:
         # Strengths with nearly the same reward at the start are named together.
         names = {}
         for start, name in sorted({(start, name) for _, start, name, _ in points}):
-            near = next((other for other in names if start / other < 1.3), start)
+            near = next((other for other in names if start / other < 1.5), start)
             names.setdefault(near, []).append(name)
         for start, together in names.items():
             axis.text(start, 0.02, "\n".join(together), transform=axis.get_xaxis_transform(),
