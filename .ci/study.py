@@ -190,7 +190,7 @@ def run_mixed(folder: Path) -> None:
             arm = "{}+{}".format(*mixture)
             if (arm, MIXED_RATE, seed) in read_results(place):
                 continue
-            name = f"{arm}-s{seed}"
+            name = f"{arm.replace('+', '_and_')}-s{seed}"
             processes = []
             for strength, num_nodes in zip(("known form", "rare form"), mixture, strict=True):
                 steps, tag_share = STRENGTHS[strength]
