@@ -129,7 +129,7 @@ def run_once(settings: dict, folder: Path, arm: str, lr: str, seed: int, is_repo
     if start(swarm, folder / f"{name}.log").wait():
         sys.exit(f"a run failed: see {folder / name}.log")
 
-    rows = read_rows(folder, name)
+    rows = take_rows(folder, name)
     result = {"arm": arm, "lr": lr, "seed": seed, "is_reported": is_reported}
     append_result(folder, result | summarize(rows, settings["MAX_ROUNDS"]))
 
@@ -144,9 +144,12 @@ def start(settings: dict, log: Path) -> subprocess.Popen:
         )
 
 
-def read_rows(folder: Path, name: str) -> list[dict]:
-    """The rows of all nodes' logs. A round that was repeated after a kill has several; the last one
-    counts. Checkpoints and models take gigabytes and are not needed any more."""
+def take_rows(folder: Path, name: str) -> list[dict]:
+    """Read the rows of all nodes' logs, and delete the weights of the run.
+
+    A round that was repeated after a kill has several rows; the last one counts. Checkpoints and
+    models take gigabytes and are not needed any more.
+    """
     experiment_dir = folder / "experiments" / name
     rows = {}
     for path in experiment_dir.glob("nodes/*/logs/metrics.jsonl"):
@@ -202,7 +205,7 @@ def run_mixed(folder: Path) -> None:
                 sys.exit(f"a run failed: see {place / name}-*.log")
 
             # The reward of each kind of node, and how many groups it drew from each kind.
-            rows = read_rows(place, name)
+            rows = take_rows(place, name)
             result = {"arm": arm, "lr": MIXED_RATE, "seed": seed}
             result["cumulative"] = sum(row["my_reward"] for row in rows) / sum(mixture)
             for kind, num_nodes in zip(("known", "rare"), mixture, strict=True):
@@ -393,12 +396,11 @@ def show_gains(folder: Path, file: str) -> None:
     for name in STRENGTHS:
         reported = reported_runs(folder / name)
         baseline = {run["seed"]: run for run in reported.get("8/0", [])}
+        baseline_rounds = {seed: run["cumulative"] for seed, run in baseline.items()}
         first_rewards = [run["curve"][0] for runs in reported.values() for run in runs]
         for arm, runs in reported.items():
-            start_reward = statistics.fmean(first_rewards)
             by_seed = {run["seed"]: run for run in runs if run["seed"] in baseline}
             same_rounds = {seed: run["cumulative"] for seed, run in by_seed.items()}
-            baseline_rounds = {seed: run["cumulative"] for seed, run in baseline.items()}
             same_cost = {seed: statistics.fmean(run["curve"]) for seed, run in by_seed.items()}
             baseline_cost = {}
             for seed, run in by_seed.items():
@@ -407,7 +409,7 @@ def show_gains(folder: Path, file: str) -> None:
                 baseline_cost[seed] = statistics.fmean(baseline[seed]["curve"][:num_rounds])
             cells = [
                 name,
-                f"{start_reward:.3f}",
+                f"{statistics.fmean(first_rewards):.3f}",
                 arm,
                 runs[0]["lr"],
                 str(len(runs)),
@@ -420,26 +422,26 @@ def show_gains(folder: Path, file: str) -> None:
             if arm != "8/0":
                 gains = [paired_gain(same_rounds, baseline_rounds)]
                 gains.append(paired_gain(same_cost, baseline_cost))
-                points.append((arm, start_reward, name, gains))
+                points.append((arm, statistics.fmean(first_rewards), name, gains))
 
     figure = Figure((10, 4), dpi=120, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     titles = ("for the same rounds", "for the same generated completions")
     for i, (axis, title) in enumerate(zip(axes, titles, strict=True)):
         for arm, marker, shift in (("4/4", "o", 0.97), ("2/6", "s", 1.03)):
-            of_arm = sorted((start, name, gains[i]) for a, start, name, gains in points if a == arm)
-            x = [start * shift for start, _, _ in of_arm]
+            of_arm = sorted((first, name, gains[i]) for a, first, name, gains in points if a == arm)
+            x = [first * shift for first, _, _ in of_arm]
             factors = [1 + gain for _, _, (gain, _, _) in of_arm]
             below = [gain - low for _, _, (gain, low, _) in of_arm]
             above = [high - gain for _, _, (gain, _, high) in of_arm]
             axis.errorbar(x, factors, (below, above), fmt=marker, capsize=3, label=arm)
         # Strengths with nearly the same reward at the start are named together.
         names = {}
-        for start, name in sorted({(start, name) for _, start, name, _ in points}):
-            near = next((other for other in names if start / other < 1.5), start)
+        for first, name in sorted({(first, name) for _, first, name, _ in points}):
+            near = next((other for other in names if first / other < 1.5), first)
             names.setdefault(near, []).append(name)
-        for start, together in names.items():
-            axis.text(start, 0.02, "\n".join(together), transform=axis.get_xaxis_transform(),
+        for first, together in names.items():
+            axis.text(first, 0.02, "\n".join(together), transform=axis.get_xaxis_transform(),
                       ha="center", va="bottom", fontsize=8, color="gray")  # fmt: skip
         axis.axhline(1, color="gray", linewidth=0.8)
         axis.set(xscale="log", yscale="log", title=title, xlabel="mean reward at the start")
