@@ -3,6 +3,7 @@
     python .ci/study.py tiny FOLDER              all runs; started again, it continues
     python .ci/study.py smol FOLDER MODEL        the same with a real model, a folder or a Hub id
     python .ci/study.py tables FOLDER            the results so far, in Markdown
+    python .ci/study.py quarters FOLDER          the same in each quarter of the rounds
     python .ci/study.py picture FOLDER FILE      the README's picture
 
     python .ci/study.py strength FOLDER [NAME…]  tiny at five strengths at the start, or at these
@@ -33,7 +34,7 @@ TINY = dict(
     MODEL_NAME="tiny", LOCAL_NODES=8, MAX_ROUNDS=120, CHECKPOINT_INTERVAL=60, EVAL_INTERVAL=20
 )
 SMOL = dict(
-    LOCAL_NODES=4, MAX_ROUNDS=40, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25,
+    LOCAL_NODES=4, MAX_ROUNDS=60, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25,
     EVAL_INTERVAL=10, CHECKPOINT_INTERVAL=20, CHECKPOINT_KEEP=1,
     TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
 )  # fmt: skip
@@ -290,11 +291,12 @@ def format_gain(totals: dict, baseline: dict) -> str:
 
 
 def format_spread(values) -> str:
-    """Mean and standard deviation, in three digits."""
+    """Mean and standard deviation, with one decimal, or with two below 1."""
     values = [*values]
     mean = statistics.fmean(values)
-    text = f"{mean:.1f}" if mean >= 1 else f"{mean:.2g}"
-    return f"{text} ± {statistics.stdev(values):.1f}" if len(values) > 1 else text
+    decimals = 1 if mean >= 1 else 2
+    text = f"{mean:.{decimals}f}"
+    return f"{text} ± {statistics.stdev(values):.{decimals}f}" if len(values) > 1 else text
 
 
 def format_level(runs: list[dict], level: str) -> str:
@@ -327,6 +329,22 @@ def print_tables(folder: Path) -> None:
             f"{statistics.fmean(run['last12'] for run in runs):.2f}",
             f"{statistics.fmean(run['held_out'] for run in runs):.2f}",
         ]
+        print("|", " | ".join(cells), "|")
+
+
+def print_quarters(folder: Path) -> None:
+    """Print the mean reward in each quarter of the rounds: the curves of the arms, in numbers."""
+    print("| I/J | seeds | 1st quarter | 2nd | 3rd | 4th | held-out |")
+    print("|---" * 7 + "|")
+    for arm, runs in reported_runs(folder).items():
+        cells = [arm, str(len(runs))]
+        for quarter in range(4):
+            means = []
+            for run in runs:
+                length = len(run["curve"]) // 4
+                means.append(statistics.fmean(run["curve"][quarter * length :][:length]))
+            cells.append(format_spread(means))
+        cells.append(format_spread(run["held_out"] for run in runs))
         print("|", " | ".join(cells), "|")
 
 
@@ -487,6 +505,7 @@ if __name__ == "__main__":
             "strength": run_strengths,
             "mixed": run_mixed,
             "tables": print_tables,
+            "quarters": print_quarters,
             "picture": draw_picture,
             "gains": show_gains,
             "teachers": print_teachers,
