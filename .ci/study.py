@@ -231,7 +231,8 @@ def summarize(rows: list[dict], max_rounds: int) -> dict:
 
     # Means over the nodes, one a round.
     means = {}
-    for name in ("my_reward", "completions", "generated_tokens", "grad_norm"):
+    columns = "my_reward completions generated_tokens grad_norm generate_seconds train_seconds"
+    for name in columns.split():
         means[name] = [statistics.fmean(row[name] for row in each) for each in by_round]
     curve = means["my_reward"]
     window = max(1, max_rounds // 10)
@@ -243,8 +244,9 @@ def summarize(rows: list[dict], max_rounds: int) -> dict:
         for t in range(max_rounds):
             recent = curve[max(0, t + 1 - window) : t + 1]
             if statistics.fmean(recent) >= level:
-                completions = sum(means["completions"][: t + 1])
-                levels[str(level)] = {"round": t, "completions": completions}
+                levels[str(level)] = {"round": t}
+                for name in ("completions", "generate_seconds", "train_seconds"):
+                    levels[str(level)][name] = sum(means[name][: t + 1])
                 break
 
     held_out = [row["held_out"] for row in by_round[-1] if "held_out" in row]
@@ -300,11 +302,16 @@ def format_spread(values) -> str:
 
 
 def format_level(runs: list[dict], level: str) -> str:
-    """Mean number of completions to reach a level, and how many runs did if some did not."""
-    costs = [run["levels"][level]["completions"] for run in runs if run["levels"][level]]
+    """What it took to reach a level, and how many runs did if some did not: mean completions, and
+    mean seconds of generation + update."""
+    costs = [run["levels"][level] for run in runs if run["levels"][level]]
     if not costs:
         return "never"
-    text = f"{statistics.fmean(costs):.0f}"
+    completions, generation, update = (
+        statistics.fmean(cost[name] for cost in costs)
+        for name in ("completions", "generate_seconds", "train_seconds")
+    )
+    text = f"{completions:.0f} in {generation:.0f}+{update:.0f} s"
     return text if len(costs) == len(runs) else f"{text} ({len(costs)} of {len(runs)})"
 
 
