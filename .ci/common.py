@@ -1,0 +1,117 @@
+"""What the proofs share: settings, a run in this process, and what a run leaves in the folder. More
+helpers stand in test_sapo.py; simulator.py has those of a simulated swarm."""
+
+import json
+import re
+import time
+from pathlib import Path
+
+import drive_store
+import sapo
+from drive_store import DriveStore
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Nothing is learned; only the order of events matters.
+QUICK = {
+    "MODEL_NAME": "tiny", "DEVICE": "cpu", "NODE_ID": "n", "TASKS": "small_products",
+    "WARM_START_STEPS": 0, "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4,
+    "EXTERNAL_FILTER": False, "CHECKPOINT_INTERVAL": 3, "MAX_ROUNDS": 40, "FETCH_TIMEOUT_SECONDS": 20,
+}  # fmt: skip
+# Some answers are right, so that weights and rewards change.
+LEARNING = {
+    "TASKS": "small_products,small_gcd", "WARM_START_STEPS": 60, "ANSWER_TAG_SHARE": 0.9,
+    "LEARNING_RATE": 0.001, "MAX_ROUNDS": 6, "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1,
+}  # fmt: skip
+
+
+def to_environ(settings: dict) -> dict:
+    """Settings as environment variables; None leaves one unset."""
+    return {name: str(value) for name, value in settings.items() if value is not None}
+
+
+def run(drive, *more: dict, **settings) -> int:
+    """Call sapo.main with QUICK, two nodes n_0 and n_1, and these settings. Returns the status.
+
+    run(drive, LEARNING, MAX_ROUNDS=4)
+    """
+    merged = {**QUICK, "LOCAL_NODES": 2, "GDRIVE_PATH": drive}
+    for each in (*more, settings):
+        merged |= each
+    return sapo.main(to_environ(merged))
+
+
+def wait_until(condition, seconds: float = 120):
+    """Return the first truthy value of `condition()`, in real time."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the test waits for something that did not happen"
+        time.sleep(0.01)
+    return value
+
+
+def play(drive, *nodes, name="default") -> DriveStore:
+    """A store through which a test plays these nodes, which have just registered. Without any the
+    experiment is begun and no more."""
+    store = DriveStore(drive, name)
+    store.create({"layout": drive_store.LAYOUT, "maker": nodes[0] if nodes else "by_hand"})
+    for node in nodes:
+        store.create_node(node)
+        store.register([node], {})
+    return store
+
+
+def folder_of(drive, node="", name="default") -> Path:
+    """The folder of a node, or of all nodes."""
+    return Path(drive) / "experiments" / name / "nodes" / node
+
+
+def rounds_of(drive, node, kind="rewards", name="default") -> list[int]:
+    """The rounds of which a node has files of this kind, ascending."""
+    paths = folder_of(drive, node, name).glob(f"{kind}/round_*")
+    return sorted({int(path.name[6:12]) for path in paths})
+
+
+def checkpoint_of(drive, node, name="default") -> int | None:
+    """The round of a node's newest checkpoint."""
+    return max(rounds_of(drive, node, "checkpoints", name), default=None)
+
+
+def heartbeat_of(drive, node, name="default") -> str:
+    """The state in a node's last heartbeat: running, done, stopped or failed."""
+    return json.loads((folder_of(drive, node, name) / "heartbeat.json").read_bytes())["state"]
+
+
+def read_log(drive, node, log="metrics", name="default") -> list[dict]:
+    """The rows of a node's log."""
+    lines = (folder_of(drive, node, name) / f"logs/{log}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def events_of(drive, node, kind, name="default") -> list[str]:
+    """The texts of the events of one kind in the log of a process, whose first node this is."""
+    rows = read_log(drive, node, "training_events", name)
+    return [row["text"] for row in rows if row["event"] == kind]
+
+
+def without_times(row: dict) -> dict:
+    return {name: row[name] for name in row if not re.search("seconds|time", name)}
+
+
+def results(drive, name="default") -> dict:
+    """What a run leaves and another one would repeat: {path below nodes/: a reward or rollout file
+    without times, or the bytes of a checkpoint}."""
+    found = {}
+    for path in sorted(folder_of(drive, "", name).glob("*/[rc]*/round_*")):
+        data = path.read_bytes()
+        if path.suffix == ".json":
+            data = without_times(json.loads(data))
+        found[str(path.relative_to(folder_of(drive, "", name)))] = data
+    return found
+
+
+def rewards_of(drive, node="*", name="default") -> list[dict]:
+    """The reward files of a node, or of all, in the order of round, stage and node, without times."""
+    paths = folder_of(drive, "", name).glob(f"{node}/rewards/*.json")
+    paths = sorted(paths, key=lambda path: (path.name, path.parent.parent.name))
+    return [without_times(json.loads(path.read_bytes())) for path in paths]
