@@ -38,6 +38,7 @@ def run_coordinator(config, store, log, signals) -> str:
     name = drive_store.COORDINATOR_ID
     interval = config.COORDINATOR_ROUND_INTERVAL
     last_round = config.MAX_ROUNDS - 1
+    store.remove_leftovers(drive_store.COORDINATOR_ID)
     session = store.register([name], {"role": "coordinator"}, folders=("logs", "winners"))
     opened_at = time.monotonic()
     next_heartbeat = 0.0
@@ -578,6 +579,7 @@ def write_report(store, pattern: str, experiments: list[Experiment]) -> None:
     files = {"md": text.encode(), "json": json.dumps(rows).encode(), "png": picture}
     try:
         store.make_dir("/reports")
+        store.remove_leftovers()
         for suffix, data in files.items():
             if data:
                 store.write(f"/reports/report_{name}.{suffix}", data)

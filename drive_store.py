@@ -15,8 +15,9 @@ experiments/NAME/
 warmstart/  reports/  archives/NAME/             beside the experiments; also made by the maker
 
 A path in this file is relative to the experiment's folder, or to the shared folder if it begins
-with "/". Logs are appended to; every other file is written beside its place as .new-<hex>, a name
-that no listing shows, and then renamed: a reader sees no file or the whole one.
+with "/". Logs are appended to; every other file is written beside its place under a name that no
+listing shows and that tells whose it is, .new-<node>-<hex>, and is then renamed: a reader sees no
+file or the whole one.
 
 Whatever another node wrote may come from a stranger. Size, type and structure of a file are checked
 before it is used; one that cannot be used raises InvalidFileError. No link is followed. Where a
@@ -85,9 +86,10 @@ class Board:
 class DriveStore:
     """The files of one experiment, and what stands beside the experiments."""
 
-    def __init__(self, root, experiment: str):
+    def __init__(self, root, experiment: str, node: str = ""):
         self.root = Path(root)
         self.dir = self.root / "experiments" / experiment
+        self.node = node  # of this process, the first one; readers have none
         self.invalid_files = Counter()  # reason -> number of failed reads
         self.is_maker = False
         self.waiting_since = {}  # reason -> when this process began to wait for a folder
@@ -245,7 +247,7 @@ class DriveStore:
         data: bytes, or a function that is given a path and writes a file or a folder there.
         """
         target = self.resolve(path)
-        temp = target.with_name(f".new-{secrets.token_hex(8)}")
+        temp = self.temporary(path)
         try:
             if callable(data):
                 data(temp)
@@ -264,6 +266,12 @@ class DriveStore:
         except OSError:
             remove(temp)
             raise
+
+    def temporary(self, path: str) -> Path:
+        """A new name beside a file. It tells whose file it is: in nodes/NODE that node's, elsewhere
+        this process's."""
+        node = path.split("/")[1] if path.startswith("nodes/") else self.node
+        return self.resolve(path).with_name(f".new-{node}-{secrets.token_hex(8)}")
 
     def append(self, path: str, text: str) -> None:
         """Append whole lines to a log. A line that a crash cut off is ended first."""
@@ -332,10 +340,11 @@ class DriveStore:
             raise OSError(errno.EINVAL, "not a regular file", path)
         return os.fdopen(descriptor, mode)
 
-    def list_names(self, path: str, lenient: bool = False) -> list[str]:
+    def list_names(self, path: str, lenient: bool = False, hidden: bool = False) -> list[str]:
         """Names in a folder, sorted. An empty list if there is no such folder.
 
         lenient: a folder that gives an error counts as empty, too (for monitor and report).
+        hidden: the names that begin with a dot, instead of the others.
         """
         try:
             names = os.listdir(self.resolve_dir(path))
@@ -345,7 +354,7 @@ class DriveStore:
             if not lenient and not isinstance(error, absent):
                 raise
             return []
-        return sorted(name for name in names if not name.startswith("."))
+        return sorted(name for name in names if name.startswith(".") == hidden)
 
     def resolve(self, path: str) -> Path:
         """Full path of a path of this file. A link among its parents raises NotADirectoryError. The
@@ -447,10 +456,19 @@ class DriveStore:
             self.give_time(f"nodes/{node} is not there yet")
         self.make_dir(f"nodes/{node}")
 
-    def remove_leftovers(self, node: str) -> None:
-        """Delete what a killed process of this node left unfinished."""
-        for path in self.resolve_dir(f"nodes/{node}").glob("**/.*"):
-            remove(path, frees_space=True)
+    def remove_leftovers(self, node: str = "") -> None:
+        """Delete what a killed process of this node left unfinished, or, without a name, what
+        readers and prepare left a day ago."""
+        folders = ["/warmstart", "/reports"]
+        if node:
+            own = ["", *NODE_DIRS, "winners"]
+            folders += [".", *(f"nodes/{node}/{name}" for name in own)]
+        for folder in folders:
+            for name in self.list_names(folder, lenient=True, hidden=True):
+                if re.fullmatch(rf"\.new-{re.escape(node)}-[0-9a-f]{{16}}", name):
+                    path = self.resolve(f"{folder}/{name}")
+                    if node or time.time() - os.lstat(path).st_mtime > 86400:
+                        remove(path, frees_space=True)
 
     def make_dir(self, path: str) -> None:
         """Make a folder. Its parents must exist: if one is missing, the drive is not mounted."""
@@ -490,7 +508,7 @@ class DriveStore:
     def delete(self, path: str, frees_space: bool = False) -> None:
         """Delete a file. It is renamed first, so that no reader finds half of it."""
         target = self.resolve(path)
-        temp = target.with_name(f".new-{secrets.token_hex(8)}")
+        temp = self.temporary(path)
         with contextlib.suppress(FileNotFoundError):
             os.replace(target, temp)
             remove(temp, frees_space)

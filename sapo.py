@@ -1432,7 +1432,9 @@ def run_role(env: dict, warnings: list[str], signals: "Signals") -> str:
     "superseded"."""
     # The settings: of this process, and of the experiment if there is one.
     log = Log(Config(**env).node_ids[0], env.get(SECRET))
-    store = drive_store.DriveStore(env["GDRIVE_PATH"], env.get("EXPERIMENT_NAME", "default"))
+    node = "" if env["NODE_ROLE"] == "prepare" else log.node_id
+    experiment = env.get("EXPERIMENT_NAME", "default")
+    store = drive_store.DriveStore(env["GDRIVE_PATH"], experiment, node)
     store = drive_store.RetryingStore(store, log.event, signals)
     notes = list(warnings)
     saved = store.load_config()
@@ -1619,6 +1621,7 @@ def apply_warm_start(config: Config, model, codec, store, log: "Log", signals: "
     if config.NODE_ROLE == "prepare":
         store.root.mkdir(exist_ok=True)
         store.make_dir("/warmstart")
+        store.remove_leftovers()
     if load_weights(store, path, model, log):
         return
 

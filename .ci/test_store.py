@@ -1,22 +1,14 @@
-"""Proofs of the folder's promises F1, F2, F4, F5, F6 and F7, by the store alone or in one process.
-U10, mistakes in the program's own code, stands at the end, because it is proved in the same way."""
+"""Proofs of the folder's promises F1 to F7 in a simulated folder (see simulator.py): outages and kills
+at any call, damages, retention, and all kinds of starts. U10, mistakes in the program's own code,
+stands at the end, because it is proved in the same way."""
 
-import builtins
-import contextlib
 import errno
-import io
 import itertools
 import json
 import os
-import random
+import resource
 import shutil
-import signal
-import subprocess
-import sys
 import threading
-import time
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -24,88 +16,50 @@ import coordinator
 import drive_store
 import grpo
 import sapo
-from drive_store import DriveStore, RetryingStore
-from test_sapo import at_call, contents, group_by_hand, new_store
+from common import QUICK, events_of, folder_of, heartbeat_of, play, read_log, results, rewards_of
+from common import rounds_of
+from drive_store import DriveStore
+from simulator import FIVE_NODES
+from test_sapo import contents, group_by_hand, new_store
 
-SMALL = {
-    "MODEL_NAME": "tiny", "DEVICE": "cpu", "NODE_ID": "n", "LOCAL_NODES": 2, "WARM_START_STEPS": 60,
-    "TASKS": "small_products,small_gcd", "ANSWER_TAG_SHARE": 0.9, "LEARNING_RATE": 0.001,
-    "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 4, "MAX_ROUNDS": 6,
-    "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1, "EXTERNAL_FILTER": False,
-}  # fmt: skip
-JOINING = dict.fromkeys(SMALL) | {"NODE_ID": "late"}  # a node that joins sets its name and no more
-
-
-def run(drive, name="y", **settings) -> int:
-    """Call sapo.main with SMALL and these settings (None: unset). Returns the exit status."""
-    settings = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings}
-    return sapo.main({key: str(value) for key, value in settings.items() if value is not None})
+# In a longer run every call has its turn: EVERY=1 for all of them.
+EVERY = int(os.environ.get("EVERY", 3))
+SIX = {"MAX_ROUNDS": 6, "CHECKPOINT_INTERVAL": 2, "WARM_START_STEPS": 3}
+JOINING = dict.fromkeys(QUICK)  # a node that joins sets its name and no more
 
 
-def play(drive, *nodes) -> DriveStore:
-    """A store through which a test plays these nodes. They have just registered."""
-    store = DriveStore(drive, "y")
-    store.create({"layout": drive_store.LAYOUT, "maker": nodes[0]})
-    for node_id in nodes:
-        store.create_node(node_id)
-    store.register([*nodes], {})
-    return store
+def experiment(world, name="default"):
+    return world.drive / "experiments" / name
 
 
-def read_log(folder: Path, node_id: str, log: str) -> list[dict]:
-    """The rows of a node's log in the experiment whose folder is given."""
-    return [json.loads(line) for line in (folder / f"nodes/{node_id}/logs/{log}.jsonl").open()]
-
-
-def logged_events(folder: Path) -> list[str]:
-    """The kinds of the events of the process whose first node is n_0."""
-    return [row["event"] for row in read_log(folder, "n_0", "training_events")]
-
-
-def repeatable_results(folder: Path) -> dict:
-    """What a run leaves and a second run would repeat: checkpoints, rollouts, rewards and the last
-    log row of each round, without times and the experiment's name."""
-    results = {}
-    for path in folder.glob("nodes/n_*/checkpoints/*"):
-        results[path.name] = path.read_bytes()
-
-    paths = [*folder.glob("nodes/n_*/r*/*.json"), *folder.glob("nodes/n_*/logs/metrics.jsonl")]
-    varying = ("seconds", "timestamp", "experiment")
-    for path in paths:
-        for row in map(json.loads, path.open()):
-            kept = {key: value for key, value in row.items() if not key.endswith(varying)}
-            results[path.relative_to(folder), row["round"], row["stage"]] = kept
-    return results
-
-
-@pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory):
-    """The folder of an undisturbed run of the experiment x. It is copied and never changed."""
-    drive = tmp_path_factory.mktemp("undisturbed")
-    assert run(drive, "x") == 0
-    return drive
+def paths_below(folder) -> set:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
 @pytest.fixture
-def drive(undisturbed, tmp_path):
-    """A copy of that folder: it holds a warm start and the finished experiment x."""
-    return shutil.copytree(undisturbed, tmp_path / "drive")
+def undisturbed(world):
+    """What a run with SIX leaves. Its folder is world.drive; a test works in another one."""
+    assert world.finish(**SIX).status == 0
+    expected = results(world.drive)
+    world.drive = world.drive.with_name("disturbed")
+    return expected
 
 
 # -------- F1: a file is complete or absent --------------------------------------------------------
 
 
 def test_F1_a_reader_sees_no_file_or_the_whole_one_and_what_is_published_stays(tmp_path):
+    """With threads that really run at once. What a crash leaves is proved in test_sapo.py."""
     store = play(tmp_path, "a", "b")
 
-    def write(node_id):
-        writer = DriveStore(tmp_path, "y")
+    def write(node):
+        writer = DriveStore(tmp_path, "default")
         for i in range(80):
-            writer.write(f"nodes/{node_id}/heartbeat.json", b"%02d" % i * 30_000)
+            writer.write(f"nodes/{node}/heartbeat.json", b"%02d" % i * 30_000)
             for text in ("x" * 60_000, "published once more"):
-                writer.publish("rewards", node_id, i, 0, {"reward": 0.5, "text": text})
+                writer.publish("rewards", node, i, 0, {"reward": 0.5, "text": text})
 
-    threads = [threading.Thread(target=write, args=node_id) for node_id in "ab"]
+    threads = [threading.Thread(target=write, args=node) for node in "ab"]
     for thread in threads:
         thread.start()
 
@@ -113,212 +67,144 @@ def test_F1_a_reader_sees_no_file_or_the_whole_one_and_what_is_published_stays(t
     polls = 0
     while any(thread.is_alive() for thread in threads):
         polls += 1
-        for (kind, node_id), (round_, _) in store.board().progress.items():
-            heartbeat = (store.dir / f"nodes/{node_id}/heartbeat.json").read_bytes()
+        for (kind, node), (round_, _) in store.board().progress.items():
+            heartbeat = (store.dir / f"nodes/{node}/heartbeat.json").read_bytes()
             assert heartbeat == heartbeat[:2] * 30_000
-            path = store.dir / drive_store.stage_file(kind, node_id, round_, 0)
+            path = store.dir / drive_store.stage_file(kind, node, round_, 0)
             assert len(json.loads(path.read_bytes())["text"]) == 60_000
     assert polls > 5
     rewards = [*store.dir.glob("nodes/*/rewards/*")]
     assert len(rewards) == 160
-    for path in rewards:
-        assert len(json.loads(path.read_bytes())["text"]) == 60_000
+    assert all(len(json.loads(path.read_bytes())["text"]) == 60_000 for path in rewards)
 
 
 # -------- F2: an outage of the folder -------------------------------------------------------------
 
 
-def fail_below(monkeypatch, folder, plan) -> None:
-    """Let system calls on paths below `folder` fail.
-
-    plan() is called before each of them and returns "before" or "after", for a call that fails
-    before or after it did its work, or None for a call that works.
-    """
-    names = ("open", "listdir", "scandir", "mkdir", "stat", "lstat", "replace", "unlink")
-    for module, name in [*((os, name) for name in names), (io, "open"), (builtins, "open")]:
-
-        def fake(*args, name=name, real=getattr(module, name), **kwargs):
-            fault = plan() if args and str(folder) in str(args[0]) else None
-            if not fault:
-                return real(*args, **kwargs)
-            if fault == "after" and name in ("mkdir", "replace", "unlink"):
-                real(*args, **kwargs)
-            raise OSError(errno.EIO, "broken")
-
-        monkeypatch.setattr(module, name, fake)
+def outages_of(world, process, expected) -> int:
+    """The number of outages in a run that ended as expected nevertheless: its results are those of an
+    undisturbed one, its log has each row once, and each outage was said when it began and when it
+    was over."""
+    assert process.status == 0, process.output
+    assert results(world.drive) == expected
+    assert not [*world.drive.rglob(".*")]
+    kinds = [row["event"] for row in read_log(world.drive, process.first, "training_events")]
+    kinds = [kind for kind in kinds if kind.startswith("outage")]
+    assert kinds == ["outage", "outage over"] * (len(kinds) // 2)
+    rows = read_log(world.drive, process.first)
+    stages = [(row["round"], row["stage"]) for row in rows]
+    assert stages == sorted(set(stages)), "a row of the log is missing or doubled"
+    return len(kinds) // 2
 
 
-def do_everything(store, before_each=lambda: None, in_outage=lambda: None) -> list[str]:
-    """Make every call by which a node changes the folder, for five rounds, in no time.
-
-    Returns the kinds of the events that were logged.
-    """
-    events = []
-
-    def on_event(kind, text):
-        events.append(kind)
-        if kind == "outage":
-            in_outage()
-
-    signals = SimpleNamespace(sleep=lambda seconds: None)
-    retrying = RetryingStore(store, on_event, signals)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "time", lambda: 1e9)  # all files carry the same timestamp
-        for t in range(5):
-            calls = [
-                ("prune_rollouts", "n", t - 1, True),
-                ("move_marker", "open", "n", t),
-                ("write_heartbeat", "n", "s", t),
-                ("publish", "rollouts", "n", t, 0, {"format": 1, "rollouts": {"0": group_by_hand(1)}}),
-                ("append", "nodes/n/logs/b", f"{t}\n"),
-                ("publish", "rewards", "n", t, 0, {"reward": 0.5}),
-                ("publish", "rewards", "n", t, 0, {"reward": 0.9}),  # it stays as it is
-                ("append", "nodes/n/logs/a", f"{t}\n" * 9999),
-                ("write", f"nodes/n/checkpoints/{t}", b"x" * 9000, True),
-                ("move_marker", "checkpoint", "n", t),
-                ("delete", f"nodes/n/checkpoints/{t - 1}", True),
-            ]  # fmt: skip
-            for name, *args in calls:
-                before_each()
-                getattr(retrying, name)(*args)
-    return events
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A disk of 64 MB. Only root can mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)]
-    if os.getuid() or not shutil.which("mount"):
-        pytest.skip("no disk can be mounted here")
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("no disk can be mounted here")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
-def fill_up(disk: Path) -> None:
-    with contextlib.suppress(OSError), open(disk / "filler", "ab", buffering=0) as file:
-        while file.write(bytes(2**16)):
-            pass
-
-
-@pytest.mark.parametrize("fault", ["full disk", *range(4)])
-def test_F2_an_outage_of_any_kind_loses_nothing_and_doubles_nothing(
-    request, tmp_path, monkeypatch, fault
-):
-    """fault: "full disk", or the seed by which calls are chosen that fail."""
-    sound = tmp_path / "sound"
-    assert do_everything(new_store(sound, "n")) == []
-
-    # Do the same work in a folder that fails again and again.
-    if fault == "full disk":
-        broken = request.getfixturevalue("small_disk")
-        filler = broken / "filler"
-        events = do_everything(new_store(broken, "n"), lambda: fill_up(broken), filler.unlink)
-        filler.unlink()
-    else:
-        broken = tmp_path / "broken"
-        store = new_store(broken, "n")
-        rng = random.Random(fault)
-        with monkeypatch.context() as patch:
-            fail_below(patch, broken, lambda: rng.choice([None] * 8 + ["before", "after"]))
-            events = do_everything(store)
-
-    # What was left behind in an outage goes at the next start.
-    DriveStore(broken, "x").remove_leftovers("n")
-    assert contents(broken) == contents(sound)
-    assert len(events) > 20
-    assert events == ["outage", "outage over"] * (len(events) // 2)
-
-
+@pytest.mark.parametrize("seconds", [0.3, 3])
+@pytest.mark.parametrize("settings", [SIX, FIVE_NODES], ids=["1 node", "5 nodes"])
 @pytest.mark.parametrize("seed", range(3))
 def test_F2_a_run_in_which_the_folder_fails_again_and_again_ends_like_an_undisturbed_one(
-    undisturbed, drive, monkeypatch, seed
+    world, tmp_path, seed, settings, seconds
 ):
-    """An outage begins at any call to the folder, a resumed start's first ones included, or while
-    a checkpoint is loaded. All calls fail until the process has waited for a while."""
-    assert run(drive, MAX_ROUNDS=2) == 0
-    rng = random.Random(seed)
-    outage = [seed == 0]
+    """An outage begins at any call. All calls fail for some seconds, half of them after they have
+    done their work."""
+    world.finish(**settings)
+    expected = results(world.drive)
+    world.drive = tmp_path / "broken"
+    world.rng.seed(seed)
+    ends_at = 0.0
 
-    def plan():
-        kind = "before" if outage[0] else rng.choice(["before", "after"])
-        outage[0] = outage[0] or rng.random() < 0.05
-        return kind if outage[0] else None
+    def fault(process, name, path):
+        nonlocal ends_at
+        if ends_at < world.now and world.rng.random() < 0.05:
+            ends_at = world.now + seconds
+        return world.rng.choice(["before", "after"]) if world.now < ends_at else None
 
-    def wait(signals, seconds):
-        outage[0] = False
-
-    at_call(monkeypatch, "load_checkpoint", 1, lambda: outage.__setitem__(0, True))
-    monkeypatch.setattr(sapo.Signals, "sleep", wait)
-    with monkeypatch.context() as patch:
-        fail_below(patch, drive, plan)
-        assert run(drive) == 0
-
-    folder = drive / "experiments/y"
-    assert repeatable_results(folder) == repeatable_results(undisturbed / "experiments/x")
-    kinds = [kind for kind in logged_events(folder) if kind.startswith("outage")]
-    assert len(kinds) > 10
-    assert kinds == ["outage", "outage over"] * (len(kinds) // 2)
+    world.fault = fault
+    process = world.finish(**settings)
+    world.fault = lambda *_: None
+    assert outages_of(world, process, expected) > 3
 
 
-@pytest.mark.parametrize("is_stopped, call", [(False, 4), (True, 8)])
+@pytest.mark.parametrize("kind", ["before", "after"])
+def test_F2_an_error_at_any_single_call_changes_nothing(world, tmp_path, kind):
+    process = world.finish(**SIX)
+    expected = results(world.drive)
+    for call in range(1, process.num_calls, 2 * EVERY):
+        world.drive = tmp_path / f"{call}"
+        world.fault = lambda process, *_: kind if process.num_calls == call else None  # noqa: B023
+        process = world.finish(**SIX)
+        assert outages_of(world, process, expected) <= 1
+
+
+def test_F2_a_disk_that_fills_up_within_a_write_loses_and_doubles_nothing(tmp_path):
+    """The limit of a file's size stands for the end of the disk: a write stops half-way."""
+    store = new_store(tmp_path, "n")
+    store.append("nodes/n/logs/a", "1\n" * 5000)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for call in (
+        ("append", "nodes/n/logs/a", "2\n" * 5000),
+        ("write", "nodes/n/checkpoints/c", b"x" * 50_000, True),
+        ("publish", "rewards", "n", 0, 0, {"reward": 0.5, "text": "x" * 50_000}),
+    ):
+        before = contents(tmp_path)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (15_001, limits[1]))
+        try:
+            with pytest.raises(OSError):
+                getattr(store, call[0])(*call[1:])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        if call[0] != "append":  # half of it stands there until the next try
+            assert contents(tmp_path) == before
+        getattr(store, call[0])(*call[1:])
+    assert (store.dir / "nodes/n/logs/a").read_text() == "1\n" * 5000 + "2\n" * 5000
+    assert store.read_reward("n", 0, 0)["reward"] == 0.5
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+@pytest.mark.parametrize("what", ["experiments/default", ""], ids=["experiment", "drive"])
 def test_F2_training_waits_for_a_missing_folder_and_goes_on_unless_it_is_stopped(
-    undisturbed, drive, monkeypatch, is_stopped, call
+    world, undisturbed, what, is_stopped
 ):
-    folder = drive / "experiments/y"
-    away = drive / "away"
-
-    def begin_outage():
-        folder.rename(away)
-        threading.Timer(0.7, end_outage).start()
-
-    def end_outage():
-        if is_stopped:
-            os.kill(os.getpid(), signal.SIGINT)
-        else:
-            away.rename(folder)
-
-    at_call(monkeypatch, "publish_groups", call, begin_outage)
-
-    # A stopped run leaves the missing folder alone, and the next start goes on.
+    process = world.start(**SIX)
+    world.run(lambda: process.num_calls > 150)
+    folder, away = world.drive / what, world.drive.with_name("away")
+    folder.rename(away)
+    world.wait(60)
+    assert not folder.exists(), "another folder was made in its place"
+    assert process.output.count("outage") == 1
     if is_stopped:
-        assert run(drive) == 130
-        assert not folder.exists()
-        away.rename(folder)
-    assert run(drive) == 0
-    assert not away.exists(), "another folder was made in its place"
-    assert repeatable_results(folder) == repeatable_results(undisturbed / "experiments/x")
-
-    # The outage is logged once. (A stopped run repeats rounds, so its logs have more rows.)
-    if not is_stopped:
-        events = logged_events(folder)
-        assert (events.count("outage"), events.count("outage over")) == (1, 1)
-        for node_id in ("n_0", "n_1"):
-            assert len(read_log(folder, node_id, "metrics")) == 6
+        process.interrupt()
+        world.run()
+        assert process.status == 130
+        assert "stopped without a checkpoint" in process.output
+    away.rename(folder)
+    if is_stopped:
+        process.start()
+    world.run()
+    assert process.status == 0
+    assert results(world.drive) == undisturbed
 
 
 def test_F2_a_drive_that_is_unmounted_while_the_picture_is_drawn_is_not_made_again(
-    drive, monkeypatch
+    world, monkeypatch
 ):
-    draw = coordinator.draw
-    away = drive.with_name("away")
+    away = world.drive.with_name("away")
 
     def unmount_and_draw(panels):
-        drive.rename(away)
-        threading.Timer(0.3, lambda: away.rename(drive)).start()
-        return draw(panels)
+        world.drive.rename(away)
+        return b"a picture"
 
     monkeypatch.setattr(coordinator, "draw", unmount_and_draw)
-    assert run(drive, MAX_ROUNDS=1) == 0
-    assert not away.exists()
-    assert (drive / "reports/y.png").exists()
+    process = world.start(MAX_ROUNDS=1)
+    world.run(away.exists)
+    world.wait(60)
+    assert not world.drive.exists()
+    away.rename(world.drive)
+    world.run()
+    assert process.status == 0
+    assert (world.drive / "reports/default.png").read_bytes() == b"a picture"
 
 
-def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(drive, monkeypatch):
-    store = play(drive, "p", "q")
+def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(world):
+    store = play(world.drive, "p", "q")
     for peer in "pq":
         rollouts = {"format": 1, "rollouts": {"0": group_by_hand(ord(peer))}}
         store.publish("rollouts", peer, 0, 0, rollouts)
@@ -326,147 +212,227 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(d
 
     # The first two reads of p's file fail.
     reads = itertools.count()
-    path = "p/rollouts/round_000000"
-    fail_below(monkeypatch, path, lambda: "before" if next(reads) < 2 else None)
-    assert run(drive, LOCAL_NODES=1, MAX_ROUNDS=3) == 0
 
-    metrics = read_log(store.dir, "n", "metrics")
-    found = [(row["external_groups"], row["rejected"]) for row in metrics]
+    def fault(process, name, path):
+        is_read = name == "open" and path.endswith("p/rollouts/round_000000.stage_0.json")
+        return OSError(errno.EIO, "broken") if is_read and next(reads) < 2 else None
+
+    world.fault = fault
+    assert world.finish(MAX_ROUNDS=3).status == 0
+    rows = read_log(world.drive, "n")
+    found = [(row["external_groups"], row["rejected"]) for row in rows]
     assert found == [(1, 1), (0, 1), (1, 0)]
-    events = [row["event"] for row in read_log(store.dir, "n", "training_events")]
-    assert (events.count("reject"), events.count("outage")) == (1, 0)
+    assert len(events_of(world.drive, "n", "reject")) == 1
+    assert events_of(world.drive, "n", "outage") == []
+
+
+# -------- F3: a kill at any call ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every, settings", [(EVERY, SIX), (43 * EVERY, FIVE_NODES)])
+def test_F3_a_process_that_is_alone_and_killed_at_any_call_repeats_the_undisturbed_run(
+    world, tmp_path, every, settings
+):
+    """At any call of its start, of a round, of a checkpoint and of the end with the export."""
+    undisturbed = world.finish(**settings)
+    expected = results(world.drive)
+    names = paths_below(world.drive)
+    assert len({row["reward"] for row in rewards_of(world.drive)}) > 2
+
+    for call in range(1, undisturbed.num_calls + 1, every):
+        world.drive = tmp_path / f"killed_{call}"
+        process = world.start(**settings)
+        process.kill_at = call
+        world.run()
+        assert process.status == -9
+        before = results(world.drive)
+        process.start()
+        world.run()
+        assert process.status == 0, process.output
+        # A kill between the last checkpoint and the deletion of an older one leaves that one.
+        after = results(world.drive)
+        older = {path: after.pop(path) for path in after.keys() - expected.keys()}
+        assert after == expected, call
+        assert all((expected | older).get(path, data) == data for path, data in before.items()), (
+            call
+        )
+        new = {path for path in paths_below(world.drive) ^ names if "session." not in path}
+        assert len(new) == len(older) <= 1
+        assert all("/checkpoints/" in path for path in new), new
+
+
+def test_F3_what_a_kill_left_unfinished_is_removed_by_its_owner_and_by_nobody_else(world):
+    """Whose it is stands in the name, which counts as a whole: a is not a-b."""
+    assert world.finish("a", MAX_ROUNDS=1).status == 0
+    digits = "0123456789abcdef"
+    folders = ["warmstart", "reports", "experiments/default"]
+    folders += [f"experiments/default/nodes/a{name}" for name in ("", "/checkpoints", "/logs")]
+
+    def plant(*names, age=0.0):
+        paths = {world.drive / folder / name for folder in folders for name in names}
+        for path in paths:
+            path.write_text("half of a file")
+            os.utime(path, (world.now - age, world.now - age))
+        return paths
+
+    plant(f".new-a-{digits}")
+    others = plant(f".new-a-b-{digits}", f".new-b-{digits}", f".new-a-{digits}0", f".new--{digits}")
+    others |= plant(".git", ".new-a", f".new-a-{digits[:-1]}", age=90_000)
+    assert world.finish("a", MAX_ROUNDS=2).status == 0
+    assert {*world.drive.rglob(".*")} == others
+
+    # Readers and prepare have no name, and work beside the experiments. What they left goes at the
+    # next such start, a day later.
+    old = plant(f".new--{digits[::-1]}", age=90_000)
+    for role in ("report", "prepare"):
+        left = {path for path in old if path.parent.name not in ("warmstart", "reports")}
+        assert world.finish("a", NODE_ROLE=role, NODE_ID=None, WARM_START_STEPS=3).status == 0
+        assert {*world.drive.rglob(".*")} == others | left
+        old = plant(f".new--{digits[::-1]}", age=90_000)
+
+
+def test_F3_in_a_swarm_a_nodes_total_counts_each_of_its_rewards_once_whatever_was_repeated(world):
+    """It is killed after its reward of round 4, with a checkpoint of round 2. The repeated round 4
+    earns another reward than the one that was published, and later a round is not repeated."""
+    store = play(world.drive, "coordinator", "other")
+    process = world.start(NUM_TRANSPLANT_TREES=0, MAX_ROUNDS=7)
+
+    def open_round(t):
+        store.move_marker("open", "coordinator", t)
+        store.write_heartbeat("coordinator", store.sessions["coordinator"], t)
+        world.run(lambda: t in rounds_of(world.drive, "n"))
+
+    def assert_each_counts_once():
+        world.wait(3)  # until its log is written
+        rewards = [row["reward"] for row in rewards_of(world.drive, "n")]
+        assert read_log(world.drive, "n")[-1]["total_reward"] == pytest.approx(sum(rewards))
+
+    for t in range(5):
+        open_round(t)
+    process.kill()
+    process.start()
+    world.run(lambda: "n 4/7 reward" in process.output)
+    assert process.resumed_from == 2
+    assert_each_counts_once()
+
+    process.kill()
+    process.start()
+    for t in (5, 6):
+        open_round(t)
+    world.run()
+    assert process.resumed_from == 2
+    assert process.status == 0
+    assert_each_counts_once()
+
+
+def test_F3_planted_checkpoints_cost_a_node_none_of_its_own(world):
+    assert world.finish(**SIX).status == 0
+    folder = folder_of(world.drive, "n") / "checkpoints"
+    (folder / "round_999998.safetensors").write_text("x")
+    (folder / "round_999999.safetensors").symlink_to(experiment(world) / "config.json")
+    assert world.finish(**SIX | {"MAX_ROUNDS": 8}).status == 0
+    assert rounds_of(world.drive, "n", "checkpoints") == [5, 7, 999998, 999999]
 
 
 # -------- F4: checkpoints -------------------------------------------------------------------------
 
 
-def refuse_to_open(monkeypatch, paths, *targets) -> None:
-    """Let functions, such as (os, "lstat"), raise PermissionError for these paths, as for files of
-    another user. (Root may read everything.)"""
-    forbidden = {str(path) for path in paths}
-    for module, name in targets:
-
-        def fake(path, *args, real=getattr(module, name), **kwargs):
-            if str(path) in forbidden:
-                raise PermissionError(errno.EACCES, "Permission denied", str(path))
-            return real(path, *args, **kwargs)
-
-        monkeypatch.setattr(module, name, fake)
+DAMAGES = {
+    "torn": lambda data: data[:-1],
+    "empty": lambda data: b"",
+    "of another model": lambda data: data.replace(b'"tiny\\"', b'"tinx\\"'),
+    "with a huge header": lambda data: b"\xff" * 7 + b"\0" + data,
+    "mode 600": "open",
+    "without status": "lstat",
+}
 
 
-@pytest.mark.parametrize("damage", [
-    lambda data: data[:-1],
-    lambda data: b"",
-    lambda data: data.replace(b'"tiny\\"', b'"tinx\\"'),
-    lambda data: b"\xff" * 7 + b"\0" + data,
-    [(builtins, "open"), (grpo.safetensors, "safe_open")],
-    [(os, "lstat")],
-], ids=["torn", "empty", "of another model", "with a huge header", "mode 600", "without status"])  # fmt: skip
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_F4_the_newest_readable_checkpoint_is_loaded_and_if_there_is_none_the_start_fails(
-    undisturbed, drive, monkeypatch, capsys, damage
+    world, undisturbed, damage
 ):
-    assert run(drive, MAX_ROUNDS=4) == 0
-    folder = drive / "experiments/y"
-    older, newer = sorted(folder.glob("nodes/n_0/checkpoints/*.safetensors"))
+    assert world.finish(**SIX | {"MAX_ROUNDS": 4}).status == 0
+    older, newer = sorted((folder_of(world.drive, "n") / "checkpoints").iterdir())
     sound = older.read_bytes()
 
-    # Damage both checkpoints of the process. It does not start again at round 0, does not take
-    # this for an outage, and nothing in the experiment changes.
-    with monkeypatch.context() as patch:
-        if callable(damage):
-            for path in (older, newer):
-                path.write_bytes(damage(path.read_bytes()))
-        else:
-            refuse_to_open(patch, (older, newer), *damage)
-        before = contents(folder)
-        capsys.readouterr()
-        assert run(drive) == 2
-        output = capsys.readouterr().out
-    assert contents(folder) == before
-    assert "cannot be used" in output
-    assert "outage" not in output
-    assert "/6 reward" not in output
+    # Both checkpoints cannot be used: files of another user cannot be opened.
+    def forbid(*paths):
+        def fault(process, name, path):
+            is_forbidden = name == damage and path in map(str, paths)
+            return (
+                PermissionError(errno.EACCES, "Permission denied", path) if is_forbidden else None
+            )
+
+        world.fault = fault
+
+    if callable(damage):
+        for path in (older, newer):
+            path.write_bytes(damage(path.read_bytes()))
+    forbid(older, newer)
+
+    # The process does not start again at round 0, does not take this for an outage, and nothing in
+    # the experiment changes.
+    before = contents(experiment(world))
+    process = world.finish(**SIX)
+    assert process.status == 2
+    assert contents(experiment(world)) == before
+    assert "cannot be used" in process.output
+    assert "outage" not in process.output
+    assert "/6 reward" not in process.output
 
     # With the older one restored it resumes from there, and ends as an undisturbed run does.
     older.write_bytes(sound)
-    if not callable(damage):
-        refuse_to_open(monkeypatch, (newer,), *damage)
-    assert run(drive) == 0
-    monkeypatch.undo()
-    output = capsys.readouterr().out
-    assert output.count(f"{newer.name} cannot be used") == 1
-    assert "from the checkpoint after round 1" in output
-    assert "outage" not in output
-    assert repeatable_results(folder) == repeatable_results(undisturbed / "experiments/x")
+    forbid(newer)
+    process = world.finish(**SIX)
+    world.fault = lambda *_: None
+    assert process.output.count(f"{newer.name} cannot be used") == 1
+    assert process.resumed_from == 1
+    assert "outage" not in process.output
+    assert results(world.drive) == undisturbed
 
 
-def test_F4_a_checkpoint_must_be_there_if_its_marker_is_and_only_then(undisturbed, drive, capsys):
+def test_F4_a_checkpoint_must_be_there_if_its_marker_is_and_only_then(world, undisturbed):
     # The first run ends before CHECKPOINT_INTERVAL, and its only checkpoint is lost.
-    assert run(drive, MAX_ROUNDS=1) == 0
-    folder = drive / "experiments/y"
-    checkpoint = folder / "nodes/n_0/checkpoints/round_000000.safetensors"
-    moved = checkpoint.rename(drive / "moved")
-    before = contents(folder)
-    capsys.readouterr()
-    assert run(drive) == 2
-    assert "n_0 needs its checkpoint, but it is gone" in capsys.readouterr().out
-    assert contents(folder) == before
+    assert world.finish(**SIX | {"MAX_ROUNDS": 1}).status == 0
+    checkpoint = folder_of(world.drive, "n") / "checkpoints/round_000000.safetensors"
+    moved = checkpoint.rename(world.drive / "moved")
+    before = contents(experiment(world))
+    process = world.finish(**SIX)
+    assert process.status == 2
+    assert "n needs its checkpoint, but it is gone" in process.output
+    assert contents(experiment(world)) == before
 
     # It goes on from it, once it is back.
     moved.rename(checkpoint)
-    assert run(drive) == 0
-    assert "from the checkpoint after round 0" in capsys.readouterr().out
+    process = world.finish(**SIX)
+    assert (process.status, process.resumed_from) == (0, 0)
 
     # Without a marker a node that was killed begins again, whatever names of its files tell.
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        at_call(patch, "finish_round", 2, sys.exit)
-        run(drive, "z")
-    folder = drive / "experiments/z"
-    planted = [folder / f"nodes/n_0/rewards/round_00050{i}.stage_0.json" for i in range(2)]
+    process = world.start(EXPERIMENT_NAME="other", **SIX)
+    world.run(lambda: rounds_of(world.drive, "n", name="other"))
+    process.kill()
+    planted = [folder_of(world.drive, "n", "other") / f"rewards/round_00050{i}.x" for i in range(2)]
     for path in planted:
         path.mkdir()
-    assert run(drive, "z") == 0
+    process.start()
+    world.run()
     for path in planted:
         path.rmdir()
-    assert repeatable_results(folder) == repeatable_results(undisturbed / "experiments/x")
+    assert process.status == 0
+    assert results(world.drive, "other") == undisturbed
 
 
-def test_L5_F3_eleven_nodes_that_publish_once_a_round_repeat_what_a_kill_interrupted(drive):
-    """When they repeat it, the markers of peers are ahead, and more peers than FETCH_MAX_PEERS
-    have published."""
-    settings = {"LOCAL_NODES": 11, "MAX_STAGES": 2, "ROLLOUT_PUBLISH_FREQUENCY": "round"}
-    settings |= {"MAX_ROUNDS": 4, "NUM_GENERATIONS": 2}
-    assert run(drive, "y", **settings) == 0
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit):
-        at_call(patch, "submit_reward", 4 * 2 * 11 - 3, sys.exit)
-        run(drive, "z", **settings)
-    assert run(drive, "z", **settings) == 0
-    results = [repeatable_results(drive / "experiments" / name) for name in "yz"]
-    assert len(results[0]) == 2 + 11 * (4 + 4 * 2 + 4 * 2)  # rollouts, rewards, rows of the log
-    assert results[0] == results[1]
-
-
-def test_F3_planted_checkpoints_cost_a_node_none_of_its_own(drive):
-    folder = drive / "experiments/x/nodes/n_0/checkpoints"
-    (folder / "round_999998.safetensors").write_text("x")
-    (folder / "round_999999.safetensors").symlink_to(drive / "experiments/x/config.json")
-    assert run(drive, "x", MAX_ROUNDS=8) == 0
-    rounds = [int(path.name[6:12]) for path in sorted(folder.iterdir())]
-    assert rounds == [5, 7, 999998, 999999]
-
-
-def test_F4_planted_files_neither_finish_a_node_nor_refuse_a_new_one(drive, capsys):
+def test_F4_planted_files_neither_finish_a_node_nor_refuse_a_new_one(world):
     # Garbage under the names of the last round's files does not end a node's run.
-    assert run(drive, MAX_ROUNDS=4) == 0
-    store = DriveStore(drive, "y")
-    for node_id in ("n_0", "n_1"):
-        for path in ("checkpoints/round_000005.safetensors", "rewards/round_000005.stage_0.json"):
-            (store.dir / f"nodes/{node_id}" / path).write_bytes(b"")
-        store.move_marker("rewards", node_id, 5)
-    capsys.readouterr()
-    assert run(drive) == 0
-    assert "already finished" not in capsys.readouterr().out
-    assert store.read_reward("n_1", 5, 0)["round"] == 5
+    assert world.finish(**SIX | {"MAX_ROUNDS": 4}).status == 0
+    store = DriveStore(world.drive, "default")
+    for path in ("checkpoints/round_000005.safetensors", "rewards/round_000005.stage_0.json"):
+        (store.dir / "nodes/n" / path).write_bytes(b"")
+    store.move_marker("rewards", "n", 5)
+    process = world.finish(**SIX)
+    assert process.status == 0
+    assert "already finished" not in process.output
+    assert store.read_reward("n", 5, 0)["round"] == 5
 
     # Nor does a file in the folder of a node that has never registered keep it out, nor one that
     # looks like another program's, even if it is the name of a node.
@@ -474,265 +440,240 @@ def test_F4_planted_files_neither_finish_a_node_nor_refuse_a_new_one(drive, caps
         (store.dir / path).parent.mkdir(parents=True)
         (store.dir / path).write_bytes(b"")
     for max_rounds in (8, 9):
-        store.move_marker("open", "n_0", max_rounds - 1)
-        assert run(drive, **JOINING | {"NODE_ID": "round_5", "MAX_ROUNDS": max_rounds}) == 0
+        store.move_marker("open", "n", max_rounds - 1)
+        late = world.finish("round_5", **JOINING | {"NODE_ID": "round_5", "MAX_ROUNDS": max_rounds})
+        assert late.status == 0
         assert store.read_reward("round_5", max_rounds - 1, 0) is not None
 
 
-def test_F5_a_checkpoint_is_emptied_before_it_is_deleted_but_never_one_with_another_name(drive):
+# -------- F5: retention, and what is deleted ------------------------------------------------------
+
+
+def test_F5_a_checkpoint_is_emptied_before_it_is_deleted_but_never_one_with_another_name(tmp_path):
     """On Google Drive a deleted file goes to the trash, where it still counts."""
-    folder = drive / "experiments/y/nodes/n_0/checkpoints"
-    opened = {}  # name -> a descriptor, which shows the file's size after it has been deleted
-
-    def open_all():
-        for path in folder.iterdir():
-            opened.setdefault(path.name, os.open(path, os.O_RDONLY))
-
-    with pytest.MonkeyPatch.context() as patch:
-        for call in range(2, 5):
-            at_call(patch, "save_checkpoint", call, open_all)
-        assert run(drive, MAX_ROUNDS=4, CHECKPOINT_INTERVAL=1) == 0
-    kept = sorted(path.name[6:12] for path in folder.iterdir())
-    assert kept == ["000002", "000003"]
-    assert [os.fstat(file).st_size > 0 for _, file in sorted(opened.items())] == [
-        False,
-        False,
-        True,
-    ]
-
-    # What a link or a hard link leads to stays, and so does a rollout file that is being read.
-    store = DriveStore(drive, "y")
-    outside = drive / "outside"
+    store = new_store(tmp_path, "n")
+    folder = store.dir / "nodes/n/checkpoints"
+    outside = tmp_path / "outside"
     outside.write_text("thesis")
+    (folder / "own").write_text("weights")
     (folder / "link").symlink_to(outside)
     os.link(outside, folder / "hard_link")
-    for name in ("link", "hard_link"):
-        store.delete(f"nodes/n_0/checkpoints/{name}", frees_space=True)
-        assert not os.path.lexists(folder / name)
+    with open(folder / "own") as file:  # it shows the size of the file that is deleted
+        for name in ("own", "link", "hard_link"):
+            store.delete(f"nodes/n/checkpoints/{name}", frees_space=True)
+        assert os.fstat(file.fileno()).st_size == 0
+    assert [*folder.iterdir()] == []
     assert outside.read_text() == "thesis"
-    with open(store.dir / "nodes/n_0/rollouts/round_000000.stage_0.json") as file:
-        store.prune_rollouts("n_0", 4, archive=False)
-        assert json.loads(file.read())["peer_id"] == "n_0"
 
-
-# -------- F5: retention ---------------------------------------------------------------------------
-
-
-def rollouts_in(folder: Path, pattern: str) -> set[tuple]:
-    """{(round, node)} of the rollout files whose paths match."""
-    found = set()
-    for path in folder.glob(pattern):
-        found.add((int(path.name[6:12]), path.relative_to(folder).parts[0]))
-    return found
+    # A rollout file that is being read stays whole.
+    store.publish("rollouts", "n", 0, 0, {"format": 1, "rollouts": {"0": group_by_hand(1)}})
+    with open(store.dir / "nodes/n/rollouts/round_000000.stage_0.json") as file:
+        store.prune_rollouts("n", 4, archive=False)
+        assert json.loads(file.read())["peer_id"] == "n"
 
 
 @pytest.mark.parametrize("archive", [False, True])
-def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(drive, archive):
-    store = play(drive, "human")
+def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(world, archive):
+    store = play(world.drive, "human")
     for t in (0, 4, 7):
         rollouts = {"format": 1, "rollouts": {"0": group_by_hand(t)}}
         store.publish("rollouts", "human", t, 0, rollouts)
+    store.write_heartbeat("human", store.sessions["human"], 7, "done")
 
-    settings = dict(MAX_ROUNDS=9, ROLLOUT_MAX_AGE=1, ROLLOUT_CLEANUP_ENABLED=True)
-    settings |= dict(ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_ARCHIVE_OLD=archive)
-    assert run(drive, **settings) == 0
+    settings = dict(MAX_ROUNDS=9, LOCAL_NODES=2, CHECKPOINT_INTERVAL=2, ROLLOUT_MAX_AGE=1)
+    settings |= dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1)
+    assert world.finish(**settings, ROLLOUT_ARCHIVE_OLD=archive).status == 0
 
     # A node that resumes may need CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE rounds. The files of
-    # another node stay.
-    published = {*itertools.product(range(9), ("n_0", "n_1"))}
-    needed = {(t, node_id) for t, node_id in published if t >= 6}
-    of_others = {(t, "human") for t in (0, 4, 7)}
-    assert rollouts_in(store.dir / "nodes", "*/rollouts/*.json") == needed | of_others
-    assert rollouts_in(drive / "archives/y", "*/*.json") == (
-        published - needed if archive else set()
-    )
-    for node_id in ("n_0", "n_1"):
-        assert store.list_stages("rewards", node_id) == [(t, 0) for t in range(9)]
-
-
-# -------- F7: dropped folders ---------------------------------------------------------------------
-
-
-def test_F7_a_folder_that_was_dropped_is_made_again_by_its_maker_alone(drive, monkeypatch, capsys):
-    """Copied buckets, archives of files and tidy users drop empty folders."""
-    monkeypatch.setattr(drive_store, "FOLDER_TIMEOUT_SECONDS", 0.3)
-    archiving = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_ARCHIVE_OLD=True)
-    archiving |= dict(ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_MAX_AGE=0, CHECKPOINT_INTERVAL=1)
-    assert run(drive, MAX_ROUNDS=2, **archiving) == 0
-    store = play(drive, "late")
-    capsys.readouterr()
-    for folder in ("archives/y", "experiments/y/nodes/late"):
-        shutil.rmtree(drive / folder)
-
-    # A node that the board names waits for its folder, which may only be late. What another node
-    # made is missed by nobody.
-    joining = JOINING | {"MAX_ROUNDS": 6}
-    assert run(drive, **joining | archiving) == 0
-    output = capsys.readouterr().out
-    assert output.count("outage") == 2
-    assert "nodes/late is not there yet" in output
-    assert store.read_reward("late", 5, 0) is not None
-    assert not (drive / "archives/y").exists()
-    assert (5, 0) in store.list_stages("rollouts", "late")
-
-    # The maker of the experiment makes its folders again, and old rollouts move there.
-    assert run(drive, MAX_ROUNDS=7, **archiving) == 0
-    assert {(1, "n_0"), (1, "n_1")} <= rollouts_in(drive / "archives/y", "*/*.json")
-
-    # If the maker was killed before it wrote config.json, another process takes its place.
-    (drive / "experiments/z").mkdir()
-    capsys.readouterr()
-    assert run(drive, "z", MAX_ROUNDS=1) == 0
-    assert "another process is still creating the experiment" in capsys.readouterr().out
+    # another node stay, and so do all rewards. Of checkpoints the newest two are kept.
+    for node in ("n_0", "n_1"):
+        assert rounds_of(world.drive, node, "rollouts") == [6, 7, 8]
+        assert rounds_of(world.drive, node) == [*range(9)]
+        archived = sorted((world.drive / "archives/default" / node).glob("*"))
+        assert [path.name[6:12] for path in archived] == [f"{t:06d}" for t in range(6) if archive]
+    assert rounds_of(world.drive, "human", "rollouts") == [0, 4, 7]
+    assert rounds_of(world.drive, "n_0", "checkpoints") == [7, 8]
 
 
 # -------- F6: new, joined, resumed, finished or refused -------------------------------------------
 
 
 @pytest.mark.parametrize("expected, settings, status", [
-    (["y: a new experiment"], {"EXPERIMENT_NAME": "y", "MAX_ROUNDS": 1}, 0),
-    (["x: resuming, round 5 of 7, nodes: n_0, n_1",
-      "from the checkpoint after round 5"], {"MAX_ROUNDS": 7}, 0),
-    (["x: joining, round 5 of 6, nodes: n_0, n_1"], JOINING, 0),
-    (["x: already finished", "all 6 rounds"], {}, 0),
-    (["x: already finished"], {"NODE_ROLE": "coordinator", "NODE_ID": None}, 0),
+    (["other: a new experiment"], {"EXPERIMENT_NAME": "other", "MAX_ROUNDS": 1}, 0),
+    (["resuming, round 5 of 7, nodes: n", "from the checkpoint after round 5"], {"MAX_ROUNDS": 7}, 0),
+    (["joining, round 5 of 6, nodes: n"], JOINING | {"NODE_ID": "late"}, 0),
+    (["already finished", "all 6 rounds"], {}, 0),
+    (["already finished"], {"NODE_ROLE": "coordinator", "NODE_ID": None}, 0),
     (["round 5 is open and MAX_ROUNDS is 6"], JOINING | {"NODE_ID": None}, 2),  # its name is made up
-    (["round 5 is open and MAX_ROUNDS is 3"], JOINING | {"MAX_ROUNDS": 3}, 2),
+    (["round 5 is open and MAX_ROUNDS is 3"], JOINING | {"NODE_ID": "late", "MAX_ROUNDS": 3}, 2),
+    (["SEED"], {"MAX_ROUNDS": 7, "SEED": 7}, 2),
+    (["TASKS"], {"MAX_ROUNDS": 7, "TASKS": "small_gcd"}, 2),
+    (["REWARD"], {"MAX_ROUNDS": 7, "REWARD": "verifier"}, 2),
+    (["MAX_STAGES"], {"MAX_ROUNDS": 7, "MAX_STAGES": 2}, 2),
 ])  # fmt: skip
-def test_F6_a_start_says_whether_the_experiment_is_new_joined_resumed_or_finished(
-    drive, capsys, expected, settings, status
+def test_F6_a_start_says_whether_the_experiment_is_new_joined_resumed_finished_or_refused(
+    world, expected, settings, status
 ):
-    assert run(drive, **{"EXPERIMENT_NAME": "x", **settings}) == status
-    output = capsys.readouterr().out
+    assert world.finish(**SIX).status == 0
+    before = contents(world.drive)
+    process = world.finish(**SIX | settings)
+    assert process.status == status, process.output
     for text in expected:
-        assert text in output
-
-
-def test_F6_a_node_joins_with_three_settings_and_disturbs_no_other_experiment(drive, capsys):
-    folder = drive / "experiments/x"
-    other = shutil.copytree(folder, drive / "experiments/y")
-    before = contents(other)
-
-    # A setting of the swarm differs from its default, and settings of a process are forged.
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"LEARNING_RATE": 0.002, "NUM_SHOTS": " auto", "LOCAL_NODES": 9}
-    config |= dict.fromkeys(("DEVICE", "HF_REPO", "NODE_ID", "GDRIVE_PATH"), "evil")
-    (folder / "config.json").write_text(json.dumps(config))
-
-    # The node inherits the first and not the others.
-    assert run(drive, "x", **JOINING) == 0
-    output = capsys.readouterr().out
-    assert "LEARNING_RATE=0.002" in output.split("from the experiment: ")[1]
-    assert "evil" not in output
-
-    [row] = read_log(folder, "late", "metrics")
-    assert (row["round"], row["completions"], row["external_groups"]) == (5, 8, 2)
-    groups = DriveStore(drive, "x").fetch_rollouts("late", 5, 0)
-    assert {group["task"] for group in groups} <= {*SMALL["TASKS"].split(",")}
-    assert contents(other) == before
-
-
-def test_F6_of_two_that_take_the_place_of_a_maker_that_was_killed_one_config_counts(
-    drive, monkeypatch
-):
-    # The other's config.json comes last, just before this one registers.
-    config = json.loads((drive / "experiments/x/config.json").read_text())
-    others = json.dumps(config | {"LEARNING_RATE": 0.002, "maker": "other"}).encode()
-
-    def replace_config():
-        DriveStore(drive, "y").write("config.json", others)
-
-    at_call(monkeypatch, "register", 1, replace_config)
-    assert run(drive, LEARNING_RATE=None) == 0
-    assert (drive / "experiments/y/config.json").read_bytes() == others
-
-    # It has learned with the other's rate.
-    monkeypatch.undo()
-    assert run(drive, "z", LEARNING_RATE=0.002) == 0
-    results = [repeatable_results(drive / "experiments" / name) for name in "yz"]
-    assert results[0] == results[1]
+        assert text in process.output
+    if status == 2:
+        assert contents(world.drive) == before
 
 
 @pytest.mark.parametrize("source, name, value", [
     *(("environment", *setting) for setting in [
-        ("SEED", 7), ("TASKS", "small_gcd"), ("REWARD", "verifier"), ("MAX_STAGES", 2), ("DEVICE", "cuda:9"),
-        ("MODEL_NAME", "/tmp"), ("MODEL_NAME", "no/such model"), ("MAX_NEW_TOKENS", 600),
-        ("NUM_GENERATIONS", 1), ("TASKS", "countdown"), ("NODE_ID", "../n"), ("NODE_ID", "coordinator"),
+        ("DEVICE", "cuda:9"), ("MODEL_NAME", "/tmp"), ("MODEL_NAME", "no/such model"),
+        ("MAX_NEW_TOKENS", 600), ("NUM_GENERATIONS", 1), ("TASKS", "countdown"), ("NODE_ID", "../n"),
+        ("NODE_ID", "coordinator"),
     ]), ("config.json", "SEED", "7\x1b[2J"), ("config.json", "TASKS", "countdown"), ("config.json", "layout", 4),
 ])  # fmt: skip
-def test_F6_a_setting_that_disagrees_or_cannot_be_used_is_named_and_leaves_nothing(
-    drive, tmp_path, capsys, source, name, value
+def test_F6_a_setting_that_cannot_be_used_is_named_and_leaves_nothing(
+    world, monkeypatch, real_load_model, source, name, value
 ):
-    settings = {"MAX_ROUNDS": 7, name: value}
+    assert world.finish(**SIX).status == 0
+    monkeypatch.setattr(grpo, "load_model", real_load_model)
+    settings = {**SIX, "MAX_ROUNDS": 7, name: value}
     if source == "config.json":
-        settings = JOINING
-        path = drive / "experiments/x/config.json"
+        settings = JOINING | {"NODE_ID": "late"}
+        path = experiment(world) / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
 
     # The start is refused in a printable sentence that names the setting.
-    before = contents(drive)
-    assert run(drive, "x", **settings) == 2
-    assert contents(drive) == before
-    output = capsys.readouterr().out
-    assert ("another version" if name == "layout" else name) in output
-    assert len(output) < 2000
-    assert all(char.isprintable() or char == "\n" for char in output)
+    before = contents(world.drive)
+    process = world.finish(**settings)
+    assert process.status == 2
+    assert contents(world.drive) == before
+    assert ("another version" if name == "layout" else name) in process.output
+    assert len(process.output) < 2000
+    assert all(char.isprintable() or char == "\n" for char in process.output)
 
-    # A value that is wrong anywhere leaves nothing in an empty folder either.
-    is_wrong_anywhere = not sapo.TABLE[name].metadata["agree"] if name in sapo.TABLE else False
-    if source == "environment" and (is_wrong_anywhere or value == "countdown"):
-        assert run(tmp_path / "new", **settings) == 2
-        assert not (tmp_path / "new").exists()
-
-
-def test_F6_a_shared_folder_that_is_a_file_is_refused_and_no_outage(tmp_path, capsys):
-    (tmp_path / "file").write_text("x")
-    assert run(tmp_path / "file") == 2
-    assert "it is no folder" in capsys.readouterr().out
+    # It leaves nothing in an empty folder either.
+    if source == "environment":
+        assert world.finish(**settings | {"GDRIVE_PATH": world.drive / "new"}).status == 2
+        assert not (world.drive / "new").exists()
 
 
-def test_F6_half_a_start_leaves_at_most_its_own_empty_folder(drive, monkeypatch):
-    def paths():
-        return {str(path.relative_to(drive)) for path in drive.rglob("*")}
-
-    # A joining start is interrupted before it has registered: earlier, or at the last moment.
-    before = paths()
-    for step in ("load_latest_checkpoint", "register"):
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            at_call(patch, step, 1, sys.exit)
-            run(drive, "x", **JOINING)
-        assert paths() == before
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(DriveStore, "register", lambda *_: sys.exit())
-        run(drive, "x", **JOINING)
-    assert paths() - before <= {"experiments/x/nodes/late"}
-    assert run(drive, "x", **JOINING) == 0
+def test_F6_a_shared_folder_that_is_a_file_is_refused_and_no_outage(world):
+    world.drive.write_text("x")
+    process = world.finish()
+    assert process.status == 2
+    assert "it is no folder" in process.output
 
 
-def test_F6_two_names_that_a_disk_takes_for_one_are_refused(drive, monkeypatch, capsys):
-    assert run(drive, NODE_ID="anna", LOCAL_NODES=1, MAX_ROUNDS=1) == 0
-    before = contents(drive)
+def test_F6_a_node_joins_with_three_settings_and_disturbs_no_other_experiment(world):
+    assert world.finish(**SIX).status == 0
+    other = shutil.copytree(experiment(world), experiment(world, "other"))
+    before = contents(other)
 
-    # A disk that does not tell "Anna" from "anna".
-    names = ("open", "listdir", "scandir", "chmod", "mkdir", "stat", "lstat", "replace", "unlink")
-    functions = [(os, name) for name in names] + [(io, "open"), (builtins, "open")]
-    functions += [(grpo.safetensors, "safe_open"), (grpo.safetensors.torch, "save_file")]
-    for module, name in functions:
+    # A setting of the swarm differs from its default, and settings of a process are forged.
+    path = experiment(world) / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"LEARNING_RATE": 0.002, "NUM_SHOTS": " auto", "LOCAL_NODES": 9}
+    config |= dict.fromkeys(("DEVICE", "HF_REPO", "NODE_ID", "GDRIVE_PATH"), "evil")
+    path.write_text(json.dumps(config))
 
-        def fake(*args, real=getattr(module, name), **kwargs):
-            args = list(args)
-            for i, arg in enumerate(args[:2]):
-                if isinstance(arg, str | Path):
-                    args[i] = str(arg).replace("nodes/Anna", "nodes/anna")
-            return real(*args, **kwargs)
+    # The node inherits the first and not the others.
+    process = world.finish(**JOINING | {"NODE_ID": "late", "EXPERIMENT_NAME": "default"})
+    assert process.status == 0
+    assert "LEARNING_RATE=0.002" in process.output.split("from the experiment: ")[1]
+    assert "evil" not in process.output
+    [row] = read_log(world.drive, "late")
+    assert (row["round"], row["completions"], row["external_groups"]) == (5, 8, 2)
+    groups = DriveStore(world.drive, "default").fetch_rollouts("late", 5, 0)
+    assert {group["task"] for group in groups} == {QUICK["TASKS"]}
+    assert contents(other) == before
 
-        monkeypatch.setattr(module, name, fake)
-    monkeypatch.setattr(sapo, "export_models", lambda run: None)  # a library writes by itself
-    capsys.readouterr()
-    assert run(drive, NODE_ID="Anna", LOCAL_NODES=1, MAX_ROUNDS=2) == 2
-    monkeypatch.undo()
-    assert "NODE_ID=Anna: to this disk it is the same as anna" in capsys.readouterr().out
-    assert contents(drive) == before
+
+def test_F6_of_two_that_take_the_place_of_a_maker_that_was_killed_one_config_counts(
+    world, monkeypatch
+):
+    assert world.finish(EXPERIMENT_NAME="first", **SIX).status == 0
+    config = json.loads((experiment(world, "first") / "config.json").read_text())
+    others = json.dumps(config | {"LEARNING_RATE": 0.002, "maker": "other"}).encode()
+
+    # The other's config.json comes last, just before this one registers.
+    register = DriveStore.register
+
+    def replace_config_and_register(store, *args):
+        if not store.sessions:
+            store.write("config.json", others)
+        return register(store, *args)
+
+    monkeypatch.setattr(DriveStore, "register", replace_config_and_register)
+    process = world.start(**SIX)
+    world.run()
+    assert process.status == 0
+    assert (experiment(world) / "config.json").read_bytes() == others
+    assert process.rates == {0.002}, "it has learned with the other's rate"
+
+
+def test_F6_half_a_start_leaves_at_most_its_own_empty_folder(world, tmp_path):
+    """A joining start is killed at every call until it has registered."""
+    assert world.finish(**SIX).status == 0
+    joining = JOINING | {"NODE_ID": "late"}
+    before = paths_below(world.drive)
+    call = 0
+    new = set()
+    while not any("session.late" in path for path in new):
+        assert new <= {"experiments/default/nodes/late"}
+        call += 1
+        process = world.start(**joining)
+        process.kill_at = call
+        world.run()
+        new = {path for path in paths_below(world.drive) - before if ".new-" not in path}
+        new -= {"experiments/default/nodes/late/posting"}
+    assert call > 20
+    process = world.finish(**joining)
+    assert process.status == 0
+    assert not [*world.drive.rglob(".*")]
+
+
+def test_F6_two_names_that_a_disk_takes_for_one_are_refused(world):
+    assert world.finish("anna", MAX_ROUNDS=1).status == 0
+    before = contents(world.drive)
+    world.as_seen_by_the_disk = lambda path: str(path).replace("nodes/Anna", "nodes/anna")
+    process = world.finish("Anna", MAX_ROUNDS=2)
+    assert process.status == 2
+    assert "NODE_ID=Anna: to this disk it is the same as anna" in process.output
+    assert contents(world.drive) == before
+
+
+# -------- F7: dropped folders ---------------------------------------------------------------------
+
+
+def test_F7_a_folder_that_was_dropped_is_made_again_by_its_maker_alone(world):
+    """Copied buckets, archives of files and tidy users drop empty folders."""
+    archiving = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_ARCHIVE_OLD=True)
+    archiving |= dict(ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_MAX_AGE=0, CHECKPOINT_INTERVAL=1)
+    assert world.finish(MAX_ROUNDS=2, **archiving).status == 0
+    play(world.drive, "late")
+    for folder in ("archives/default", "experiments/default/nodes/late"):
+        shutil.rmtree(world.drive / folder)
+
+    # A node that the board names waits for its folder, which may only be late. What another node
+    # made is missed by nobody.
+    process = world.finish("late", **JOINING | {"NODE_ID": "late", "MAX_ROUNDS": 6} | archiving)
+    assert process.status == 0
+    assert process.output.count("outage") == 2
+    assert "nodes/late is not there yet" in process.output
+    assert rounds_of(world.drive, "late")[-1] == 5
+    assert not (world.drive / "archives/default").exists()
+    assert 5 in rounds_of(world.drive, "late", "rollouts")
+
+    # The maker of the experiment makes its folders again, and old rollouts move there.
+    assert world.finish(MAX_ROUNDS=7, **archiving).status == 0
+    archived = (world.drive / "archives/default/n").iterdir()
+    assert "round_000001.stage_0.json" in {path.name for path in archived}
+
+    # If the maker was killed before it wrote config.json, another process takes its place.
+    experiment(world, "other").mkdir()
+    process = world.finish(EXPERIMENT_NAME="other", MAX_ROUNDS=1)
+    assert process.status == 0
+    assert "another process is still creating the experiment" in process.output
 
 
 # -------- U10: mistakes in the program's own code -------------------------------------------------
@@ -740,10 +681,10 @@ def test_F6_two_names_that_a_disk_takes_for_one_are_refused(drive, monkeypatch, 
 
 @pytest.mark.parametrize("module, step, error", [
     (sapo, "submit_reward", FileNotFoundError(errno.ENOENT, "No such file", "my_notes.txt")),
-    (sapo, "mean_reward", KeyError("mine")), (grpo, "grpo_loss", MemoryError()),
+    (sapo, "mean_reward", KeyError("mine")), (grpo, "update_policy", MemoryError()),
 ])  # fmt: skip
 def test_U10_a_mistake_of_any_type_shows_its_traceback_and_says_goodbye(
-    undisturbed, drive, monkeypatch, capsys, module, step, error
+    world, undisturbed, monkeypatch, module, step, error
 ):
     def my_own_line():
         raise error
@@ -751,26 +692,24 @@ def test_U10_a_mistake_of_any_type_shows_its_traceback_and_says_goodbye(
     # The function has been edited, and fails in the second round.
     original = getattr(module, step)
 
-    def edited(*args):
-        if DriveStore(drive, "y").board().open_round == 1:
+    def edited(*args, **more):
+        if DriveStore(world.drive, "default").board().open_round == 1:
             my_own_line()
-        return original(*args)
+        return original(*args, **more)
 
     with monkeypatch.context() as patch:
         patch.setattr(module, step, edited)
-        assert run(drive) == 1
-    output = capsys.readouterr().out
-    folder = drive / "experiments/y"
-    for text in (output, (folder / "nodes/n_0/logs/stdout.log").read_text()):
+        process = world.finish(**SIX)
+    assert process.status == 1
+    for text in (process.output, (folder_of(world.drive, "n") / "logs/stdout.log").read_text()):
         assert text.count("Traceback (most recent call last)") == 1
         assert "in my_own_line" in text
         assert type(error).__name__ in text
-    assert "outage" not in output
-    assert logged_events(folder)[-1] == "error"
-    for node_id in ("n_0", "n_1"):
-        heartbeat = json.loads((folder / f"nodes/{node_id}/heartbeat.json").read_text())
-        assert heartbeat["state"] == "failed"
+    assert "outage" not in process.output
+    assert read_log(world.drive, "n", "training_events")[-1]["event"] == "error"
+    assert heartbeat_of(world.drive, "n") == "failed"
 
     # The next start, with the mistake mended, goes on.
-    assert run(drive) == 0
-    assert repeatable_results(folder) == repeatable_results(undisturbed / "experiments/x")
+    process = world.finish(**SIX)
+    assert process.status == 0
+    assert results(world.drive) == undisturbed

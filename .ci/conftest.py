@@ -1,0 +1,3 @@
+"""Fixtures of several files."""
+
+from simulator import real_load_model, tiny, world  # noqa: F401
