@@ -500,13 +500,16 @@ def test_F3_F1_F7_a_swarm_survives_kills_loses_nothing_and_every_path_has_one_wr
         path.touch()
     swarm = [first, *(world.start(name, **settings) for name in (*names[1:], "coordinator"))]
     resumes = 0
+    saved = dict.fromkeys(names)  # worker -> round of its newest checkpoint when it was killed
     for _ in range(40):
         process = world.rng.choice(swarm)
         process.kill_at = process.num_calls + world.rng.randrange(1, 500)
-        newest = checkpoint_of(world.drive, process.name)
         world.run(lambda: process.status == -9)  # noqa: B023
         check()
-        resumes += process.resumed_from is not None
+        if process.resumed_from is not None:
+            resumes += 1
+            assert process.resumed_from == saved[process.name]
+        saved[process.name] = checkpoint_of(world.drive, process.name)
         process.start()
     last = now(world) + 7
     for process in swarm:
