@@ -1,4 +1,5 @@
-"""The coordinator, which opens rounds, and the readers of an experiment: monitor, validate, report.
+"""Who opens the next round, and when? The workers themselves, or a coordinator. Below the banner
+stand the readers of an experiment: monitor, validate, report.
 
 The coordinator trains nothing and needs no model. The readers change nothing in an experiment: they
 read it once, as an `Experiment`, and what they show are short functions of it.
@@ -25,64 +26,89 @@ else:
     import drive_store
 
 
-# -------- The coordinator -------------------------------------------------------------------------
+# -------- Who opens the next round, and when? -----------------------------------------------------
 
 
-def run_coordinator(config, store, log, signals) -> str:
-    """Open one round after another until MAX_ROUNDS. Returns "finished", "stopped" or "superseded".
+def wait_for_round(run, own: int) -> int:
+    """Block until round `own` or a later one is open, and return it. Where no coordinator has been
+    seen alive for `opening_delay`, that is `own`, which this process opens by entering it.
+
+    In a swarm it is the newest open round. A process that is alone decides itself: after a kill it
+    repeats the rounds since its checkpoint.
+    """
+    member = run.member
+    while True:
+        board = member.check_in(run.signals)
+        if member.others() and board.open_round >= own:
+            return board.open_round
+
+        if member.is_alive(drive_store.COORDINATOR_ID):
+            member.coordinator_seen_at = member.poll_started
+        elif member.poll_started - member.coordinator_seen_at >= opening_delay(run):
+            return own
+        member.sleep()
+
+
+def opening_delay(run) -> float:
+    """How long must no coordinator have been seen before this process opens a round itself?
+
+    COORDINATOR_ROUND_INTERVAL (60 s)   in its first round, until NUM_WORKERS are alive
+    2 s                                 if there has ever been one: a single look at its heartbeat
+                                        may fail
+    0 s                                 otherwise
+    The time counts from the last sighting, or from the start of this process.
+    """
+    config, member = run.config, run.member
+    wanted = 0 if run.log.history else config.NUM_WORKERS
+    if wanted and wanted > sum(map(member.is_alive, member.board.workers)):
+        delay = config.COORDINATOR_ROUND_INTERVAL
+        run.log.once("wait", f"for {wanted} workers, {delay:.0f} s at most")
+        return delay
+    return 2.0 if drive_store.COORDINATOR_ID in member.board.sessions else 0.0
+
+
+def run_coordinator(config, member, log, signals) -> None:
+    """Open one round after another until MAX_ROUNDS. Raises Stopped if it ends before.
 
     Round 0 stays open until the first reward arrives, because models take minutes to download. The
     first round of each start also waits, one interval at most, until NUM_WORKERS are alive, so that
     a swarm that is stopped and started again leaves nobody behind.
     """
-    name = drive_store.COORDINATOR_ID
+    store = member.store
     interval = config.COORDINATOR_ROUND_INTERVAL
     last_round = config.MAX_ROUNDS - 1
-    store.remove_leftovers(drive_store.COORDINATOR_ID)
-    session = store.register([name], {"role": "coordinator"}, folders=("logs", "winners"))
+    member.register({"role": "coordinator"}, folders=("logs", "winners"))
     opened_at = time.monotonic()
-    next_heartbeat = 0.0
     current = -1
     is_waiting = config.NUM_WORKERS > 0
     round_ends = []
     history = []  # the rewards of each round that ended
 
-    while not signals.requested:
-        # Another coordinator with a newer session takes precedence.
-        poll_started = time.monotonic()
-        board = store.board()
-        if board.sessions.get(name, session) > session:
-            log.info("coordinator: superseded by a newer one")
-            log.flush(store)
-            return "superseded"
-
-        # Show that this one is alive.
-        if poll_started >= next_heartbeat:
-            next_heartbeat = poll_started + config.heartbeat_interval
-            store.write_heartbeat(name, session, current)
-            log.flush(store)
+    while True:
+        log.flush(store)
+        board = member.check_in(signals)
+        now = member.poll_started
 
         # Workers open rounds themselves while they see no live coordinator; follow them.
         if max(0, board.open_round) > current:
             current = max(0, board.open_round)
-            opened_at = poll_started
-            store.move_marker("open", name, current)
+            opened_at = now
+            store.move_marker("open", drive_store.COORDINATOR_ID, drive_store.At(current))
 
         # Which nodes have submitted a reward for this round, and which are still working on it? To
-        # ask for a status takes a call to the folder, so only those that count are asked.
-        submitted = set(board.reached("rewards", current, config.MAX_STAGES - 1))
-        alive = set()
-        for node in board.workers:
-            if is_waiting or node not in submitted:
-                status = store.node_status(node, board.sessions[node], config.STALE_AFTER_SECONDS)
-                if status == "alive":
-                    alive.add(node)
+        # ask for a status takes a call to the folder, so only those that count are asked. The first
+        # round of a start and the last one wait for all, and some round may have nobody in step.
+        submitted = set(board.reached("rewards", drive_store.At(current, config.MAX_STAGES - 1)))
+        in_step = board.in_step("rewards", current, config.MAX_STAGES - 1)
+        all_count = is_waiting or current >= last_round or not in_step
+        asked = set(board.workers) if all_count else in_step - submitted
+        alive = {node for node in sorted(asked) if member.is_alive(node)}
         pending = alive - submitted
 
         # Is the round over? Round 0 begins with its first reward.
         if current == 0 and not submitted:
-            opened_at = poll_started
-        elapsed = poll_started - opened_at
+            opened_at = now
+        elapsed = now - opened_at
         is_over = should_advance(config, elapsed, pending, submitted)
 
         # The last round waits for all who live, and the first one of a start for those who come.
@@ -92,20 +118,14 @@ def run_coordinator(config, store, log, signals) -> str:
         if is_over and not is_waiting:
             # Nobody waits for the log: open the next round first.
             if current < last_round:
-                store.move_marker("open", name, current + 1)
-            round_ends.append(poll_started)
+                store.move_marker("open", drive_store.COORDINATOR_ID, drive_store.At(current + 1))
+            round_ends.append(now)
             history += log_round_of_swarm(store, config, log, current, board, round_ends)
             if current >= last_round:
                 log.event("end", diagnose(history))
-                store.write_heartbeat(name, session, current, "done")
                 write_picture(store, log)
-                log.flush(store)
-                return "finished"
-        drive_store.poll_sleep(poll_started)
-
-    store.write_heartbeat(name, session, current, "stopped")
-    log.flush(store)
-    return "stopped"
+                return
+        member.sleep()
 
 
 def should_advance(config, elapsed: float, pending: set, submitted: set) -> bool:
@@ -120,15 +140,15 @@ def should_advance(config, elapsed: float, pending: set, submitted: set) -> bool
     }[config.ROUND_ADVANCE]
 
 
+# ==== Below: the line of a round, and the readers of an experiment ================================
+
+
 def log_round_of_swarm(store, config, log, round_: int, board, round_ends: list) -> list[dict]:
     """Log the line of a round that has ended, and write its winners, the best first, for people.
     Returns its rewards."""
-    rows = []
-    for node in board.workers:
-        for stage in range(config.MAX_STAGES):
-            row = store.read_reward(node, round_, stage)
-            if row is not None:
-                rows.append(row)
+    stages = [drive_store.At(round_, stage) for stage in range(config.MAX_STAGES)]
+    rows = [store.read_reward(node, at) for node in board.workers for at in stages]
+    rows = [row for row in rows if row is not None]
 
     # A node's reward of a round is the mean over its stages.
     rewards = column_by("node_id", rows)
@@ -213,14 +233,10 @@ class Experiment:
         return [node for node in self.status if self.status[node] == status]
 
     @property
-    def num_alive(self) -> int:
-        return len(self.with_status("alive"))
-
-    @property
     def is_finished(self) -> bool:
         """Whether the last round has rewards and nobody works any more."""
         has_last = bool(self.rows) and self.rows[-1]["round"] >= self.num_rounds - 1
-        return has_last and self.num_alive == 0
+        return has_last and not self.with_status("alive")
 
     @property
     def nodes(self) -> list[str]:
@@ -231,11 +247,6 @@ class Experiment:
         """The rows of its last 20 rounds."""
         newest = self.rows[-1]["round"]
         return self.rounds(newest - 19, newest + 1)
-
-    @property
-    def reward_per_node(self) -> float:
-        """The paper's metric, divided by the number of nodes."""
-        return mean(self.total(node) for node in self.nodes) or 0.0
 
     @property
     def arm(self) -> str:
@@ -254,12 +265,12 @@ def read_experiment(store, stale_after: float = 300.0, cache: dict | None = None
     for node in natural_sort(board.workers):
         # Status first: a node that has exited has all its rewards there.
         status[node] = store.node_status(node, board.sessions[node], stale_after)
-        for round_, stage in store.list_stages("rewards", node, lenient=True):
-            if round_ <= board.open_round and (round_, stage, node) not in cache:
-                row = store.read_reward(node, round_, stage)
+        for at in store.list_stages("rewards", node, lenient=True):
+            if at.round <= board.open_round and (*at, node) not in cache:
+                row = store.read_reward(node, at)
                 if row is not None:
                     row |= {"experiment": store.dir.name, "my_reward": row["reward"]}
-                    cache[round_, stage, node] = row
+                    cache[*at, node] = row
     rows = [cache[key] for key in sorted(cache)]
     config = store.read_valid("config.json") or {}
     return Experiment(store.dir.name, config, board, status, rows)
@@ -285,16 +296,16 @@ def experiment_status(exp: Experiment, store) -> dict:
     # The newest checkpoint of all nodes.
     checkpoints = []
     for node in exp.board.workers:
-        for round_, _ in store.list_stages("checkpoints", node, lenient=True):
-            path = store.dir / f"nodes/{node}/checkpoints/round_{round_:06d}.safetensors"
-            checkpoints.append((round_, str(path)))
+        for at in store.list_stages("checkpoints", node, lenient=True)[-1:]:
+            path = store.dir / f"nodes/{node}/checkpoints/round_{at.round:06d}.safetensors"
+            checkpoints.append((at.round, str(path)))
 
     times = [row["timestamp"] for row in exp.rows]
     return {
         "experiment": exp.name,
         "current_round": exp.board.open_round,
         "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
-        "num_active_peers": exp.num_alive,
+        "num_active_peers": len(exp.with_status("alive")),
         "peer_ids": exp.board.workers,
         "last_updated": max(times, default=None),
         "cumulative_rewards": {node: exp.total(node) for node in exp.board.workers},
@@ -397,7 +408,7 @@ def monitor(store, stale_after: float, once: bool, signals) -> None:
 def dashboard(exp: Experiment, store) -> str:
     """An experiment as text that fits the terminal: rounds, nodes, tasks, warnings, one group."""
     screen = shutil.get_terminal_size((100, 40))
-    workers = f"{exp.num_alive} of {len(exp.status)} workers alive"
+    workers = f"{len(exp.with_status('alive'))} of {len(exp.status)} workers alive"
     lines = [f"{store.dir.absolute()}: round {exp.board.open_round} of {exp.num_rounds}, {workers}"]
     if exp.rows:
         newest = exp.rows[-1]
@@ -416,14 +427,16 @@ def dashboard(exp: Experiment, store) -> str:
     # Rewards by task, and what looks wrong.
     recent = exp.rounds(exp.board.open_round - 9, exp.board.open_round + 1)
     if recent:
-        lines.append(f"by task: {format_tasks(recent)}")
+        tasks = reward_per_task(recent).items()
+        lines.append("by task: " + ", ".join(f"{task[:24]} {value:.2f}" for task, value in tasks))
         lines.append(f"! {diagnose(recent)}" if not has_signal(recent) else "")
-    silent = join_names(exp.with_status("dead"), 5)
-    if silent:
-        lines.append(f"! silent for STALE_AFTER_SECONDS: {silent}")
-    failed = join_names(exp.with_status("failed"), 5)
-    if failed:
-        lines.append(f"! ended with an error, see its logs/stdout.log: {failed}")
+    sick = {
+        "dead": "silent for STALE_AFTER_SECONDS",
+        "failed": "ended with an error, see its logs/stdout.log",
+    }
+    for status, text in sick.items():
+        if names := join_names(exp.with_status(status), 5):
+            lines.append(f"! {text}: {names}")
     for reason, count in store.invalid_files.most_common(3):
         lines.append(f"! unusable file, {count} times: {drive_store.printable(reason)}")
     if exp.is_finished:
@@ -443,10 +456,11 @@ def age(row: dict) -> str:
 
 def latest_group(store, board) -> list[str]:
     """A group of the open round as lines, with three of its completions."""
-    for node in reversed(board.reached("rollouts", board.open_round, 0)):
+    at = drive_store.At(board.open_round)
+    for node in reversed(board.reached("rollouts", at)):
         groups = None
         with contextlib.suppress(drive_store.InvalidFileError):
-            groups = store.fetch_rollouts(node, board.open_round, 0)
+            groups = store.fetch_rollouts(node, at)
         if groups:
             lines = [f"{node} was asked:"]
             return lines + format_question(groups[0]) + format_completions(groups[0])
@@ -504,11 +518,9 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
     # A row for each arm, over seeds.
     rows = []
     for members in arms.values():
-        totals = [exp.reward_per_node for exp in members]
+        # The paper's metric, divided by the number of nodes.
+        totals = [mean(map(exp.total, exp.nodes)) or 0.0 for exp in members]
         held_out = [mean_of("held_out", exp.last_rounds) for exp in members]
-        last_rounds = []
-        for exp in members:
-            last_rounds += exp.last_rounds
         rows.append(
             {
                 "I/J": members[0].arm,
@@ -521,7 +533,6 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
                 "gain": None,
                 "completions": mean(sum(exp.curve("completions")) for exp in members),
                 "experiments": [exp.name for exp in members],
-                "tasks": reward_per_task(last_rounds),
                 "curves": [exp.curve() for exp in members],
             }
         )
@@ -538,7 +549,7 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
 
 
 def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
-    """Three tables in Markdown: the experiments, the arms, and rewards per task at the end."""
+    """Two tables in Markdown: the experiments and the arms."""
     headers = ["experiment", "rounds", "nodes", "I/J", "model", "last", "reward at the end"]
     cells = []
     # The experiments.
@@ -558,10 +569,6 @@ def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
         cells.append([*(row[name] for name in columns[:-1]), gain, names])
     tables.append(f"Over the first {rows[0]['rounds']} rounds, which all of them have:")
     tables.append(markdown_table(cells, [*columns, "experiments"]))
-
-    tasks = sorted({task for row in rows for task in row["tasks"]})
-    cells = [[task[:24], *(row["tasks"].get(task) for row in rows)] for task in tasks]
-    tables.append(markdown_table(cells, ["reward at the end", *(row["I/J"] for row in rows)]))
     return "\n\n".join(tables)
 
 
@@ -607,17 +614,13 @@ def plot_run(exp: Experiment) -> bytes | None:
     """One experiment as PNG: reward of the nodes with their mean and spread, reward per task, and
     the shares that explain it."""
     # Each node begins at its own first round; a late joiner's curve is drawn from 0.
-    curves = {}
-    for node in exp.nodes:
-        curves[node] = [list(round_means(exp.select(node_id=node)).values())]
+    own_rows = {node: exp.select(node_id=node) for node in exp.nodes}
+    curves = {node: [list(round_means(rows).values())] for node, rows in own_rows.items()}
     curves["mean ± sd over nodes"] = [curve for [curve] in curves.values()]
 
-    tasks = {}
-    for task in reward_per_task(exp.rows):
-        tasks[task] = [exp.curve(f"reward_{task}")]
-    informative = []
-    for some, groups in zip(exp.curve("informative_local"), exp.curve("groups"), strict=True):
-        informative.append(some / max(1, groups))
+    tasks = {task: [exp.curve(f"reward_{task}")] for task in reward_per_task(exp.rows)}
+    counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
+    informative = [some / max(1, groups) for some, groups in counts]
     shares = {
         "own groups that are informative": [informative],
         "answers in <answer> tags": [exp.curve("answer_tag_rate")],
@@ -642,14 +645,10 @@ def draw(panels: dict) -> bytes | None:
         axis = figure.add_subplot(1, len(panels), number)
         for label, curves in lines.items():
             # Mean and standard deviation of each round. One run may be longer than another.
-            center = []
-            low = []
-            high = []
-            for values in zip(*map(moving_average, curves), strict=False):
-                spread = statistics.pstdev(values)
-                center.append(mean(values))
-                low.append(center[-1] - spread)
-                high.append(center[-1] + spread)
+            rounds = list(zip(*map(moving_average, curves), strict=False))
+            center = [mean(values) for values in rounds]
+            low = [mean(values) - statistics.pstdev(values) for values in rounds]
+            high = [mean(values) + statistics.pstdev(values) for values in rounds]
 
             label = drive_store.printable(label, 24).replace("$", "")
             width = 2.5 if len(curves) > 1 else 1.2
@@ -692,11 +691,6 @@ def mean(values) -> float | None:
 def mean_of(metric: str, rows: list[dict]) -> float | None:
     """Mean of a metric over rows; None if none of them has it."""
     return mean(row.get(metric) for row in rows)
-
-
-def format_tasks(rows: list[dict]) -> str:
-    """The rewards per task as text. "small_gcd 0.42, …"."""
-    return ", ".join(f"{task[:24]} {value:.2f}" for task, value in reward_per_task(rows).items())
 
 
 def reward_per_task(rows: list[dict]) -> dict[str, float]:

@@ -1,11 +1,11 @@
 """The shared folder is the swarm's only means of communication. Every path of an experiment has one
-writer.
+writer. A node is alive if it gave a sign of life less than STALE_AFTER_SECONDS (300) ago, exited if
+its newest session said goodbye, else dead.
 
 experiments/NAME/
-    config.json      the settings that the experiment began with; written last by its maker, the
-                     process whose mkdir made NAME, so whoever sees it finds board/ and nodes/, too
+    config.json      the settings that the experiment began with; its maker writes it last
     board/           the names of its files are the state of the swarm; a node renames its own
-        session.anna.1795300037123-ab12cd34      anna's newest process (holds model, host, versions)
+        session.anna.1795300037123-ab12cd34      anna's newest process (the only ones with contents)
         open.coordinator.000012.0                the coordinator has opened round 12
         rollouts.anna.000012.0                   anna has published up to round 12, stage 0
         rewards.anna.000012.0                    … and has submitted its reward
@@ -13,18 +13,6 @@ experiments/NAME/
     nodes/anna/      everything that anna writes: heartbeat.json, rollouts/, rewards/, checkpoints/,
                      logs/, model/
 warmstart/  reports/  archives/NAME/             beside the experiments; also made by the maker
-
-A path in this file is relative to the experiment's folder, or to the shared folder if it begins
-with "/". Logs are appended to; every other file is written beside its place under a name that no
-listing shows and that tells whose it is, .new-<node>-<hex>, and is then renamed: a reader sees no
-file or the whole one.
-
-Whatever another node wrote may come from a stranger. Size, type and structure of a file are checked
-before it is used; one that cannot be used raises InvalidFileError. No link is followed. Where a
-node's own folder is a link, its writes fail and it waits.
-
-Every method tries once, may be called twice, and raises OSError if the folder cannot be reached.
-`RetryingStore` repeats it until it can.
 """
 
 import contextlib
@@ -39,6 +27,120 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+
+class At(NamedTuple):
+    """A stage of a round, the swarm's unit of time."""
+
+    round: int
+    stage: int = 0
+
+
+# The names on the board. The id of a session begins with its time: the last one is the newest.
+NODE = r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?"
+MARKER = rf"(open|rollouts|rewards|checkpoint)\.({NODE})\.(\d{{6}})\.(\d{{1,2}})"
+SESSION = rf"session\.({NODE})\.(\d{{13}}-[0-9a-f]{{8}})"
+
+
+@dataclass
+class Board:
+    """The state of the swarm."""
+
+    open_round: int = -1
+    sessions: dict = field(default_factory=dict)  # node -> its newest session id
+    progress: dict = field(default_factory=dict)  # (kind, node) -> At, how far it has got
+
+    @property
+    def workers(self) -> list[str]:
+        """All nodes that ever registered but the coordinator, sorted."""
+        return sorted(self.sessions.keys() - {COORDINATOR_ID})
+
+    def reached(self, kind: str, at: At) -> list[str]:
+        """The nodes that have got as far as this stage, sorted."""
+        return sorted(node for (k, node), own in self.progress.items() if k == kind and own >= at)
+
+    def in_step(self, kind: str, t: int, last_stage: int) -> set[str]:
+        """The workers that round t waits for while they live: those that got to the end of the
+        round before (of its "rollouts" or "rewards") or have entered this one. At first all."""
+        if t == 0:
+            return set(self.workers)
+        ready = self.reached(kind, At(t - 1, last_stage)) + self.reached("open", At(t))
+        return set(ready) - {COORDINATOR_ID}
+
+
+def parse_board(names: list[str]) -> Board:
+    """One listing of board/ tells the state. Of several markers of one kind and node the newest
+    counts, other names do not."""
+    board = Board()
+    for name in sorted(names):
+        if session := re.fullmatch(SESSION, name, re.ASCII):
+            board.sessions[session[1]] = session[2]
+        elif marker := re.fullmatch(MARKER, name, re.ASCII):
+            kind, node, round_, stage = marker.groups()
+            at = At(int(round_), int(stage))
+            board.progress[kind, node] = max(at, board.progress.get((kind, node), at))
+            if kind == "open":
+                board.open_round = max(board.open_round, at.round)
+    return board
+
+
+class SwarmFolder:
+    """What the nodes of a swarm do in it. `DriveStore`, below, is this class with all that makes it
+    safe."""
+
+    def board(self) -> Board:
+        """What the swarm is doing."""
+        board = parse_board(os.listdir(self.resolve_dir("board")))
+        self.note_signs_of_life(board)
+        return board
+
+    def move_marker(self, kind: str, node: str, at: At) -> None:
+        """Say how far a node has got: rename its marker, or post the first one."""
+        name = marker_name(kind, node, at)
+        before = self.own_marker(kind, node)  # None if there is none yet
+        if before is None:
+            self.post(node, name)
+        else:
+            os.replace(self.resolve(f"board/{before}"), self.resolve(f"board/{name}"))
+        self.markers[kind, node] = name
+
+    def publish(self, kind: str, node: str, at: At, data: dict) -> dict:
+        """Write a node's rollouts or reward of a stage. Returns what stands in the file: it never
+        changes once peers may have read it, so what was written before a kill stays."""
+        published = self.already_published(kind, node, at)
+        if published is None:
+            published = header(kind, node, at) | data
+            self.write(stage_file(kind, node, at), dump_json(published))
+        # The marker last: who sees it finds the file (on some storages a little later).
+        self.move_marker(kind, node, at)
+        return published
+
+    def fetch_rollouts(self, node: str, at: At) -> list[dict] | None:
+        """A peer's groups; None if there is no file. One that is broken, too large or a link raises
+        InvalidFileError: it is counted, skipped, and read again in the next round."""
+        data = self.read_json(stage_file("rollouts", node, at), MAX_JSON_BYTES)
+        return None if data is None else parse_rollouts(data, node, at)
+
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file in place of an older one. A reader sees the old one or the whole new one."""
+        with self.temporary(path) as temp:  # a name beside it that no listing shows
+            temp.write_bytes(data)
+            os.replace(temp, self.resolve(path))
+
+
+# ==== The heart ends here. Below: reading with care, signs of life, housekeeping, retry ===========
+
+# A path in this file is relative to the experiment's folder, or to the shared folder if it begins
+# with "/". Logs are appended to. Every other file is written under another name in a folder of the
+# same writer and then renamed. A name beside its place tells whose it is: .new-<node>-<hex>.
+#
+# Whatever another node wrote may come from a stranger. Size, type and structure of a file are
+# checked before it is used; one that cannot be used raises InvalidFileError. No link is followed.
+# Where a node's own folder is a link, its writes fail and it waits.
+#
+# Every method tries once, may be called twice, and raises OSError if the folder cannot be reached.
+# `RetryingStore` repeats it until it can.
 
 LAYOUT = 5  # of the tree above; config.json says it
 ROLLOUT_FORMAT_VERSION = 1  # the key "format" of a rollout file
@@ -61,39 +163,17 @@ class InvalidFileError(ValueError):
     """A file that cannot be used. The text is a short reason, fit for a log line."""
 
 
-@dataclass
-class Board:
-    """The state of the swarm: one listing of board/."""
-
-    open_round: int = -1
-    sessions: dict = field(default_factory=dict)  # node -> its newest session id
-    progress: dict = field(default_factory=dict)  # (kind, node) -> (round, stage)
-
-    @property
-    def workers(self) -> list[str]:
-        """All nodes that ever registered but the coordinator, sorted."""
-        return sorted(self.sessions.keys() - {COORDINATOR_ID})
-
-    def reached(self, kind: str, round_: int, stage: int) -> list[str]:
-        """The nodes that have got as far as this round and stage, sorted."""
-        nodes = []
-        for (marker_kind, node), at in self.progress.items():
-            if marker_kind == kind and at >= (round_, stage):
-                nodes.append(node)
-        return sorted(nodes)
-
-
-class DriveStore:
+class DriveStore(SwarmFolder):
     """The files of one experiment, and what stands beside the experiments."""
 
     def __init__(self, root, experiment: str, node: str = ""):
         self.root = Path(root)
         self.dir = self.root / "experiments" / experiment
-        self.node = node  # of this process, the first one; readers have none
+        self.node = node  # the first one of this process; readers have none
         self.invalid_files = Counter()  # reason -> number of failed reads
         self.is_maker = False
         self.waiting_since = {}  # reason -> when this process began to wait for a folder
-        self.sessions = {}  # node -> its session, of the nodes that this process has registered
+        self.sessions = {}  # node -> its session
         self.markers = {}  # (kind, node) -> name of the marker that this process has written
         self.progress = {}  # of the last listing of the board
         self.moved_at = {}  # node -> when one of its markers was last seen to move
@@ -101,53 +181,26 @@ class DriveStore:
         self.checked_logs = set()  # the same of logs
         self.append_at = {}  # path of a log -> its length before an append that has failed so far
 
-    # -- the board
+    # -- who is there
 
-    def board(self) -> Board:
-        """What the swarm is doing. Names such as "… (1)", made by sync clients, do not count."""
-        # "rollouts.anna.000012.0" and "session.anna.1795300037123-ab12cd34"
-        board = Board()
-        kinds = "open|rollouts|rewards|checkpoint"
-        marker = re.compile(rf"({kinds})\.(.+)\.(\d{{6}})\.(\d{{1,2}})", re.ASCII)
-        session = re.compile(r"session\.(.+)\.(\d{13}-[0-9a-f]{8})", re.ASCII)
-
-        # Of several files of one kind and node the newest counts.
-        for name in sorted(os.listdir(self.resolve_dir("board"))):
-            if (match := session.fullmatch(name)) and is_safe_name(match[1]):
-                board.sessions[match[1]] = match[2]
-            elif (match := marker.fullmatch(name)) and is_safe_name(match[2]):
-                at = (int(match[3]), int(match[4]))
-                key = (match[1], match[2])
-                board.progress[key] = max(at, board.progress.get(key, at))
-
-        # A marker that moves is a sign of life (see `node_status`).
+    def note_signs_of_life(self, board: Board) -> None:
+        """A marker that moves is a sign of life (see `node_status`)."""
         for (kind, node), at in board.progress.items():
-            if kind == "open":
-                board.open_round = max(board.open_round, at[0])
             if self.progress.get((kind, node), at) != at:
                 self.moved_at[node] = time.time()
         self.progress = board.progress
-        return board
+
+    def own_marker(self, kind: str, node: str) -> str | None:
+        """The name of a node's marker, as this process has left it or as the board shows it."""
+        if (kind, node) in self.markers:
+            return self.markers[kind, node]
+        at = self.board().progress.get((kind, node))
+        return None if at is None else marker_name(kind, node, at)
 
     def post(self, node: str, name: str, data: bytes = b"") -> None:
         """Put a file of this node on the board. It is written in the node's own folder first."""
         self.write(f"nodes/{node}/posting", data)
         os.replace(self.resolve(f"nodes/{node}/posting"), self.resolve(f"board/{name}"))
-
-    def move_marker(self, kind: str, node: str, round_: int, stage: int = 0) -> None:
-        """Say how far a node has got: rename its marker, or write the first one."""
-        new = f"{kind}.{node}.{round_:06d}.{stage}"
-        old = self.markers.get((kind, node))
-        if old is None:  # the first time in this process: an earlier one may have left a marker
-            at = self.board().progress.get((kind, node), (round_, stage))
-            old = f"{kind}.{node}.{at[0]:06d}.{at[1]}"
-
-        # There may be none yet, and a retried call may have renamed the old one before.
-        try:
-            os.replace(self.resolve(f"board/{old}"), self.resolve(f"board/{new}"))
-        except FileNotFoundError:
-            self.post(node, new)
-        self.markers[kind, node] = new
 
     def register(self, nodes: list[str], metadata: dict, folders=NODE_DIRS) -> str:
         """Register a process under the names of its nodes, and make the folders in theirs. Returns
@@ -168,14 +221,15 @@ class DriveStore:
                 self.make_dir(f"nodes/{node}/{folder}")
         return session
 
-    def write_heartbeat(self, node: str, session: str, round_: int, state: str = "running") -> None:
+    def write_heartbeat(self, node: str, session: str, state: str = "running") -> None:
         """Show that a node is alive. state: running, or one of EXITED_STATES when it exits."""
-        data = {"time": time.time(), "session": session, "round": round_, "state": state}
+        data = {"time": time.time(), "session": session, "state": state}
         self.write(f"nodes/{node}/heartbeat.json", dump_json(data))
 
     def node_status(self, node: str, session: str, stale_after: float) -> str:
-        """Return "exited" if the heartbeat of its newest session says so ("failed" after an error),
-        "alive" if there was a sign of life less than stale_after seconds ago, else "dead".
+        """Return "exited" or, after an error, "failed" if the last heartbeat of its newest session
+        says so, else "alive" if there was a sign of life less than stale_after seconds ago, or
+        "dead".
 
         Signs of life are its registration, its heartbeat and, because on a mounted drive a file
         that is rewritten often may never arrive, a marker that was seen to move.
@@ -187,91 +241,31 @@ class DriveStore:
         signs = [int(session[:13] or 0) / 1000, self.moved_at.get(node, 0.0)]
         if is_finite_number(heartbeat.get("time")):
             signs.append(heartbeat["time"])
-        youngest = min(
-            abs(time.time() - sign) for sign in signs
-        )  # abs: a peer's clock may be ahead
+        # A peer's clock may be ahead.
+        youngest = min(abs(time.time() - sign) for sign in signs)
         return "alive" if youngest < stale_after else "dead"
 
     # -- rollouts and rewards
 
-    def publish(self, kind: str, node: str, round_: int, stage: int, data: dict):
-        """Write a node's rollouts or reward of a stage, then move its marker.
-
-        What the node wrote before it was killed stays: a file never changes once peers may have
-        read it. Returns the contents of such an earlier file, else None.
-        """
-        # Is there a valid file already, from before a kill?
-        path = stage_file(kind, node, round_, stage)
+    def already_published(self, kind: str, node: str, at: At):
+        """The contents of a valid file from before a kill, or else None."""
         parse = parse_rollouts if kind == "rollouts" else parse_reward
-        published = None
         with contextlib.suppress(FileNotFoundError, InvalidFileError):
-            data_before = parse_json(self.read_bytes(path, MAX_JSON_BYTES))
-            published = parse(data_before, node, round_, stage)
+            data = parse_json(self.read_bytes(stage_file(kind, node, at), MAX_JSON_BYTES))
+            return parse(data, node, at)
 
-        if published is None:
-            name = "peer_id" if kind == "rollouts" else "node_id"
-            header = {name: node, "round": round_, "stage": stage, "timestamp": time.time()}
-            self.write(path, dump_json(header | data))
-
-        # The marker last: who sees it finds the file (on some storages a little later).
-        self.move_marker(kind, node, round_, stage)
-        return published
-
-    def fetch_rollouts(self, node: str, round_: int, stage: int) -> list[dict] | None:
-        """A peer's groups, structure checked; None if there is no file. Raises InvalidFileError."""
-        data = self.read_json(stage_file("rollouts", node, round_, stage), MAX_JSON_BYTES)
-        return None if data is None else parse_rollouts(data, node, round_, stage)
-
-    def read_reward(self, node: str, round_: int, stage: int) -> dict | None:
+    def read_reward(self, node: str, at: At) -> dict | None:
         """A node's reward and metrics, None if there is no valid file."""
-        try:
-            data = self.read_json(stage_file("rewards", node, round_, stage))
-            return None if data is None else parse_reward(data, node, round_, stage)
-        except InvalidFileError as error:
-            self.invalid_files[str(error)] += 1
-            return None
+        path = stage_file("rewards", node, at)
+        return self.read_valid(path, lambda data: parse_reward(data, node, at))
 
-    def list_stages(self, kind: str, node: str, lenient: bool = False) -> list[tuple[int, int]]:
-        """(round, stage) of a node's files of this kind, ascending. lenient: see `list_names`."""
-        stages = []
-        for name in self.list_names(f"nodes/{node}/{kind}", lenient):
-            if match := re.fullmatch(r"round_(\d{6})(?:\.stage_(\d{1,2}))?\.\w+", name, re.ASCII):
-                stages.append((int(match[1]), int(match[2] or 0)))
-        return sorted(stages)
+    def list_stages(self, kind: str, node: str, lenient: bool = False) -> list[At]:
+        """The stages of a node's files of this kind, ascending. lenient: see `list_names`."""
+        pattern = re.compile(r"round_(\d{6})(?:\.stage_(\d{1,2}))?\.\w+", re.ASCII)
+        matches = map(pattern.fullmatch, self.list_names(f"nodes/{node}/{kind}", lenient))
+        return sorted(At(int(match[1]), int(match[2] or 0)) for match in matches if match)
 
-    # -------- Atomic files ------------------------------------------------------------------------
-
-    def write(self, path: str, data, fsync: bool = False) -> None:
-        """Write a file in place of an older one.
-
-        data: bytes, or a function that is given a path and writes a file or a folder there.
-        """
-        target = self.resolve(path)
-        temp = self.temporary(path)
-        try:
-            if callable(data):
-                data(temp)
-                make_readable(temp)
-            else:
-                temp.write_bytes(data)
-
-            # A checkpoint must be on disk before the one that it replaces is deleted.
-            if fsync:
-                with open(temp, "rb") as file:
-                    os.fsync(file.fileno())
-
-            if temp.is_dir():
-                remove(target)  # a folder replaces neither another one nor a link
-            os.replace(temp, target)
-        except OSError:
-            remove(temp)
-            raise
-
-    def temporary(self, path: str) -> Path:
-        """A new name beside a file. It tells whose file it is: in nodes/NODE that node's, elsewhere
-        this process's."""
-        node = path.split("/")[1] if path.startswith("nodes/") else self.node
-        return self.resolve(path).with_name(f".new-{node}-{secrets.token_hex(8)}")
+    # -------- Logs --------------------------------------------------------------------------------
 
     def append(self, path: str, text: str) -> None:
         """Append whole lines to a log. A line that a crash cut off is ended first."""
@@ -322,10 +316,11 @@ class DriveStore:
             self.check_mounted(path)
             raise InvalidFileError(f"unreadable ({error.strerror or error})") from error
 
-    def read_valid(self, path: str) -> dict | None:
-        """Like `read_json`, but None for a file that cannot be used."""
+    def read_valid(self, path: str, parse=lambda data: data) -> dict | None:
+        """parse(the object in a file), None for a file that is missing or cannot be used."""
         try:
-            return self.read_json(path)
+            data = self.read_json(path)
+            return None if data is None else parse(data)
         except InvalidFileError as error:
             self.invalid_files[str(error)] += 1
             return None
@@ -341,7 +336,7 @@ class DriveStore:
         return os.fdopen(descriptor, mode)
 
     def list_names(self, path: str, lenient: bool = False, hidden: bool = False) -> list[str]:
-        """Names in a folder, sorted. An empty list if there is no such folder.
+        """Names in a folder, sorted. An empty list if there is no such folder, or a link.
 
         lenient: a folder that gives an error counts as empty, too (for monitor and report).
         hidden: the names that begin with a dot, instead of the others.
@@ -461,7 +456,7 @@ class DriveStore:
         readers and prepare left a day ago."""
         folders = ["/warmstart", "/reports"]
         if node:
-            own = ["", *NODE_DIRS, "winners"]
+            own = ["", *NODE_DIRS, "winners", "model"]
             folders += [".", *(f"nodes/{node}/{name}" for name in own)]
         for folder in folders:
             for name in self.list_names(folder, lenient=True, hidden=True):
@@ -496,10 +491,10 @@ class DriveStore:
             if not self.has_dir(archives):  # until it is there again, nothing is moved
                 return
             self.make_dir(f"{archives}/{node}")
-        for round_, stage in self.list_stages("rollouts", node):
-            if round_ >= before_round:
+        for at in self.list_stages("rollouts", node):
+            if at.round >= before_round:
                 break
-            path = self.resolve(stage_file("rollouts", node, round_, stage))
+            path = self.resolve(stage_file("rollouts", node, at))
             if archive:
                 os.replace(path, self.resolve(f"{archives}/{node}/{path.name}"))
             else:
@@ -507,36 +502,68 @@ class DriveStore:
 
     def delete(self, path: str, frees_space: bool = False) -> None:
         """Delete a file. It is renamed first, so that no reader finds half of it."""
-        target = self.resolve(path)
-        temp = self.temporary(path)
-        with contextlib.suppress(FileNotFoundError):
-            os.replace(target, temp)
+        with contextlib.suppress(FileNotFoundError), self.temporary(path) as temp:
+            os.replace(self.resolve(path), temp)
             remove(temp, frees_space)
 
-    def load_file(self, path: str, read):
-        """read(full path) of a file that a library opens itself; None if there is no regular file.
+    # -------- Files of libraries ------------------------------------------------------------------
+    # A library reads and writes local files only: what it calls them and how it opens them need not
+    # work on every mount, and its errors are no outages.
 
-        Raises InvalidFileError if `read` raises what a damaged or a stranger's file may cause.
+    def upload(self, local: Path, path: str) -> None:
+        """Copy a local file here. It is on disk before this returns, because a checkpoint must be
+        there before an older one is deleted."""
+        target = self.resolve(path)
+        with self.temporary(path) as temp:
+            with local.open("rb") as source, open(temp, "xb") as copy:
+                shutil.copyfileobj(source, copy, 2**20)
+                copy.flush()
+                os.fsync(copy.fileno())
+            if target.is_dir() and not target.is_symlink():
+                remove(target)  # a file replaces no folder
+            os.replace(temp, target)
+
+    def upload_model(self, folder: Path, path: str) -> None:
+        """Copy a model's files here, each in place of an older one. What else lies there stays.
+
+        First the weights. The index of several files of weights goes first and comes last, so that
+        a kill in between leaves a folder that loads, or that says what it lacks.
         """
-        full = self.resolve(path)
+        self.make_dir(path)
+        index = f"{path}/model.safetensors.index.json"
+        self.delete(index)
+        names = sorted(os.listdir(folder), key=lambda name: (name.endswith(".json"), name))
+        for name in names:
+            self.upload(folder / name, f"{path}/{name}")
+
+    def download(self, path: str, local: Path, max_bytes: int) -> bool:
+        """Copy a file from here. Returns False if there is none. Raises InvalidFileError if it is
+        too large or not regular, or if it alone cannot be read."""
         try:
-            return read(full) if stat.S_ISREG(os.lstat(full).st_mode) else None
+            with self.open(path) as source:
+                if os.fstat(source.fileno()).st_size > max_bytes:
+                    raise InvalidFileError(f"larger than {max_bytes} bytes")
+                with local.open("wb") as copy:
+                    shutil.copyfileobj(source, copy, 2**20)
         except FileNotFoundError:
             self.check_mounted(path)
-            return None
-        except (OSError, ValueError, TypeError, LookupError) as error:
+            return False
+        except OSError as error:
             self.check_mounted(path)
-            raise InvalidFileError(f"{type(error).__name__}: {printable(error, 200)}") from error
+            raise InvalidFileError(printable(error, 200)) from error
+        return True
 
-
-def make_readable(path: Path) -> None:
-    """Give a file, or the files in a folder, the usual permissions. safetensors makes files that
-    their owner alone can read."""
-    umask = os.umask(0)
-    os.umask(umask)
-    for file in path.glob("*") if path.is_dir() else [path]:
-        with contextlib.suppress(OSError):  # some mounts know no permissions
-            file.chmod(0o666 & ~umask)
+    @contextlib.contextmanager
+    def temporary(self, path: str):
+        """A new name beside a file, which no listing shows. It tells whose file it is: below
+        nodes/NODE that node's, elsewhere this process's. After an error nothing is left of it."""
+        node = path.split("/")[1] if path.startswith("nodes/") else self.node
+        temp = self.resolve(path).with_name(f".new-{node}-{secrets.token_hex(8)}")
+        try:
+            yield temp
+        except OSError:
+            remove(temp)
+            raise
 
 
 def remove(path: Path, frees_space: bool = False) -> None:
@@ -559,9 +586,24 @@ def remove(path: Path, frees_space: bool = False) -> None:
         path.unlink()
 
 
-def stage_file(kind: str, node: str, round_: int, stage: int) -> str:
-    """("rewards", "anna", 12, 0) -> "nodes/anna/rewards/round_000012.stage_0.json"."""
-    return f"nodes/{node}/{kind}/round_{round_:06d}.stage_{stage}.json"
+def stage_file(kind: str, node: str, at: At) -> str:
+    """("rewards", "anna", At(12, 0)) -> "nodes/anna/rewards/round_000012.stage_0.json"."""
+    return f"nodes/{node}/{kind}/round_{at.round:06d}.stage_{at.stage}.json"
+
+
+def marker_name(kind: str, node: str, at: At) -> str:
+    """("rewards", "anna", At(12, 0)) -> "rewards.anna.000012.0"."""
+    return f"{kind}.{node}.{at.round:06d}.{at.stage}"
+
+
+def header(kind: str, node: str, at: At) -> dict:
+    """What a rollout or reward file says of itself."""
+    return {
+        "peer_id" if kind == "rollouts" else "node_id": node,
+        "round": at.round,
+        "stage": at.stage,
+        "timestamp": time.time(),
+    }
 
 
 # -------- Parsing untrusted files -----------------------------------------------------------------
@@ -569,7 +611,7 @@ def stage_file(kind: str, node: str, round_: int, stage: int) -> str:
 
 def is_safe_name(name: str) -> bool:
     """Whether `name` may become part of a path: 1 to 64 letters, digits, ".", "_" or "-"."""
-    return re.fullmatch(r"[A-Za-z0-9_-]([A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?", name) is not None
+    return re.fullmatch(NODE, name) is not None
 
 
 def is_finite_number(value) -> bool:
@@ -590,10 +632,6 @@ def dump_json(data: dict, indent: int | None = None) -> bytes:
 
 def parse_json(data: bytes) -> dict:
     """Parse one JSON object. Raises InvalidFileError for what no file of this program contains."""
-
-    def refuse(text: str):
-        raise ValueError(f"{text} is not a finite number")
-
     # Count before parsing: a small file can hold very many objects. Commas in strings (also in one
     # that does not end) do not count.
     skeleton = re.sub(rb'"(?:[^"\\]|\\.)*+"?', b"", data, flags=re.DOTALL)
@@ -601,8 +639,9 @@ def parse_json(data: bytes) -> dict:
         raise InvalidFileError("too many elements")
 
     try:
-        parsed = json.loads(data, parse_constant=refuse)
-        json.dumps(parsed, ensure_ascii=False).encode()  # "\ud800" parses but cannot be saved
+        parsed = json.loads(data)
+        # NaN, 1e999 and "\ud800" parse but cannot be saved.
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidFileError("not valid JSON" if data else "empty file") from error
     if not isinstance(parsed, dict):
@@ -610,27 +649,40 @@ def parse_json(data: bytes) -> dict:
     return parsed
 
 
-def parse_reward(data: dict, node: str, round_: int, stage: int) -> dict:
+def parse_reward(data: dict, node: str, at: At) -> dict:
     """The reward and the metrics of a reward file. Raises InvalidFileError.
 
     They become columns and curves, so only numbers with plain names are kept, 128 at most. A node
     that generates nothing (I = 0) has no reward: it is None.
     """
-    row = {"reward": None}
-    for name, value in list(data.items())[:128]:
-        if is_finite_number(value) and re.fullmatch(r"\w{1,40}", name, re.ASCII):
-            row[name] = value
+    items = [(name, value) for name, value in list(data.items())[:128] if is_finite_number(value)]
+    items = [item for item in items if re.fullmatch(r"\w{1,40}", item[0], re.ASCII)]
+    row = {"reward": None} | dict(items)
 
     # It must say what its path says.
-    header = {"node_id": node, "round": round_, "stage": stage}
+    expected = {"node_id": node, "round": at.round, "stage": at.stage}
     in_range = row["reward"] is None or 0 <= row["reward"] <= 1
     has_time = 0 < row.get("timestamp", 0) < 1e11
-    if not (in_range and has_time and header.items() <= data.items()):
+    if not (in_range and has_time and expected.items() <= data.items()):
         raise InvalidFileError("not a reward, or its contents do not match its path")
-    return row | header
+    return row | expected
 
 
-def parse_rollouts(data: dict, node: str, round_: int, stage: int) -> list[dict]:
+def parse_checkpoint(text: bytes) -> tuple[str, int, dict]:
+    """The text of a checkpoint: the model's name, the round, and {node: (total reward, keys of the
+    external groups used)}. Raises InvalidFileError."""
+    data = parse_json(text)
+    nodes = {}
+    try:
+        for node, saved in data["nodes"].items():
+            used = {(int(t), int(s), str(peer), int(i)) for t, s, peer, i in saved["trained"]}
+            nodes[node] = float(saved["total_reward"]), used
+        return data["model_name"], data["round"], nodes
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        raise InvalidFileError("its text is not a checkpoint's") from error
+
+
+def parse_rollouts(data: dict, node: str, at: At) -> list[dict]:
     """The groups of a rollout file, their structure checked. Raises InvalidFileError.
 
     A group: {"key": (round, stage, node, index), "task", "seed", "prompt", "answer", "completions":
@@ -646,8 +698,8 @@ def parse_rollouts(data: dict, node: str, round_: int, stage: int) -> list[dict]
                 raise InvalidFileError(f"{name} is too long")
 
     # The file must say what its path says.
-    header = [data.get(name) for name in ("format", "peer_id", "round", "stage")]
-    if header != [ROLLOUT_FORMAT_VERSION, node, round_, stage]:
+    claims = [data.get(name) for name in ("format", "peer_id", "round", "stage")]
+    if claims != [ROLLOUT_FORMAT_VERSION, node, *at]:
         raise InvalidFileError("another format, or its contents do not match its path")
     require(data, {"rollouts": dict})
 
@@ -669,7 +721,7 @@ def parse_rollouts(data: dict, node: str, round_: int, stage: int) -> list[dict]
                 raise InvalidFileError("reward is not a number")
             completions.append({**completion, "reward": reward})
 
-        key = (round_, stage, node, int(index))
+        key = (*at, node, int(index))
         answer = str(group.get("answer"))[:64]
         groups.append({**group, "key": key, "answer": answer, "completions": completions})
     return groups
@@ -680,7 +732,8 @@ def parse_rollouts(data: dict, node: str, round_: int, stage: int) -> list[dict]
 
 class RetryingStore:
     """A DriveStore whose calls are repeated until the folder can be reached. That is safe because
-    every method of DriveStore may be called twice.
+    every method of DriveStore may be called twice. One thread makes all calls, in order: if a
+    process is killed, the folder holds its writes up to some point and none after it.
 
     on_event(kind, text): called once when an outage begins and once when it is over.
     """
@@ -711,6 +764,7 @@ class RetryingStore:
                     self.on_event("outage", text)
 
                 self.store.checked_dirs.clear()  # it may not be the same folder afterwards
+                self.store.markers.clear()
                 pause = min(5.0, 2 * pause or 0.5)
                 self.signals.sleep(pause)  # KeyboardInterrupt if the user stops during an outage
 
@@ -720,10 +774,73 @@ class RetryingStore:
         return result
 
 
-def poll_sleep(poll_started: float) -> float:
-    """Sleep as long as the last poll took, between 20 ms and 2 s. Returns the time of both; a poll
-    counts 2 s at most, so that an outage does not use up a budget."""
-    poll_seconds = min(2.0, time.monotonic() - poll_started)
-    pause = max(0.02, poll_seconds)
-    time.sleep(pause)
-    return poll_seconds + pause
+class Stopped(Exception):
+    """A process ends early: "stopped" by a signal, or "superseded" by a newer one of its name."""
+
+
+class Member:
+    """A process in the swarm, under the names of its nodes: it registers, looks at the board, shows
+    that it is alive, and gives way to a newer process of its name."""
+
+    def __init__(self, store, nodes: list[str], stale_after: float):
+        self.store = store
+        self.nodes = nodes
+        self.stale_after = stale_after
+        self.board = Board()  # as of the last `refresh`
+        self.session = ""  # of this process, once it has registered
+        self.next_heartbeat = 0.0
+        self.poll_started = 0.0
+        self.coordinator_seen_at = time.monotonic()
+
+    def register(self, metadata: dict, folders=NODE_DIRS) -> None:
+        """Join the swarm."""
+        self.session = self.store.register(self.nodes, metadata, folders)
+        self.refresh()
+        self.beat()
+
+    def refresh(self) -> Board:
+        """Look at the board."""
+        self.poll_started = time.monotonic()
+        self.board = self.store.board()
+        return self.board
+
+    def sleep(self) -> float:
+        """Sleep as long as the last look took, between 20 ms and 2 s. Returns the seconds of both.
+        A look counts 2 s at most, so that an outage does not use up a budget."""
+        poll_seconds = min(2.0, time.monotonic() - self.poll_started)
+        pause = max(0.02, poll_seconds)
+        time.sleep(pause)
+        return poll_seconds + pause
+
+    def beat(self, state: str = "running") -> None:
+        """Write the heartbeats if they are due, or the last ones."""
+        is_due = state != "running" or time.monotonic() >= self.next_heartbeat
+        if is_due and self.session:  # not before it has registered
+            for node in self.nodes:
+                self.store.write_heartbeat(node, self.session, state)
+            self.next_heartbeat = time.monotonic() + min(10.0, self.stale_after / 8)
+
+    def is_alive(self, node: str) -> bool:
+        """Whether a node of the swarm is alive."""
+        session = self.board.sessions.get(node)
+        if session is None:
+            return False
+        return self.store.node_status(node, session, self.stale_after) == "alive"
+
+    def others(self) -> set[str]:
+        """All nodes of the swarm but those of this process."""
+        return self.board.sessions.keys() - set(self.nodes)
+
+    def check_superseded(self) -> None:
+        """Raise Stopped if a newer process has registered one of these nodes."""
+        sessions = self.refresh().sessions
+        if any(sessions.get(node, "") > self.session for node in self.nodes):
+            raise Stopped("superseded")
+
+    def check_in(self, signals) -> Board:
+        """Look at the board between rounds. Raises Stopped if this process is to end."""
+        self.check_superseded()
+        self.beat()
+        if signals.requested:  # only between rounds: a round that has begun is finished
+            raise Stopped("stopped")
+        return self.board

@@ -1,27 +1,23 @@
-"""GRPO for one learner: sample completions of a question, score them, and turn the rewards into a
-gradient.
+"""GRPO for one learner: sample completions of questions, score them, and turn the rewards into a
+gradient. The heart comes first: all of GRPO, as it runs.
 
-Read from the top: advantages and loss, the update, log-probabilities, sampling. That is GRPO, and
-it ends at the banner "Speed only". Below it come faster versions of the same computations, then
-memory, tasks and rewards, the tokenizer and the models, the warm start, and tensors in files.
-
-Symbols in the comments of this file:
-    N  questions (groups) in a batch        P  length of the longest prompt in tokens
-    G  completions of one question          T  length of the longest completion in tokens
-    B  rows = all completions in a batch    K  rows of informative groups, those trained on
-    V  vocabulary                           H  hidden size
+`config` holds the settings under their names, `codec` the tokenizer with its conventions, and
+`limit` how many rows fit into memory at once. Symbols in the comments:
+    N  questions (groups) in a batch        P  tokens of the longest prompt in the batch
+    G  completions of one question          T  tokens of its longest completion; where they are
+    B  rows: completions in the batch          sampled, MAX_NEW_TOKENS
+    V  vocabulary     H  hidden size        S  tokens that are scored
 
 Differences from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2 and 4
 follow the SAPO paper, point 3 does not:
 1. There is no KL penalty and no reference model.
 2. Clipping is asymmetric, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1).
-3. The default loss is a mean over all tokens of the batch, not over completions (DAPO, section
-   3.3).
+3. The default loss is a mean over all tokens of the update, not over completions (DAPO, 3.3).
 4. The old log-probabilities are those of the *current* policy at the start of the update, also for
    completions that another model wrote. These are treated as if this policy had sampled them.
-With NUM_ITERATIONS=1, the default, the ratio is therefore exactly 1 and nothing is clipped. The
+With NUM_ITERATIONS=1, the default, the ratio is therefore exactly 1, nothing is clipped, and the
 gradient is that of -A log p, as in REINFORCE. The value of the loss says nothing: with equally long
-completions it is exactly 0, because the advantages of a group sum to 0. Watch the reward instead.
+completions it is 0 up to rounding, because the advantages of a group sum to 0. Watch the reward.
 """
 
 import contextlib
@@ -55,39 +51,33 @@ from reasoning_gym.logic.propositional_logic import Expression
 from reasoning_gym.utils import SYSTEM_PROMPTS
 from safetensors import SafetensorError
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
-if not sys.stderr.isatty():  # bars of downloads are for a terminal
-    transformers.utils.logging.disable_progress_bar()
+from transformers.masking_utils import sdpa_mask
 
 
 @dataclass
 class Group:
-    """One question with its G completions, the unit of advantages, of sharing and of updates.
+    """One question with its G completions, the unit of advantages, of sharing and of updates."""
 
-    prompt       (P,) token ids
-    completions  G lists of token ids, none of them empty; an EOS, if there is one, is the last id
-    rewards      (G,) in [0, 1]; computed in this process, never a peer's claim
-    question     the Question (defined below, under "Tasks and rewards")
-    texts        G strings, the completions as text
-    finished     G booleans, whether the model ended the completion itself
-    key          of an external group, one that a peer wrote: (round, stage, node_id, index)
-    """
-
-    prompt: list[int]
-    completions: list[list[int]]
-    rewards: list[float]
+    prompt: list[int]  # (P,) token ids
+    completions: list[list[int]]  # G lists of token ids, none empty; an EOS, if any, is the last
+    rewards: list[float]  # (G,) in [0, 1]; computed in this process, never a peer's claim
     question: "Question | None" = None
-    texts: list[str] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)
-    key: tuple | None = None
+    texts: list[str] = field(default_factory=list)  # (G,)
+    finished: list[bool] = field(default_factory=list)  # (G,) did its model end it? A peer's claim
+    key: tuple | None = None  # of a group that a peer wrote: (round, stage, node_id, index)
 
     @property
     def is_informative(self) -> bool:
-        """Whether the group gives a gradient: its rewards differ. [1, 1]: False, [0, 1]: True."""
-        return max(self.rewards) - min(self.rewards) > 1e-6
+        """Whether the group gives a gradient: its rewards differ ("non-zero variance")."""
+        return rewards_differ(self.rewards)
+
+
+def rewards_differ(rewards: list[float]) -> bool:
+    """[1, 1] -> False, [0, 1] -> True."""
+    return max(rewards) - min(rewards) > 1e-6
 
 
 # -------- Advantages and loss ---------------------------------------------------------------------
@@ -101,7 +91,7 @@ def group_advantages(rewards: list[float]) -> list[float]:
     The standard deviation has Bessel's correction (DeepSeekMath, section 4.1.2; TRL does the same).
     [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
     """
-    if max(rewards) - min(rewards) <= 1e-6:
+    if not rewards_differ(rewards):
         return [0.0] * len(rewards)
     r = torch.tensor(rewards, dtype=torch.float64)  # (G,)
     # EXERCISE (Dr. GRPO, arXiv:2503.20783): drop the division by the standard deviation.
@@ -109,28 +99,18 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
 
 def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
-    """Per-token loss weight of each completion.
+    """Per-token loss weight of each completion of an update. lengths: (B,) tokens -> (B,).
 
     The weights are normalised once, over the whole update. Micro-batches only add up their parts,
     so the way in which the update is split does not change the gradient.
-
-    lengths: (B,) tokens of all completions of the *whole* update, those of groups without
-    information included. Returns (B,) float64.
-        dapo      1 / (tokens of all completions)
-        grpo      1 / (B x tokens of this completion)
-        dr_grpo   1 / (B x max_new_tokens)
     """
     lengths = lengths.to(torch.float64)
-    batch_size = len(lengths)
-    if loss_type == "dapo":
-        divisors = lengths.sum()
-    elif loss_type == "grpo":
-        divisors = batch_size * lengths
-    elif loss_type == "dr_grpo":
-        divisors = batch_size * max_new_tokens
-    else:
-        raise ValueError(f"LOSS_TYPE={loss_type!r}")
-    return torch.ones_like(lengths) / divisors
+    divisors = {
+        "dapo": lengths.sum(),  # a mean over all tokens
+        "grpo": len(lengths) * lengths,  # over completions, of the mean over their tokens
+        "dr_grpo": len(lengths) * max_new_tokens,
+    }
+    return torch.ones_like(lengths) / divisors[loss_type]
 
 
 def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
@@ -138,9 +118,6 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, c
 
     logprobs, old_logprobs, mask: (B, T); advantages, weights: (B,).
     Returns (loss, number of clipped tokens), both scalar tensors.
-
-    If old_logprobs is logprobs.detach(), the ratio is 1 and the gradient of the loss is that of
-    -weight * A * logprobs.
     """
     ratio = torch.exp(logprobs - old_logprobs)  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)
@@ -151,7 +128,7 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, c
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
 
     loss = (token_loss * mask * weights.unsqueeze(1)).sum()
-    num_clipped = ((clipped < unclipped) & mask.bool()).sum()
+    num_clipped = ((clipped < unclipped) & mask).sum()
     return loss, num_clipped
 
 
@@ -161,384 +138,296 @@ MAX_GRAD_NORM = 1.0  # EXERCISE: make the gradient clip a variable
 
 
 @dataclass
-class UpdateBatch:
-    """The K completions that an update trains on, one row each.
+class Row:
+    """A completion that an update trains on."""
 
-    prompts, completions: K lists of token ids. Rows of one group follow one another and hold the
-    same list as their prompt.
-    advantages, weights: (K,); old_logprobs: (K, T), filled in the first optimizer step.
-    order: (K,) the numbers of the rows, sorted by the length of the longest row of their group, so
-        that a group stays together and micro-batches have little padding
-    """
-
-    prompts: list[list[int]]
-    completions: list[list[int]]
-    advantages: torch.Tensor
-    weights: torch.Tensor
-    old_logprobs: torch.Tensor
-    order: torch.Tensor
+    group: Group
+    completion: list[int]
+    advantage: float
+    weight: float
+    old_logprobs: torch.Tensor | None = None  # of its tokens; known from the first pass on
 
 
-def update_policy(
-    model,
-    optimizer,
-    groups: list[Group],
-    config,
-    pad_id: int,
-    max_rows: int,
-    between_batches=lambda: None,
-) -> dict:
+def update_policy(model, optimizer, groups: list[Group], config, codec, limit):
     """One GRPO update on own and external groups alike: NUM_ITERATIONS optimizer steps on the same
-    completions.
-
-    config: the update's settings (LOSS_TYPE, MAX_NEW_TOKENS, TEMPERATURE, CLIP_LOW, CLIP_HIGH,
-    NUM_ITERATIONS, DTYPE). max_rows: completions per forward pass. between_batches is called before
-    each of these; the main loop sends its heartbeats there.
-
-    Returns metrics:
-        loss            of the first optimizer step
-        clip_fraction   share of tokens whose ratio was clipped, a mean over the steps
-        grad_norm       of the last step, before the gradient is clipped
-        trained_tokens  of the completions that were trained on
-        logprobs        mean log-probability per token of each of these completions
-        max_rows        as given, or lower if memory ran out
-    """
-    batch = make_update_batch(groups, config)
-    lengths = torch.tensor([len(ids) for ids in batch.completions])  # (K,)
-    metrics = {
-        "loss": 0.0,
-        "clip_fraction": 0.0,
-        "grad_norm": 0.0,
-        "trained_tokens": int(lengths.sum()),
-    }
-    # Without information there is no step: even with a zero gradient Adam's momentum would move the
-    # weights.
-    if not batch.completions:
-        return metrics | {"max_rows": max_rows, "logprobs": []}
+    rows. Returns these and, for each step, (loss, number of clipped tokens, gradient's norm)."""
+    rows = make_rows(groups, config)
+    steps = []
+    if not rows:  # even with a zero gradient Adam's momentum would move the weights
+        return rows, steps
 
     model.eval()  # dropout off: log-probabilities of one policy must not depend on chance
-    num_clippable = metrics["trained_tokens"] * config.NUM_ITERATIONS  # tokens x steps
-    step = 0
-    while step < config.NUM_ITERATIONS:
-        # The gradient of the whole batch. If memory runs out: again, in smaller pieces.
-        try:
-            loss, num_clipped = accumulate_gradients(
-                model,
-                optimizer,
-                batch,
-                config,
-                pad_id,
-                max_rows,
-                between_batches,
-                is_first_step=step == 0,
+    for _ in range(config.NUM_ITERATIONS):
+        # Once more, in smaller batches, if memory runs out.
+        loss, num_clipped = limit.run(
+            lambda: accumulate_gradients(
+                model, optimizer, rows, config, codec, limit, is_first_step=not steps
             )
-        except RuntimeError as error:  # out of memory; halve_rows raises any other error again
-            max_rows = halve_rows(error, min(max_rows, len(lengths)), 1, "the update")
-            continue
-
-        # A step on a gradient that is not finite would destroy the weights for good.
+        )
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        if not torch.isfinite(grad_norm):
-            print("non-finite gradient: the rest of this update is skipped", flush=True)
+        if not torch.isfinite(grad_norm):  # a step on it would destroy the weights for good
             break
         optimizer.step()
-
-        if step == 0:
-            metrics["loss"] = loss
-        metrics["grad_norm"] = grad_norm.item()
-        metrics["clip_fraction"] += num_clipped / num_clippable
-        step += 1
+        steps.append((loss, num_clipped, grad_norm.item()))
     optimizer.zero_grad()
-
-    mean_logprobs = batch.old_logprobs.sum(1) / lengths
-    return metrics | {"max_rows": max_rows, "logprobs": mean_logprobs.tolist()}
+    return rows, steps
 
 
-def make_update_batch(groups: list[Group], config) -> UpdateBatch:
-    """Collect the K completions of informative groups, with their advantages and loss weights.
-
-    Groups without information cost no forward pass, but their tokens count in the denominator of
-    the loss: the weights come from all B completions.
-    """
-    lengths = []  # of all B completions
-    gives_gradient = []  # for each of them: is its group informative?
-    prompts = []
-    completions = []
-    advantages = []
-    sort_keys = []
+def make_rows(groups: list[Group], config) -> list[Row]:
+    """The completions of informative groups. The others cost no forward pass, but their tokens
+    count in the denominator of the loss: the weights come from all completions."""
+    lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])  # (B,)
+    weights = iter(loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS).tolist())
+    rows = []
     for group in groups:
-        size = len(group.completions)
-        group_lengths = [len(ids) for ids in group.completions]
-        lengths += group_lengths
-        gives_gradient += [group.is_informative] * size
-        if group.is_informative:
-            prompts += [group.prompt] * size
-            completions += group.completions
-            # EXERCISE (DAPO, section 3.4): no gradient for completions that were cut off.
-            advantages += group_advantages(group.rewards)
-            sort_keys += [len(group.prompt) + max(group_lengths)] * size
-
-    weights = loss_weights(torch.tensor(lengths), config.LOSS_TYPE, config.MAX_NEW_TOKENS)  # (B,)
-    return UpdateBatch(
-        prompts,
-        completions,
-        torch.tensor(advantages),
-        weights[torch.tensor(gives_gradient, dtype=torch.bool)],
-        torch.zeros(len(completions), max(map(len, completions), default=0)),
-        torch.tensor(sort_keys).argsort(stable=True),
-    )
+        # EXERCISE (DAPO, section 3.4): no gradient for completions that were cut off.
+        advantages = group_advantages(group.rewards)
+        for ids, advantage in zip(group.completions, advantages, strict=True):
+            rows.append(Row(group, ids, advantage, next(weights)))
+    return [row for row in rows if row.group.is_informative]
 
 
-def accumulate_gradients(
-    model,
-    optimizer,
-    batch: UpdateBatch,
-    config,
-    pad_id: int,
-    max_rows: int,
-    between_batches,
-    is_first_step: bool,
-) -> list[float]:
-    """Compute the gradient of the whole batch, at most `max_rows` completions at a time.
-
-    Returns [loss, number of clipped tokens]. In the first step the policy has not moved yet, so the
-    log-probabilities computed there are `old_logprobs` in all steps.
-    """
+def accumulate_gradients(model, optimizer, rows, config, codec, limit, is_first_step: bool):
+    """Compute the gradient of all rows, in micro-batches that fit into memory. Returns [loss,
+    number of clipped tokens]."""
     optimizer.zero_grad()
     totals = torch.zeros(2, dtype=torch.float64)
-    num_pieces = math.ceil(len(batch.order) / max_rows)
-    for rows in batch.order.chunk(num_pieces):  # (b,) the rows of a micro-batch
-        between_batches()
-        # The same as `completion_logprobs` (below), but each prompt is computed once.
-        prompts = [batch.prompts[row] for row in rows]
-        completions = [batch.completions[row] for row in rows]
+    for batch in limit.split(by_length(rows)):  # B rows
+        prompts = [row.group.prompt for row in batch]
+        completions = [row.completion for row in batch]
         with autocast(config.DTYPE, model):
-            logprobs, mask = completion_logprobs_shared_prompt(
-                model, prompts, completions, config.TEMPERATURE, pad_id
-            )  # (b, t): t is the length of the longest of these completions
+            logprobs, mask = completion_logprobs(
+                model, prompts, completions, config.TEMPERATURE, codec.pad_id
+            )  # (B, T)
 
-        length = logprobs.shape[1]
+        # The policy has not moved yet: these are the old log-probabilities of all steps.
         if is_first_step:
-            batch.old_logprobs[rows, :length] = logprobs.detach().cpu()
+            for row, values in zip(batch, logprobs.detach(), strict=True):
+                row.old_logprobs = values[: len(row.completion)]
+        old_logprobs = pad_sequence([row.old_logprobs for row in batch], batch_first=True)
+        advantages = torch.tensor([row.advantage for row in batch]).to(logprobs)
+        weights = torch.tensor([row.weight for row in batch]).to(logprobs)
         loss, num_clipped = grpo_loss(
-            logprobs,
-            batch.old_logprobs[rows, :length].to(logprobs),
-            batch.advantages[rows].to(logprobs),
-            mask,
-            batch.weights[rows].to(logprobs),
-            config.CLIP_LOW,
-            config.CLIP_HIGH,
+            logprobs, old_logprobs, advantages, mask, weights, config.CLIP_LOW, config.CLIP_HIGH
         )
         loss.backward()
         totals += torch.stack([loss, num_clipped]).detach().cpu()
     return totals.tolist()
 
 
-def autocast(dtype: str, model):
-    """A context that computes in `dtype`, "float32" or "bfloat16".
-
-    The weights stay float32, because small steps of the optimizer are lost in a bfloat16 weight.
-    """
-    return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
-
-
-# -------- Log-probabilities, the plain way --------------------------------------------------------
+# -------- Log-probabilities -----------------------------------------------------------------------
 
 
 def completion_logprobs(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
-    """Log-probability of each token of B completions, each in a row with its own prompt.
+    """Log-probability of each token of B completions, and their mask, both (B, T).
 
-    Returns logprobs (B, T) and mask (B, T), with zeros where the mask is False. Padding is only on
-    the right, so no scored token follows a padding token, and the model needs no attention mask.
-
-    This is the version to read, and the warm start uses it. The update calls
-    `completion_logprobs_shared_prompt`, which computes the same numbers faster.
+    The prompt of a group passes through the model once in a batch. Its completions continue from
+    the KV cache, with gradient.
     """
-    # What is the next token at each position? -1 means that it is not scored.
-    # prompt [5, 6], completion [7, 8]: row [5, 6, 7, 8], targets [-1, 7, 8, -1]
-    rows = []
-    targets = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        rows.append(prompt + completion)
-        targets.append([-1] * (len(prompt) - 1) + completion + [-1])
-    ids, _ = right_pad(rows, pad_id, model.device)  # (B, P+T)
-    targets, _ = right_pad(targets, -1, model.device)  # (B, P+T)
-    _, mask = right_pad(completions, pad_id, model.device)  # (B, T)
+    distinct, rows_per_prompt = distinct_prompts(prompts, model.device)  # N prompts, (N,)
+    last, cache, prompt_mask = prefill(model, distinct, rows_per_prompt, pad_id)
 
-    # Score only the positions that predict a token of a completion.
-    hidden, _ = forward_hidden(model, ids)  # (B, P+T, H)
-    is_scored = targets >= 0
-    scored = token_logprobs(model, hidden[is_scored], targets[is_scored], temperature)
+    # The last hidden state of a prompt predicts the first token, that of token i the next one.
+    targets, mask = pad(completions, pad_id, model.device)  # (B, T)
+    hidden = last.unsqueeze(1)  # (B, 1, H)
+    if targets.shape[1] > 1:
+        inputs = targets[:, :-1]  # (B, T-1)
+        seen = F.pad(prompt_mask, (0, inputs.shape[1]), value=1)  # (B, P+T-1)
+        rest, _ = forward_hidden(model, inputs, seen, cache)  # (B, T-1, H)
+        hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
+
+    # Only real tokens are scored. In their order they fill the mask again.
+    scored = token_logprobs_in_chunks(model, hidden[mask], targets[mask], temperature)  # (S,)
     return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, scored), mask
 
 
 def token_logprobs(model, hidden, targets, temperature: float):
-    """log p(target) under softmax(logits / temperature), in float32.
-
-    hidden: (S, H), targets: (S,) -> (S,). The temperature must be that of sampling.
-    """
-    logits = lm_head_logits(model, hidden)  # (S, V)
-    if temperature != 1:  # dividing by 1 would copy all of them
-        logits = logits / temperature
+    """log p(target) at the temperature of sampling. hidden: (S, H), targets: (S,) -> (S,)."""
+    logits = scaled_logits(model, hidden, temperature)  # (S, V)
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
-def lm_head_logits(model, hidden):
-    """(..., H) -> logits (..., V) in float32.
+def prefill(model, prompts: list[list[int]], rows_per_prompt, pad_id: int):
+    """Run N prompts through the model, and repeat the results for their B rows: the last hidden
+    states (B, H), the KV cache, and the mask (B, P)."""
+    # Padded on the left, so that nothing stands between a prompt and its completion. Positions
+    # count real tokens only.
+    ids, mask = pad(prompts, pad_id, model.device, "left")  # (N, P)
+    hidden, cache, mask = forward_prompts(model, ids, mask)  # (N, P, H), (N, P)
 
-    Casting bfloat16 logits to float32 before the softmax reduces the mean error of a
-    log-probability from 0.025 to 0.004.
-    """
-    logits = model.get_output_embeddings()(hidden).float()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def forward_hidden(model, ids, mask=None, cache=None):
-    """Run `ids` (rows, length) through the model, after what the KV cache already holds.
-
-    mask: (rows, n), n at most cached + length: 1 for real tokens, 0 for padding, which gets no
-    position number. Tokens beyond the end of the mask are real. None if padding stands only on the
-    right.
-    Returns the last hidden states (rows, length, H) and the cache, which now contains `ids`.
-    """
-    if cache is None:
-        cache = KVCache(config=model.config)
-    past = cache.get_seq_length()
-    if mask is None:
-        mask = torch.ones_like(ids)
-    mask = F.pad(mask, (0, past + ids.shape[1] - mask.shape[1]), value=1)
-
-    output = model.base_model(
-        input_ids=ids,
-        attention_mask=mask,
-        # Positions count real tokens only, so that padding never changes a log-probability.
-        position_ids=(mask.cumsum(-1) - 1).clamp(min=0)[:, past:],
-        use_cache=True,
-        **{CACHE_ARGUMENT: cache},
-    )
-    return output.last_hidden_state, cache
-
-
-def right_pad(rows: list[list[int]], pad_id: int, device):
-    """Rows as a batch: ids (B, T) and mask (B, T), True for real tokens.
-
-    [[7], [8, 9]] -> [[7, pad], [8, 9]]
-    """
-    width = max(map(len, rows))
-    ids = []
-    mask = []
-    for row in rows:
-        padding = width - len(row)
-        ids.append(row + [pad_id] * padding)
-        mask.append([True] * len(row) + [False] * padding)
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+    cache.batch_repeat_interleave(rows_per_prompt)
+    mask = mask.repeat_interleave(rows_per_prompt, 0)
+    return hidden[:, -1].repeat_interleave(rows_per_prompt, 0), cache, mask
 
 
 # -------- Sampling --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def generate(
-    model,
-    prompts: list[list[int]],
-    num_generations: int,
-    config,
-    seed: int,
-    eos_ids: set[int],
-    pad_id: int = 0,
-    stop_fn=None,
-    max_rows: int = 2**30,
-    between_batches=lambda: None,
-) -> tuple[list[list[list[int]]], int]:
-    """Sample G completions for each of N prompts.
-
-    config: MAX_NEW_TOKENS, TEMPERATURE and DTYPE. max_rows: completions decoded together; a group
-    is never split. between_batches is called before each batch. Returns N lists of G lists of token
-    ids, and max_rows, which is lower if memory ran out. The result does not depend on max_rows, up
-    to rounding, because each row has its own column of random numbers.
-    """
-    # Draw on the CPU, so that every device samples with the same random numbers.
+def generate(model, codec, prompts: list[list[int]], num_generations: int, config, seed, limit):
+    """Sample G completions for each of N prompts. Returns N lists of G lists of token ids."""
+    # A column of random numbers for each row, so that no row's draw depends on the others; drawn on
+    # the CPU, so that every device gets the same ones.
     num_rows = len(prompts) * num_generations
     rng = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(config.MAX_NEW_TOKENS, num_rows, generator=rng).to(model.device)  # (T, B)
     model.eval()  # dropout off
+    rows = []
 
-    groups = []
-    while len(groups) < len(prompts):
-        # As many of the next prompts as fit. If memory runs out: again, with half as many.
-        start = len(groups)
-        batch = prompts[start : start + max(1, max_rows // num_generations)]
-        first = start * num_generations
-        columns = uniforms[:, first : first + len(batch) * num_generations]
-        between_batches()
-        try:
+    def sample_rest() -> None:
+        num_done = len(rows) // num_generations
+        for batch in limit.split(prompts[num_done:], num_generations):  # prompts that fit
+            columns = uniforms[:, len(rows) : len(rows) + len(batch) * num_generations]
             with autocast(config.DTYPE, model):
-                rows = sample_completions(
-                    model, batch, columns, config.TEMPERATURE, eos_ids, pad_id, stop_fn
-                )
-        except RuntimeError as error:
-            max_rows = halve_rows(error, min(max_rows, num_rows), num_generations, "generation")
-            continue
-        groups += [rows[i : i + num_generations] for i in range(0, len(rows), num_generations)]
-    return groups, max_rows
+                rows.extend(sample_completions(model, codec, batch, columns, config.TEMPERATURE))
+
+    limit.run(sample_rest)  # goes on in smaller batches if memory runs out
+    return [rows[i : i + num_generations] for i in range(0, num_rows, num_generations)]
 
 
-def sample_completions(model, prompts, uniforms, temperature, eos_ids, pad_id=0, stop_fn=None):
-    """Sample G completions of each prompt, token by token. Returns B lists of token ids.
+def sample_completions(model, codec, prompts, uniforms, temperature: float) -> list[list[int]]:
+    """Sample G completions of each prompt, token by token. One ends with an EOS id, which is kept,
+    or after T tokens; without a chat template also with </answer>."""
+    max_tokens, num_rows = uniforms.shape  # T, B
+    hidden, cache, mask = prefill(model, prompts, num_rows // len(prompts), codec.pad_id)
+    tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: none
+    rows = torch.arange(num_rows, device=model.device)  # those that are not finished
 
-    uniforms: (T, B) numbers in [0, 1), one column per row. A completion ends (1) with an EOS id,
-    which is kept, (2) when stop_fn(its ids so far) is true, or (3) after T tokens.
-    """
-    max_tokens, batch_size = uniforms.shape
-    # Run each prompt once (padded on the left), and repeat its hidden state (B, H), KV cache and
-    # mask for G rows.
-    hidden, cache, mask = prefill(model, prompts, batch_size // len(prompts), pad_id)
-    eos = torch.tensor(sorted(eos_ids), device=model.device)
-    tokens = torch.full((batch_size, max_tokens), -1, device=model.device)  # -1: none
-    rows = torch.arange(batch_size, device=model.device)  # those that are not finished
-
-    for step in range(max_tokens):
-        logits = lm_head_logits(model, hidden)  # (rows, V)
-        token = sample_tokens(logits, uniforms[step, rows], temperature)
-        tokens[rows, step] = token
-
-        # Which rows go on? (stop_fn is for base models, which would write further examples.)
-        goes_on = ~torch.isin(token, eos)
-        if stop_fn is not None:
-            stopped = [stop_fn(ids) for ids in tokens[rows, : step + 1].tolist()]
-            goes_on &= ~torch.tensor(stopped, device=model.device)
+    for i in range(max_tokens):
+        logits = scaled_logits(model, hidden, temperature)  # (rows, V)
+        token = sample_tokens(logits, uniforms[i, rows])  # (rows,)
+        tokens[rows, i] = token
+        goes_on = ~codec.ended(tokens[rows, : i + 1])
         num_left = int(goes_on.sum())
-        if num_left == 0 or step == max_tokens - 1:
+        if num_left == 0 or i == max_tokens - 1:
             break
 
-        # The others leave the batch.
         if num_left < len(rows):
-            cache.batch_select_indices(goes_on)
-            mask = mask[goes_on]
-            rows = rows[goes_on]
-            token = token[goes_on]
+            mask, rows, token = drop_finished(cache, goes_on, mask, rows, token)
+        mask = F.pad(mask, (0, 1), value=1)
         hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
         hidden = hidden[:, -1]
 
     return [[token for token in row if token >= 0] for row in tokens.tolist()]
 
 
-def sample_tokens(logits, uniforms, temperature: float):
+def sample_tokens(logits, uniforms):
     """Draw one token per row by inverting the cumulative distribution: the first token id whose
-    cumulative probability exceeds the row's random number.
+    cumulative probability exceeds the row's random number. logits: (B, V), uniforms: (B,).
 
-    logits: (B, V) float32; uniforms: (B,) in [0, 1). It samples from the full softmax at
-    `temperature`, without top-k or top-p, because the loss scores the same distribution. The random
-    numbers come from outside, so that the draw of a row does not depend on the other rows.
+    The full softmax, without top-k or top-p, because the loss scores the same distribution.
     """
-    if temperature != 1:
-        logits = logits / temperature
     cumulative = torch.softmax(logits, dim=-1).cumsum(-1)  # (B, V)
-    # The last entry should be 1 but is rounded. Scaled by it, no target lies beyond the vocabulary.
+    # Scaled by the last entry, which is 1 but for rounding: no target lies beyond the vocabulary.
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True).squeeze(1)  # (B,)
     return token.clamp(max=logits.shape[1] - 1)  # in case the product is rounded up
+
+
+# -------- What is asked, and what is rewarded -----------------------------------------------------
+# reasoning-gym makes a question from (task, seed). The prompt, in the model's chat template, is a
+# system prompt that asks for <answer>…</answer> and the question. A model without a template reads
+# two solved examples, "2 + 2?\n<answer>4</answer>\n\n", and the question.
+
+
+def compute_reward(question: "Question", text: str, kind: str = "exact") -> float:
+    """Reward in [0, 1] of a completion, by reasoning-gym's verifier. Never evaluates the text.
+
+    exact: 1 if the verifier's score is at least 0.99, else 0. Verifiers pay small sums for garbage,
+    and the normalisation within a group would turn these into full-size advantages.
+    verifier: the raw score.
+    """
+    answer = extract_tagged_answer(text)
+    score = 0.0 if answer is None else safe_score(question, answer)
+    return score if kind == "verifier" else float(score >= 0.99)
+
+
+def extract_tagged_answer(text: str) -> str | None:
+    """The text between the last </answer> and the last <answer> before it, None without both. (A
+    model may mention the tag before it uses it.)"""
+    text = text[-MAX_SCORED_CHARS:]
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return None if begin < 0 else text[begin + len("<answer>") : end].strip()
+
+
+# ==== The heart ends here. Below: speed, memory, tasks, the tokenizer and models, warm start ======
+
+transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
+if not sys.stderr.isatty():  # bars of downloads are for a terminal
+    transformers.utils.logging.disable_progress_bar()
+
+
+# -------- Through the model -----------------------------------------------------------------------
+
+
+def forward_hidden(model, ids, mask=None, cache=None):
+    """Run `ids` (rows, length) through the model, after what the KV cache already holds. Returns
+    the last hidden states (rows, length, H) and the cache, which now contains `ids`.
+
+    mask: (rows, cached + length), 0 for padding on the left. None: no such padding, no cache.
+    """
+    cache = KVCache(config=model.config) if cache is None else cache
+    mask = torch.ones_like(ids) if mask is None else mask
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # they count real tokens only
+    output = model.base_model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions[:, cache.get_seq_length() :],
+        use_cache=True,
+        **{CACHE_ARGUMENT: cache},
+    )
+    return output.last_hidden_state, cache
+
+
+def scaled_logits(model, hidden, temperature: float):
+    """(..., H) -> logits / temperature (..., V) in float32.
+
+    Casting bfloat16 logits to float32 before the softmax reduces the mean error of a
+    log-probability from 0.025 to 0.004.
+    """
+    logits = model.get_output_embeddings()(hidden).float()
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
+    logits = cap * torch.tanh(logits / cap) if cap else logits
+    return logits if temperature == 1 else logits / temperature  # dividing by 1 would copy them
+
+
+def pad(rows: list[list[int]], pad_id: int, device, side: str = "right"):
+    """[[7], [8, 9]] -> ids [[7, pad_id], [8, 9]] and mask [[True, False], [True, True]]."""
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    ids = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side=side)
+    mask = pad_sequence(mask, batch_first=True, padding_side=side)
+    return ids.to(device), mask.to(device)
+
+
+# -------- An update in numbers --------------------------------------------------------------------
+
+
+def update_numbers(rows: list[Row], steps: list[tuple], config) -> dict:
+    """An update in numbers, from what `update_policy` returns.
+
+    loss            of the first optimizer step
+    clip_fraction   share of tokens whose ratio was clipped, a mean over the steps
+    grad_norm       of the last step, before the gradient is clipped
+    trained_tokens  of the completions that were trained on
+    logprobs        mean log-probability per token of each of these completions
+    """
+    if len(steps) < config.NUM_ITERATIONS and rows:
+        print("non-finite gradient: the rest of this update is skipped", flush=True)
+    lengths = torch.tensor([len(row.completion) for row in rows])  # (K,)
+    num_tokens = int(lengths.sum())
+    logprobs = []
+    if rows:
+        old_logprobs = pad_sequence([row.old_logprobs for row in rows], batch_first=True)  # (K, T)
+        logprobs = (old_logprobs.sum(1).cpu() / lengths).tolist()
+    return {
+        "loss": steps[0][0] if steps else 0.0,
+        "clip_fraction": sum((n / (num_tokens * config.NUM_ITERATIONS) for _, n, _ in steps), 0.0),
+        "grad_norm": steps[-1][2] if steps else 0.0,
+        "trained_tokens": num_tokens,
+        "logprobs": logprobs,
+    }
 
 
 # ==================================================================================================
@@ -552,69 +441,76 @@ if hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache"):
     CACHE_ARGUMENT = "cache"  # since transformers 5.24
 
 
-def completion_logprobs_shared_prompt(
-    model, prompts, completions, temperature: float = 1.0, pad_id: int = 0
-):
-    """Compute what `completion_logprobs` computes, with each prompt of a micro-batch computed once.
+def plain_logprobs(model, prompts, completions, temperature: float = 1.0, pad_id: int = 0):
+    """What `completion_logprobs` computes, each completion in a row with its own prompt. For the
+    warm start, whose prompts differ.
 
-    The completions of a group share their prompt: rows that follow one another and hold the same
-    list. It is computed once and its KV cache is repeated for each completion *with gradient*, so
-    that only the completions pass through the model again.
+    Padding is only on the right, so no scored token follows a padding token, and the model needs no
+    attention mask.
     """
-    shared = []
-    sizes = []
-    for _, rows in itertools.groupby(prompts, key=id):
-        group = list(rows)
-        shared.append(group[0])
-        sizes.append(len(group))
+    # What is the next token at each position? -1 means that it is not scored.
+    # prompt [5, 6], completion [7, 8]: row [5, 6, 7, 8], targets [-1, 7, 8, -1]
+    pairs = list(zip(prompts, completions, strict=True))
+    ids, _ = pad([prompt + ids for prompt, ids in pairs], pad_id, model.device)  # (B, P+T)
+    targets = [[-1] * (len(prompt) - 1) + ids + [-1] for prompt, ids in pairs]
+    targets, _ = pad(targets, -1, model.device)  # (B, P+T)
+    _, mask = pad(completions, pad_id, model.device)  # (B, T)
 
-    # The last hidden state of each prompt predicts the first token of its completions.
-    sizes = torch.tensor(sizes, device=model.device)  # (N,)
-    last, cache, prompt_mask = prefill(model, shared, sizes, pad_id)  # (B, H)
-    hidden = last.unsqueeze(1)  # (B, 1, H)
-
-    # Token t of a completion predicts token t + 1. Real tokens never see the padding on their
-    # right, so it needs no mask.
-    targets, mask = right_pad(completions, pad_id, model.device)  # (B, T)
-    if targets.shape[1] > 1:
-        rest, _ = forward_hidden(model, targets[:, :-1], prompt_mask, cache)  # (B, T-1, H)
-        hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
-    scored = token_logprobs_in_chunks(model, hidden[mask], targets[mask], temperature)
+    # Score only the positions that predict a token of a completion.
+    hidden, _ = forward_hidden(model, ids)  # (B, P+T, H)
+    is_scored = targets >= 0
+    scored = token_logprobs(model, hidden[is_scored], targets[is_scored], temperature)
     return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, scored), mask
 
 
-def prefill(model, prompts: list[list[int]], rows_per_prompt, pad_id: int):
-    """Run N prompts through the model once each, and repeat the results.
+def distinct_prompts(prompts: list[list[int]], device):
+    """Prompts of which neighbours are one and the same list, each once, and how often it stands
+    there: (N,)."""
+    same = [list(rows) for _, rows in itertools.groupby(prompts, key=id)]
+    return [rows[0] for rows in same], torch.tensor([len(rows) for rows in same], device=device)
 
-    rows_per_prompt: a number or (N,), how many of the B rows each prompt is for.
-    Returns the last hidden states (B, H), the KV cache of B rows, and the mask (B, P).
+
+def drop_finished(cache, goes_on, *columns):
+    """Finished rows leave the batch: its KV cache, and these tensors of a row each."""
+    cache.batch_select_indices(goes_on)
+    return [column[goes_on] for column in columns]
+
+
+def by_length(rows: list[Row]) -> list[Row]:
+    """Rows of similar length stand together, and those of a group, so that little is padded and a
+    prompt is computed once."""
+    return sorted(
+        rows, key=lambda row: len(row.group.prompt) + max(map(len, row.group.completions))
+    )
+
+
+def forward_prompts(model, ids, mask):
+    """`forward_hidden` of prompts that are padded on the left. What all of them begin with, such as
+    a chat model's system prompt, passes through the model once.
+
+    ids, mask: (N, P). Returns the hidden states of the rest, the cache, and its mask (N, P), where
+    the padding stands behind that beginning.
     """
-    # Tokens that all prompts begin with, such as a chat model's system prompt, are computed once.
-    # The last token of a prompt is never among them, because its hidden state is wanted.
-    cache = None
-    shared = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))
+    mask = mask.long()
+    prompts = [row[seen > 0] for row, seen in zip(ids, mask, strict=True)]
+    # The last token of a prompt is never part of it, because its hidden state is wanted.
+    shared = len(os.path.commonprefix([prompt[:-1].tolist() for prompt in prompts]))
     if len(prompts) == 1 or shared < MIN_SHARED_PREFIX or needs_unpadded_prompts(model.config):
-        shared = 0
-    else:
-        prefix = torch.tensor([prompts[0][:shared]], device=model.device)
-        _, cache = forward_hidden(model, prefix)
-        cache.batch_repeat_interleave(len(prompts))
+        return *forward_hidden(model, ids, mask), mask
 
-    # The rest is padded on the left, so that nothing stands between a prompt and its completion.
-    ids, mask = right_pad([prompt[shared:][::-1] for prompt in prompts], pad_id, model.device)
-    mask = F.pad(mask.flip(1).long(), (shared, 0), value=1)
-    hidden, cache = forward_hidden(model, ids.flip(1), mask, cache)
-
-    cache.batch_repeat_interleave(rows_per_prompt)
-    mask = mask.repeat_interleave(rows_per_prompt, 0)
-    return hidden[:, -1].repeat_interleave(rows_per_prompt, 0), cache, mask
+    _, cache = forward_hidden(model, prompts[0][:shared].unsqueeze(0))
+    cache.batch_repeat_interleave(len(prompts))
+    rest = [prompt[shared:] for prompt in prompts]
+    ids = pad_sequence(rest, True, padding_value=int(ids[0, 0]), padding_side="left")  # any token
+    mask = F.pad(mask[:, : ids.shape[1]], (shared, 0), value=1)
+    return *forward_hidden(model, ids, mask, cache), mask
 
 
 def needs_unpadded_prompts(config) -> bool:
     """True if padding shifts relative positions (sliding windows, MPT's ALiBi). Then nothing may be
     padded between a shared prefix and the rest of a prompt, so no prefix is shared."""
-    has_window = any(transformers.DynamicCache(config=config).is_sliding)
-    return has_window or config.model_type in ("gpt_neo", "mpt")
+    is_sliding = transformers.DynamicCache(config=config).is_sliding
+    return any(is_sliding) or config.model_type in ("gpt_neo", "mpt")
 
 
 class KVCache(transformers.DynamicCache):
@@ -628,8 +524,8 @@ class KVCache(transformers.DynamicCache):
 def grouped_attention(module, query, key, value, attention_mask, **more):
     """bfloat16 attention on a CPU where several heads share keys and values: matrix products.
 
-    It takes the place of transformers' "sdpa", which copies keys and values for each of the heads,
-    and leaves all other cases to it. In float32, "sdpa" is faster.
+    transformers' "sdpa" copies keys and values for each of the heads. All other cases are left to
+    it; in float32 it is faster.
     query: (B, heads, T, D); key, value: (B, fewer heads, S, D); attention_mask: (B, 1, T, S), True
     where a token sees another one. Returns (B, T, heads, D) and no weights.
     """
@@ -652,7 +548,10 @@ def grouped_attention(module, query, key, value, attention_mask, **more):
     return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
 
 
-transformers.AttentionInterface.register("sdpa", grouped_attention)
+# Under a name of its own, which the models of this program use: others in this process do not.
+GROUPED_ATTENTION = "sdpa_grouped"
+transformers.AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
+transformers.AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
 def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
@@ -678,20 +577,53 @@ OUT_OF_MEMORY = (
 )
 
 
-def halve_rows(error: RuntimeError, rows: int, smallest: int, where: str) -> int:
-    """Half as many rows, because `error` says that memory ran out with so many.
+@dataclass
+class RowLimit:
+    """How many rows fit into memory at once. It is lowered when memory runs out."""
 
-    Any other error is raised again. Raises ModelError if `smallest` rows were too many.
+    rows: int
+    where: str  # what needs the memory, for people
+    tried: int = 0  # rows at once, in the last `split`
+    smallest: int = 1  # no fewer can be tried
+
+    def run(self, work, *args):
+        """work(*args), which calls `split`; again with smaller batches if memory runs out."""
+        while True:
+            try:
+                return work(*args)
+            except RuntimeError as error:
+                self.halve(error)
+
+    def halve(self, error: RuntimeError) -> None:
+        """Half as many rows, because `error` says that memory ran out with so many.
+
+        Any other error is raised again. Raises ModelError if `smallest` rows were too many.
+        """
+        is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if not is_out_of_memory and not re.search(OUT_OF_MEMORY, str(error)):
+            raise error
+        if self.tried <= self.smallest:
+            advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
+            raise ModelError(f"out of memory in {self.where}: {advice}") from error
+        self.rows = max(self.smallest, (self.tried + 1) // 2)
+        again = f"again with {self.rows} completions at once"
+        print(f"out of memory in {self.where}: {again}", flush=True)
+
+    def split(self, items: list, rows_each: int = 1) -> list[list]:
+        """The items in batches of nearly equal size, each of which fits into memory."""
+        self.tried = min(self.rows, len(items) * rows_each)
+        self.smallest = rows_each
+        num_batches = math.ceil(len(items) / max(1, self.rows // rows_each))
+        size = math.ceil(len(items) / max(1, num_batches))
+        return [items[i : i + size] for i in range(0, len(items), max(1, size))]
+
+
+def autocast(dtype: str, model):
+    """A context that computes in `dtype`, "float32" or "bfloat16".
+
+    The weights stay float32, because small steps of the optimizer are lost in a bfloat16 weight.
     """
-    is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
-    if not is_out_of_memory and not re.search(OUT_OF_MEMORY, str(error)):
-        raise error
-    if rows <= smallest:
-        advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model (MODEL_NAME)"
-        raise ModelError(f"out of memory in {where}: {advice}") from error
-    rows = max(smallest, (rows + 1) // 2)
-    print(f"out of memory in {where}: again with {rows} completions at once", flush=True)
-    return rows
+    return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
 def estimate_micro_batch_size(model, config, available: int) -> int:
@@ -739,9 +671,8 @@ def available_devices() -> dict[str, str]:
 
 def device_name(device: str) -> str:
     """The device, a GPU with the name of its model."""
-    if device.startswith("cuda"):
-        return f"{device}, {torch.cuda.get_device_name(device)}"
-    return device
+    is_gpu = device.startswith("cuda")
+    return f"{device}, {torch.cuda.get_device_name(device)}" if is_gpu else device
 
 
 def available_memory(device: str) -> int:
@@ -915,13 +846,14 @@ def task_name(task: str, may_read_files: bool) -> str:
     raise ValueError(why_refused(task))
 
 
-def first_valid_question(task: str, seed: int) -> Question:
-    """The first question that exists among seed, seed + 1, …, seed + 50. For own questions only: a
-    peer's seed must be right."""
-    for candidate in range(seed, seed + 50):
+def first_valid_question(task: str, seed: int, is_good=lambda question: True) -> Question:
+    """The first good question that exists among seed, seed + 1, …, seed + 50. For own questions
+    only: a peer's seed must be right."""
+    for candidate in range(seed, seed + 51):
         with contextlib.suppress(QuestionError):
-            return make_question(task, candidate)
-    return make_question(task, seed + 50)  # fifty failures in a row are a bug, so let it raise
+            if is_good(question := make_question(task, candidate)):
+                return question
+    raise QuestionError(f"{task}: no question from seed {seed} on, or none earns its full score")
 
 
 def first_solved_question(task: str, seed: int) -> Question:
@@ -930,12 +862,9 @@ def first_solved_question(task: str, seed: int) -> Question:
     The example answers of propositional_logic fail its verifier once in a hundred times. As solved
     examples they would teach what is not rewarded.
     """
-    for _ in range(50):
-        question = first_valid_question(task, seed)
-        if compute_reward(question, f"<answer>{question.answer}</answer>") == 1:
-            return question
-        seed = question.seed + 1
-    raise QuestionError(f"{task}: its own answers do not earn its own full score")
+    return first_valid_question(
+        task, seed, lambda q: compute_reward(q, f"<answer>{q.answer}</answer>") == 1
+    )
 
 
 def patch_reasoning_gym() -> None:
@@ -958,36 +887,18 @@ def patch_reasoning_gym() -> None:
 patch_reasoning_gym()
 
 
-def check_tasks(tasks) -> None:
-    """Score a solved example of each task. A mistake in a verifier of one's own raises here; in
-    training it would count as a wrong answer, because there a stranger's text may be the cause."""
-    for task in tasks:
-        question = first_valid_question(task, 0)
-        verifier_score(question, question.answer)
-        first_solved_question(task, 0)
-
-
 def group_rewards(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
     """Rewards of a group's completions. Equal texts are scored once, which bounds the work."""
     scores = {text: compute_reward(question, text, kind) for text in set(texts)}
     return [scores[text] for text in texts]
 
 
-def compute_reward(question: Question, text: str, kind: str = "exact") -> float:
-    """Reward in [0, 1] of a completion, by reasoning-gym's verifier. Never raises, and never
-    evaluates the text.
-
-    exact: 1 if the verifier's score is at least 0.99, else 0. Verifiers pay small sums for garbage,
-    and the normalisation within a group would turn these into full-size advantages.
-    verifier: the raw score.
-    """
-    answer = extract_tagged_answer(text)
+def safe_score(question: Question, answer: str) -> float:
+    """`verifier_score` within [0, 1], and 0 where the verifier raises or returns no number."""
     score = 0.0
-    if answer is not None:
-        with contextlib.suppress(Exception):  # a verifier may raise anything on a stranger's text
-            score = verifier_score(question, answer)
-    score = min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
-    return score if kind == "verifier" else float(score >= 0.99)
+    with contextlib.suppress(Exception):  # a verifier may raise anything on a stranger's text
+        score = verifier_score(question, answer)
+    return min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
 
 
 def verifier_score(question: Question, answer: str) -> float:
@@ -1001,18 +912,6 @@ def verifier_score(question: Question, answer: str) -> float:
         return 0.0
     with decimal.localcontext():  # decimal_arithmetic changes the precision of the process
         return float(question.dataset.score_answer(answer, question.entry))
-
-
-def extract_tagged_answer(text: str) -> str | None:
-    """The text between the last </answer> and the last <answer> before it, None without both.
-
-    A model may mention the tag before it uses it. (reasoning-gym's extract_answer would begin after
-    the first tag, and takes quadratic time.)
-    """
-    text = text[-MAX_SCORED_CHARS:]
-    end = text.rfind("</answer>")
-    begin = text.rfind("<answer>", 0, max(end, 0))
-    return None if begin < 0 else text[begin + len("<answer>") : end].strip()
 
 
 def is_safe_formula(question: Question, answer: str) -> bool:
@@ -1100,8 +999,8 @@ class Codec:
         # Solved examples of the same task, from the seeds that follow the question's.
         examples = []
         for i in range(self.num_shots):
-            seed = (question.seed + 1 + i) % HELD_OUT_SEEDS.start
-            solved = first_solved_question(question.task, seed)
+            after = (question.seed + 1 + i) % HELD_OUT_SEEDS.start
+            solved = first_solved_question(question.task, after)
             examples.append(f"{solved.text}\n<answer>{solved.answer}</answer>\n\n")
 
         # Drop whole examples until the prompt fits. The tokenizer may put a BOS before the text,
@@ -1117,9 +1016,9 @@ class Codec:
         """System prompt and question in the model's template, in one turn if it has no system
         role."""
         system = SYSTEM_PROMPTS["default"]
-        turns = [{"role": "user", "content": system + "\n" + text}]
-        if self.has_system_role:
-            turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+        if not self.has_system_role:
+            turns = [{"role": "user", "content": system + "\n" + text}]
         # EXERCISE: let a model that can think do so. It needs far more than 256 tokens.
         ids = self.tokenizer.apply_chat_template(
             turns,
@@ -1166,14 +1065,22 @@ class Codec:
     @functools.cached_property
     def silent_ids(self) -> set[int]:
         """Special tokens, which are no text. Answer tags are text, even where they are special."""
-        silent = set(self.tokenizer.all_special_ids)
-        tags = set()
-        for token_id, token in self.tokenizer.added_tokens_decoder.items():
-            if token.special:
-                silent.add(token_id)
-            if token.content in ("<answer>", "</answer>"):
-                tags.add(token_id)
-        return silent - tags
+        added = self.tokenizer.added_tokens_decoder
+        special = {i for i, token in added.items() if token.special}
+        tags = {i for i, token in added.items() if token.content in ("<answer>", "</answer>")}
+        return special.union(self.tokenizer.all_special_ids) - tags
+
+    def ended(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which of these completions (rows, t) end with their last token: (rows,)."""
+        ended = torch.isin(tokens[:, -1], torch.tensor([*self.eos_ids], device=tokens.device))
+        if self.few_shot:
+            answered = [self.ends_with_answer(ids) for ids in tokens.tolist()]
+            ended |= torch.tensor(answered, device=tokens.device)
+        return ended
+
+    def is_finished(self, ids: list[int]) -> bool:
+        """Whether the model ended a completion itself."""
+        return ids[-1] in self.eos_ids or self.ends_with_answer(ids)
 
     def ends_with_answer(self, ids: list[int]) -> bool:
         """Whether a completion ends here without an EOS. After solved examples a base model would
@@ -1223,6 +1130,7 @@ def rehearse(model, codec: Codec, config, tasks) -> None:
     for task in tasks:
         for seed in range(5):
             question = first_solved_question(task, seed)
+            verifier_score(question, question.answer)  # a mistake in one of one's own raises here
             prompt = codec.encode_prompt(question)
             right = f"<answer>{question.answer}</answer>"
             answers = codec.encode_completions([right, f"It is {right}"], [True, True])
@@ -1242,7 +1150,7 @@ def check_logprobs(model, codec: Codec, config, prompts, answers) -> None:
     plain forward pass.
 
     They are not where a cache cannot be repeated (state-space models), where positions are ignored
-    (BART), and where logits are more than `lm_head_logits` (scaled ones).
+    (BART), and where logits are more than `scaled_logits`.
     """
     # The plain way: every row on its own, without padding or a cache.
     rows = list(itertools.product(prompts, answers))
@@ -1255,9 +1163,7 @@ def check_logprobs(model, codec: Codec, config, prompts, answers) -> None:
         theirs.append(-losses[-len(answer) :])
 
     row_prompts, row_answers = zip(*rows, strict=True)
-    ours, mask = completion_logprobs_shared_prompt(
-        model, row_prompts, row_answers, pad_id=codec.pad_id
-    )
+    ours, mask = completion_logprobs(model, row_prompts, row_answers, pad_id=codec.pad_id)
     error = (ours.detach()[mask] - torch.cat(theirs)).abs().max().item()
     if not error < 2e-3:
         reason = f"log-probabilities differ by {error:.2g} from a plain forward pass"
@@ -1301,15 +1207,7 @@ def load_pretrained(config):
 
     Raises ModelError with the reason if that fails.
     """
-    # Say what is wrong with a folder. The library's own message would be about something else.
     name = config.MODEL_NAME
-    if os.path.isfile(os.path.join(name, "adapter_config.json")):
-        raise model_error(config, "it is an adapter (LoRA): merge it into its base model first")
-    if name.startswith(("/", "./", "../")) and not os.path.isdir(name):
-        raise model_error(config, "there is no such folder")
-    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
-        raise model_error(config, "the folder holds no model: it has no config.json")
-
     access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
     try:
         stored = transformers.AutoConfig.from_pretrained(name, **access)
@@ -1320,15 +1218,12 @@ def load_pretrained(config):
     except Exception as error:  # files, network, tokenizer: a model's author may have done anything
         raise model_error(config, f"{type(error).__name__}: {error}") from error
 
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(GROUPED_ATTENTION)
+
     # Weights that are missing would be random, and different in each process.
     if info["missing_keys"]:
         raise model_error(config, f"its files lack {min(info['missing_keys'])}")
-    # Models that keep more than keys and values cannot share a prompt.
-    if getattr(model, "_is_stateful", False):
-        kind = type(model).__name__
-        raise model_error(config, f"{kind} keeps another state than keys and values")
-    if model.base_model is model:
-        raise model_error(config, "it gives no hidden states")
     if not all(p.requires_grad and p.is_floating_point() for p in model.parameters()):
         advice = "take the model in full precision"
         raise model_error(config, f"its weights are quantized or frozen: {advice}")
@@ -1435,9 +1330,7 @@ def build_tiny_model(tasks):
             pieces = set(re.split(r"[0-9]+", text))
             counts.update(piece for piece in pieces if len(piece) >= 5)
     phrases = sorted(piece for piece, count in counts.items() if count >= 10)
-    for template in ANSWER_TEMPLATES[1:]:
-        if len(template) >= 5:
-            phrases.append(template.split("{}")[0])
+    phrases += [text.split("{}")[0] for text in ANSWER_TEMPLATES[1:] if len(text) >= 5]
 
     # A tokenizer of single characters, with the phrases as added tokens.
     characters = sorted({*map(chr, range(32, 127)), *"\n∧∨¬→↔"})
@@ -1504,14 +1397,10 @@ def warm_start(model, codec: Codec, config, tasks, progress) -> None:
     progress(step, steps, loss) is called after each step; the loss is a scalar tensor.
     """
     steps = config.WARM_START_STEPS
-    if config.MODEL_NAME == "tiny":
-        batch_size = 64
-        peak_lr = 4e-3
-        last_phase = min(150, steps // 4)
-    else:
-        batch_size = 8
-        peak_lr = 2e-5
-        last_phase = 0
+    is_tiny = config.MODEL_NAME == "tiny"
+    batch_size = 64 if is_tiny else 8
+    peak_lr = 4e-3 if is_tiny else 2e-5
+    last_phase = min(150, steps // 4) if is_tiny else 0
     main_phase = steps - last_phase
     warm_up_steps = max(1, min(50, steps // 4))
 
@@ -1536,7 +1425,7 @@ def warm_start(model, codec: Codec, config, tasks, progress) -> None:
         # The negative log-likelihood of the answers, a mean over all their tokens.
         prompts, answers = zip(*batch, strict=True)
         with autocast(config.DTYPE, model):
-            logprobs, mask = completion_logprobs(model, prompts, answers, pad_id=codec.pad_id)
+            logprobs, mask = plain_logprobs(model, prompts, answers, pad_id=codec.pad_id)
         loss = -(logprobs * mask).sum() / mask.sum()
 
         optimizer.zero_grad()
@@ -1559,20 +1448,16 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_sh
         for _ in range(16 * batch_size):
             task = rng.choice(tasks)
             question = first_solved_question(task, rng.randrange(HELD_OUT_SEEDS.start))
-            if config.MODEL_NAME != "tiny" or rng.random() < tag_share:
-                template = ANSWER_TEMPLATES[0]
-            else:
-                template = rng.choice(ANSWER_TEMPLATES[1:])
+            is_rewarded = config.MODEL_NAME != "tiny" or rng.random() < tag_share
+            template = ANSWER_TEMPLATES[0] if is_rewarded else rng.choice(ANSWER_TEMPLATES[1:])
             questions.append(question)
             answers.append(template.format(question.answer))
 
         # Encode them, and leave out what does not fit.
         prompt_ids = [codec.encode_prompt(question) for question in questions]
         answer_ids = codec.encode_completions(answers, [True] * len(answers))
-        samples = []
-        for prompt, answer in zip(prompt_ids, answer_ids, strict=True):
-            if len(prompt) + len(answer) <= codec.positions:
-                samples.append((prompt, answer))
+        samples = list(zip(prompt_ids, answer_ids, strict=True))
+        samples = [(p, a) for p, a in samples if len(p) + len(a) <= codec.positions]
         if not samples:
             model = config.MODEL_NAME
             raise ModelError(f"TASKS: no question and answer fit into the positions of {model}")
@@ -1599,7 +1484,7 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
         "TASK_TABLE": task_hash(),
         "ANSWER_STYLES": ANSWER_TEMPLATES,
         "reasoning-gym": REASONING_GYM_VERSION,
-        "the model's weights": checksum(p.detach().cpu() for p in model.parameters()),
+        "the model's weights": [zlib.crc32(p.detach().cpu().numpy()) for p in model.parameters()],
         "its prompts": [codec.encode_prompt(question), answer],
     }
 
@@ -1611,96 +1496,85 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
 MAX_HEADER_BYTES = 2**23  # of a safetensors file; parsed, it takes some 30 times as much memory
 
 
-def training_state(model, optimizer) -> dict[str, torch.Tensor]:
-    """{name: tensor} of everything that training resumes from: weights, Adam's steps and moments.
+def training_state(nodes) -> dict[str, torch.Tensor]:
+    """{name: tensor} of everything that these nodes resume from: weights, Adam's steps and moments.
     Not copies."""
     tensors = {}
-    for name, p in model.named_parameters():
-        tensors[f"{name}/weight"] = p.detach()
-        for kind, tensor in optimizer.state[p].items():
-            tensors[f"{name}/{kind}"] = tensor
+    for node in nodes:
+        for name, p in node.model.named_parameters():
+            for kind, tensor in {"weight": p.detach(), **node.optimizer.state[p]}.items():
+                tensors[f"{node.id}/{name}/{kind}"] = tensor
     return tensors
 
 
-def named_weights(model) -> dict[str, torch.Tensor]:
-    """{name: tensor} of the weights alone, tied ones once. Not copies."""
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
-def checksum(tensors) -> int:
-    """CRC-32 of float32 tensors in main memory, one after another."""
-    crc = 0
-    for tensor in tensors:
-        crc = zlib.crc32(tensor.numpy(), crc)
-    return crc
-
-
-@contextlib.contextmanager
-def safetensors_errors(kind):
-    """Raise an error of safetensors as `kind`: OSError while writing, ValueError while reading."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise kind(str(error)) from error
+class InvalidTensorsError(ValueError):
+    """A file of tensors that is damaged or does not fit. The text is a short reason."""
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], metadata: str, path) -> None:
-    """Write a safetensors file with a text. Raises OSError if the disk is full."""
-    saved = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    with safetensors_errors(OSError):
-        safetensors.torch.save_file(saved, path, {"about": metadata})
+    """Write a safetensors file with a text."""
+    saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(saved, path, {"about": metadata})
 
 
 def save_model(model, codec: Codec, card: str, folder) -> None:
     """Write model, tokenizer and model card as an ordinary Hugging Face folder, the weights in the
-    type that they came in. The model must not be trained afterwards. Raises OSError if the disk is
-    full.
-    """
+    type that they came in. The model must not be trained afterwards."""
     model.generation_config.eos_token_id = sorted(codec.eos_ids)  # else `generate` goes on for ever
-    with safetensors_errors(OSError):
-        model.to(codec.dtype).save_pretrained(folder)
+    model.to(codec.dtype).save_pretrained(folder)
     # Several chat templates would need a subfolder.
     codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
     Path(folder, "README.md").write_text(card, encoding="utf-8")
 
     # The name of the class that transformers 4 knows, too.
     file = Path(folder, "tokenizer_config.json")
-    settings = file.read_text(encoding="utf-8")
-    settings = settings.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
+    settings = file.read_text(encoding="utf-8").replace(
+        '"TokenizersBackend"', '"PreTrainedTokenizerFast"'
+    )
     file.write_text(settings, encoding="utf-8")
 
 
-def read_metadata(path) -> str:
-    """The text of a safetensors file. Raises ValueError if it is no such file, or if its header is
+@contextlib.contextmanager
+def open_tensors(path):
+    """A safetensors file, opened. Raises InvalidTensorsError if it is damaged, or if its header is
     too long to be parsed in a moment."""
     with open(path, "rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
-            raise ValueError("its header is too long")
-    with safetensors_errors(ValueError), safetensors.safe_open(path, framework="pt") as file:
-        return file.metadata()["about"]
+            raise InvalidTensorsError("its header is too long")
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise InvalidTensorsError(str(error)) from error
+
+
+def read_metadata(path) -> str:
+    """The text of a safetensors file, "" without one. Raises InvalidTensorsError."""
+    with open_tensors(path) as file:
+        return (file.metadata() or {}).get("about", "")
 
 
 def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Read tensors with the names, shapes and types of `ours`, in this order.
 
-    A stranger may have written the file. Raises ValueError, TypeError, LookupError or OSError if it
-    is damaged or does not fit.
+    A stranger may have written the file. Raises InvalidTensorsError if it is damaged or does not
+    fit.
     """
-    read_metadata(path)
     saved = {}
-    with safetensors_errors(ValueError), safetensors.safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         for name, tensor in ours.items():
             # Compare the shape before the tensor is read: a wrong one may be enormous.
             if file.get_slice(name).get_shape() != list(tensor.shape):
-                raise ValueError(f"{name}: its shape does not match the model's")
+                raise InvalidTensorsError(f"{name}: its shape does not match the model's")
             saved[name] = file.get_tensor(name)
             if saved[name].dtype != tensor.dtype:
-                raise ValueError(f"{name}: its type does not match the model's")
+                raise InvalidTensorsError(f"{name}: its type does not match the model's")
             if not saved[name].isfinite().all():
-                raise ValueError(f"{name}: it holds values that are not finite")
+                raise InvalidTensorsError(f"{name}: it holds values that are not finite")
     return saved
 
 
+@torch.no_grad()
 def copy_tensors(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
     """Copy saved tensors into those of the same names."""
     for name, tensor in ours.items():

@@ -11,22 +11,15 @@ decoded rollouts, plain text, through one shared folder. Settings are environmen
     bash run_swarm.sh                                                      a swarm on this machine
     python sapo.py --help                                                  all variables
 
-`train` is the paper's Algorithm 1, and its six steps follow it, then how a process goes from one
-round to the next. That is SAPO. Below come what is logged, settings, checkpoints, starting, logging
-and signals, and functions for notebooks.
-
-One thread makes all calls to the folder, in order, and retries a failed call until it succeeds
-(`RetryingStore` in drive_store.py). If a process is killed, the folder therefore holds its writes
-up to some point and none after it.
+`train` is the paper's Algorithm 1, and its six steps follow it. That is SAPO, the heart.
 """
 
 import contextlib
 import copy
+import dataclasses
 import difflib
 import fnmatch
-import functools
 import hashlib
-import importlib.util
 import json
 import os
 import random
@@ -40,22 +33,9 @@ import textwrap
 import threading
 import time
 import traceback
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-
-# Before torch is loaded, which takes some seconds: a missing package is named in one sentence, and
-# Ctrl-C ends the program without a traceback.
-packages = ("torch", "transformers", "reasoning_gym")
-missing_packages = [name for name in packages if importlib.util.find_spec(name) is None]
-if missing_packages:
-    advice = "pip install torch transformers reasoning-gym"
-    raise SystemExit(f"missing packages: {', '.join(missing_packages)}; {advice}")
-if sys.orig_argv[-1].endswith("sapo.py") and "IPython" not in sys.modules:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-import huggingface_hub  # comes with transformers
-import torch
-import tqdm  # also
 
 if "DriveStore" in globals():  # the four modules pasted into one notebook cell
     coordinator = drive_store = grpo = sys.modules[__name__]
@@ -63,6 +43,10 @@ else:
     import coordinator
     import drive_store
     import grpo
+
+import huggingface_hub  # comes with transformers
+import torch
+import tqdm  # also
 
 
 def train(run: "Run") -> None:
@@ -73,107 +57,79 @@ def train(run: "Run") -> None:
     fully synchronous and a run repeats bit for bit on a CPU.
     """
     while (t := next_round(run)) is not None:
-        for stage in range(run.config.MAX_STAGES):
+        for stage in range(run.config.MAX_STAGES):  # 1 by default
+            at = drive_store.At(t, stage)
             for node in run.nodes:
-                questions = sample_batch(run, node, t, stage)  # 1. draw I questions
-                node.groups = generate_groups(run, node, questions, t, stage)  # 2. G completions
-                publish_groups(run, node, t, stage)  # 3. share them as text
+                questions = sample_batch(run, node, at)  # 1. draw I questions
+                node.groups = generate_groups(run, node, questions, at)  # 2. G completions of each
+                publish_groups(run, node, at)  # 3. share them as text
 
             for node in run.nodes:
-                external = sample_external(run, node, t, stage)  # 4. draw J of the peers' groups
-                policy_gradient(run, node, external)  # 5. one update on own and external groups
-                submit_reward(run, node, t, stage)  # 6. report
+                node.external = sample_external(run, node, at)  # 4. draw J of the peers' groups
+                policy_gradient(run, node)  # 5. one update on own and external groups
+                submit_reward(run, node, at)  # 6. report
         finish_round(run, t)
 
 
 @dataclass
 class Node:
-    """One learner. Checkpoints hold its model, optimizer, total_reward and used_external."""
+    """One learner. Checkpoints hold the first five of these fields."""
 
     id: str
     model: "torch.nn.Module"
     optimizer: "torch.optim.Optimizer"
     total_reward: float = 0.0
-    # Keys of the external groups already trained on; each is used at most once.
-    used_external: set = field(default_factory=set)
-    # Its own groups of the current stage.
+    used_external: set = field(default_factory=set)  # keys of the groups it was trained on
+
+    # Of the current stage: own groups, those still to be shared, external ones, the candidates that
+    # these were drawn from, and what the update returned.
     groups: "list[grpo.Group]" = field(default_factory=list)
-    # Its own groups of this round that are still to be published, in the form of the file.
-    pending: list = field(default_factory=list)
-    # Numbers about the current stage, for the log and for the reward file.
-    metrics: dict = field(default_factory=dict)
-    # The external groups of the current stage, for the log.
+    unshared: "list[grpo.Group]" = field(default_factory=list)
     external: "list[grpo.Group]" = field(default_factory=list)
+    candidates: "list[grpo.Group]" = field(default_factory=list)
+    rows: "list[grpo.Row]" = field(default_factory=list)
+    steps: list[tuple] = field(default_factory=list)
 
 
 @dataclass
 class Run:
-    """One process: its nodes, and what it knows of the swarm."""
+    """One process: its nodes, and what they share."""
 
-    config: "Config"
+    config: "Config"  # I, J, G: NUM_TRAIN_SAMPLES 8, NUM_TRANSPLANT_TREES 0, NUM_GENERATIONS 8
     store: "drive_store.RetryingStore"
+    member: "drive_store.Member"  # this process in the swarm; member.board is the swarm's state
     codec: "grpo.Codec"
     nodes: list[Node]
+    peers: "Peers"  # what was read of the peers' groups
     log: "Log"
     signals: "Signals"
-
-    # Completions per forward pass, and completions generated at once; lowered when memory runs out.
-    max_rows: int
-    max_generation_rows: int = 2**30
-
-    # The session id of this process, and the state of the swarm, refreshed on every poll.
-    session: str = ""
-    board: "drive_store.Board | None" = None
+    update_limit: "grpo.RowLimit"  # how many rows fit into memory
+    generation_limit: "grpo.RowLimit"
     last_round: int = -1  # the last one that is finished
-    next_heartbeat: float = 0.0
-    coordinator_last_seen: float = field(default_factory=time.monotonic)
-    # Seconds left in this round's budget for waiting on peers.
-    fetch_budget_seconds: float = 0.0
-
-    # (node, round, stage) -> the groups of this rollout file, structure checked.
-    fetched: dict = field(default_factory=dict)
-    # Key of an external group -> its Group, or the Rejected that says why it cannot be used.
-    verified: dict = field(default_factory=dict)
-    # Warnings that were logged, each once.
-    logged: set = field(default_factory=set)
-
-    # The metrics of every stage of every node, and when each round ended.
-    history: list = field(default_factory=list)
-    round_ends: list = field(default_factory=list)
-    # What the model answered before any round.
-    initial_samples: list = field(default_factory=list)
 
 
 # -------- The six steps of a round ----------------------------------------------------------------
+# `at` is a stage of a round, an At(round, stage) of drive_store. (What the steps took in seconds is
+# measured below: `timed` wraps three of them.)
 
 
-def sample_batch(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Question]":
-    """Step 1: draw I questions, or k x I with LOCAL_OVERSAMPLE = k.
-
-    Each has a hash as its seed, and the seed chooses one of the tasks uniformly.
-    """
-    send_heartbeats(run)
-    seeds = []
-    for i in range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE):
-        seeds.append(derive_seed(run.config, node.id, t, stage, "question", i))
-    return questions_from_seeds(run, seeds)
+def sample_batch(run: Run, node: Node, at) -> "list[grpo.Question]":
+    """Step 1: draw I questions."""
+    config = run.config
+    seeds = [derive_seed(config, node.id, at, "question", i) for i in range(config.num_questions)]
+    return make_questions(run, seeds)
 
 
-def derive_seed(
-    config: "Config", node_id: str, round_: int, stage: int, purpose: str, i: int = 0
-) -> int:
-    """Derive a seed by hashing the arguments.
-
-    No random state has to be saved, different purposes get different numbers, and a resumed node
-    draws the same ones again. The result lies below HELD_OUT_SEEDS.
-    """
-    text = f"{config.SEED}|{node_id}|{round_}|{stage}|{purpose}|{i}"
+def derive_seed(config: "Config", node_id: str, at, purpose: str, i: int = 0) -> int:
+    """A hash of the arguments, below HELD_OUT_SEEDS. No random state has to be saved, and a resumed
+    node draws the same numbers again."""
+    text = f"{config.SEED}|{node_id}|{at.round}|{at.stage}|{purpose}|{i}"
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") % grpo.HELD_OUT_SEEDS.start
 
 
-def questions_from_seeds(run: Run, seeds: list[int]) -> "list[grpo.Question]":
-    """For each seed a question of a random task."""
+def make_questions(run: Run, seeds: list[int]) -> "list[grpo.Question]":
+    """For each seed a question of a task that the seed chooses."""
     questions = []
     for seed in seeds:
         task = random.Random(seed).choice(run.config.tasks)
@@ -181,77 +137,45 @@ def questions_from_seeds(run: Run, seeds: list[int]) -> "list[grpo.Question]":
     return questions
 
 
-def generate_groups(
-    run: Run, node: Node, questions: list, t: int, stage: int
-) -> "list[grpo.Group]":
+def generate_groups(run: Run, node: Node, questions: list, at) -> "list[grpo.Group]":
     """Step 2: generate G completions of each question in one batch, decode and score them."""
-    started = time.monotonic()
-    seed = derive_seed(run.config, node.id, t, stage, "generate")
-    groups = answer_questions(run, node, questions, run.config.NUM_GENERATIONS, seed)
-    node.metrics = generation_metrics(groups, time.monotonic() - started)
-    return groups
+    seed = derive_seed(run.config, node.id, at, "generate")
+    return answer_questions(run, node, questions, run.config.NUM_GENERATIONS, seed)
 
 
-def answer_questions(
-    run: Run, node: Node, questions: list, num_generations: int, seed: int
-) -> "list[grpo.Group]":
-    """Completions of each question by this node's model, decoded and scored."""
+def answer_questions(run: Run, node: Node, questions: list, num_generations: int, seed: int):
+    """A group of each question."""
     codec = run.codec
     prompts = [codec.encode_prompt(question) for question in questions]
-
-    # Generate, with smaller batches if memory runs out. A base model without chat template gets
-    # solved examples (few-shot) and would go on with more of them, so its tokens are checked.
-    stop_fn = codec.ends_with_answer if codec.few_shot else None
-    generated, run.max_generation_rows = grpo.generate(
-        node.model,
-        prompts,
-        num_generations,
-        run.config,
-        seed,
-        codec.eos_ids,
-        codec.pad_id,
-        stop_fn,
-        run.max_generation_rows,
-        between_batches=lambda: send_heartbeats(run),
+    generated = grpo.generate(
+        node.model, codec, prompts, num_generations, run.config, seed, run.generation_limit
     )
-
     groups = []
     for question, prompt, completions in zip(questions, prompts, generated, strict=True):
-        texts = [codec.decode(ids) for ids in completions]
-        rewards = grpo.group_rewards(question, texts, run.config.REWARD)
-        finished = [ids[-1] in codec.eos_ids or codec.ends_with_answer(ids) for ids in completions]
-        groups.append(grpo.Group(prompt, completions, rewards, question, texts, finished))
+        finished = [codec.is_finished(ids) for ids in completions]
+        groups.append(score(run, question, prompt, completions, finished))
     return groups
 
 
-def mean_reward(groups: "list[grpo.Group]") -> float | None:
-    """Mean reward of all completions of these groups.
-
-    The reward of a round is the mean over the node's own groups, unfiltered. External groups or a
-    filter would bias it. None if there are no groups.
-    """
-    rewards = []
-    for group in groups:
-        rewards += group.rewards
-    return coordinator.mean(rewards)
+def score(run: Run, question, prompt: list, completions: list, finished: list) -> "grpo.Group":
+    """A group with its texts, and with the reward of each by `grpo.compute_reward`."""
+    texts = [run.codec.decode(ids) for ids in completions]
+    rewards = grpo.group_rewards(question, texts, run.config.REWARD)
+    return grpo.Group(prompt, completions, rewards, question, texts, finished)
 
 
-def publish_groups(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 3: publish this stage's groups as text, before training on them (but see `round` below).
-
-    Peers get the bare question, the decoded completions and this node's own rewards. With
-    ROLLOUT_PUBLISH_FREQUENCY=round all stages are published together, in the last one.
-    """
-    node.pending += [shared_form(group) for group in node.groups]
-    if stage in run.config.publishing_stages:
-        rollouts = {str(index): group for index, group in enumerate(node.pending)}
-        run.store.publish("rollouts", node.id, t, stage, rollout_file(run.config, rollouts))
-        node.pending = []
-    send_heartbeats(run)
+def publish_groups(run: Run, node: Node, at) -> None:
+    """Step 3: share the groups as text, before training on them."""
+    node.unshared += node.groups
+    if at.stage in run.config.publishing_stages:  # in each, by default
+        rollouts = {str(index): shared_form(group) for index, group in enumerate(node.unshared)}
+        run.store.publish("rollouts", node.id, at, rollout_file(run.config, rollouts))
+        node.unshared = []
 
 
 def shared_form(group: "grpo.Group") -> dict:
-    """A group as it stands in a rollout file."""
+    """A group in a rollout file. A peer uses task, seed, response and finished, and compares the
+    prompt; answer and reward are for people."""
     completions = []
     for text, reward, finished in zip(group.texts, group.rewards, group.finished, strict=True):
         completions.append({"response": text, "reward": reward, "finished": finished})
@@ -265,347 +189,279 @@ def shared_form(group: "grpo.Group") -> dict:
     }
 
 
-def sample_external(run: Run, node: Node, t: int, stage: int) -> "list[grpo.Group]":
-    """Step 4: verify and score the peers' groups here, drop those without information, and draw J
-    of the rest uniformly. What is missing is drawn from older rounds, up to ROLLOUT_MAX_AGE (4)
-    rounds back."""
+def sample_external(run: Run, node: Node, at) -> "list[grpo.Group]":
+    """Step 4: draw J of the peers' groups of this stage, all that may be drawn with equal chances.
+    What is missing is drawn from up to ROLLOUT_MAX_AGE (4) rounds back."""
     config = run.config
-    started = time.monotonic()
-    node.metrics |= {"external_pool": 0, "rejected": 0}
-    external = []
     if config.NUM_TRANSPLANT_TREES > 0:
-        wait_for_peers(run, node, t, stage)
-
-        # This round first, then older ones until J groups are drawn.
-        rng = random.Random(derive_seed(config, node.id, t, stage, "external"))
-        for age in range(min(config.ROLLOUT_MAX_AGE, t) + 1):
-            candidates = external_candidates(run, node, t, stage, age, rng)
-            node.metrics["external_pool"] += len(candidates)
-            num_missing = config.NUM_TRANSPLANT_TREES - len(external)
+        wait_for_peers(run, node, at)
+    rng = random.Random(derive_seed(config, node.id, at, "external"))
+    external = []
+    node.candidates = []
+    for age in range(min(config.ROLLOUT_MAX_AGE, at.round) + 1):
+        num_missing = config.NUM_TRANSPLANT_TREES - len(external)
+        if num_missing > 0:
+            candidates = external_candidates(run, node, at, age, rng)
             external += rng.sample(candidates, min(num_missing, len(candidates)))
-            if len(external) == config.NUM_TRANSPLANT_TREES:
-                break
-
-    # Remember what was drawn, and forget what is too old to be drawn again.
-    oldest = t - config.ROLLOUT_MAX_AGE
-    node.used_external = {key for key in node.used_external if key[0] >= oldest}
+            node.candidates += candidates
     node.used_external |= {group.key for group in external}
-    node.external = external
-    node.metrics |= external_metrics(run, t, external, time.monotonic() - started)
     return external
 
 
-def wait_for_peers(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 4a: wait for the live peers that have not published this stage yet, at most
-    FETCH_TIMEOUT_SECONDS (30) in a round, for all nodes of this process together.
+def wait_for_peers(run: Run, node: Node, at) -> None:
+    """Step 4a: wait for the peers that will be read, at most FETCH_TIMEOUT_SECONDS (30) in a round,
+    and no longer when a later round opens."""
+    late = late_peers(run, node, at)
+    while late and may_wait(run, late, at):  # it sleeps until the next look
+        late = late_peers(run, node, at)
 
-    A peer that did not finish publishing the previous round is not waited for, so one that dies
-    costs the swarm at most one timeout. Waiting also ends when a later round opens.
-    """
+
+def late_peers(run: Run, node: Node, at) -> set[str]:
+    """The peers that are waited for now: they are alive, and they published all of the round before
+    or have entered this one, so one that dies costs the swarm at most one timeout."""
+    board = run.member.refresh()
+    in_step = board.in_step("rollouts", at.round, run.config.MAX_STAGES - 1)
+    late = set(choose_peers(run, node, at, in_step)) - set(run.config.node_ids)
+    late -= arrived(run, node, late, at)
+    return {peer for peer in late if run.member.is_alive(peer)}
+
+
+def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
+    """At most FETCH_MAX_PEERS (10) of these peers, so that the cost of a round does not grow with
+    the swarm: those that a hash puts first, for five rounds the same ones."""
+    draw = drive_store.At(at.round // 5)
+    others = set(peers) - {node.id}
+    rank = {peer: derive_seed(run.config, node.id, draw, f"read {peer}") for peer in others}
+    return sorted(sorted(others, key=rank.get)[: run.config.FETCH_MAX_PEERS])
+
+
+def external_candidates(run: Run, node: Node, at, age: int, rng) -> "list[grpo.Group]":
+    """Step 4b: the peers' groups that `node` may draw: verified, informative, not yet trained on.
+    For age > 0 they are of all stages of that round."""
     config = run.config
-    if stage not in config.publishing_stages:
-        return
+    stages = [at.stage] if age == 0 else range(config.MAX_STAGES)
+    files = [drive_store.At(at.round - age, stage) for stage in stages]
+    published = run.member.board.reached("rollouts", files[0])
 
-    # In round 0 all workers, later those that published in the round before.
-    run.board = run.store.board()
-    expected = run.board.workers
-    if t > 0:
-        expected = run.board.reached("rollouts", t - 1, config.publishing_stages[-1])
-    late = set(expected) - set(config.node_ids)
-    is_crowd = len(late) > config.FETCH_MAX_PEERS
+    candidates = []
+    for peer in choose_peers(run, node, at, published):
+        records = []
+        for file in files:
+            records += fetch_groups(run, node, peer, file) or []
+        # A fair share of each peer, I or J where I = 0, chosen before its groups are verified:
+        # nobody gains by publishing thousands.
+        records = [record for record in records if record["key"] not in node.used_external]
+        if len(records) > config.max_groups_per_peer:
+            records = rng.sample(records, config.max_groups_per_peer)
+        for group in verify_all(run, node, peer, records):
+            if group.is_informative or not config.EXTERNAL_FILTER:
+                candidates.append(group)
+    return candidates
 
-    while late and not run.signals.requested and run.board.open_round <= t:
-        poll_started = time.monotonic()
-        run.board = run.store.board()
-        for peer in run.board.reached("rollouts", t, stage):
-            # Wait for the file, too: on some storages it arrives after its marker. In a crowd not
-            # every file is read, so there the marker is enough.
-            if peer in late and (is_crowd or fetch_groups(run, node, (peer, t, stage)) is not None):
-                late.remove(peer)
-        late = {peer for peer in late if is_alive(run, peer)}
-        if late and run.fetch_budget_seconds <= 0:
-            names = coordinator.join_names(sorted(late), 3)
-            text = f"round {t}: {names} did not publish in time (FETCH_TIMEOUT_SECONDS)"
-            log_once(run, "wait", text)
-            return
-        if late:
-            send_heartbeats(run)
-            run.fetch_budget_seconds -= drive_store.poll_sleep(poll_started)
 
+def verify(run: Run, record: dict) -> "grpo.Group":
+    """A peer's group, its question made again, its texts tokenized and scored here.
+
+    Rejected: a task of another experiment, a held-out seed, another prompt, a completion that is
+    empty, too long or has an EOS inside, and what takes too long to verify.
+    """
+    codec = run.codec
+    question = checked_question(run, record)  # from its task and seed
+    prompt = codec.encode_prompt(question)
+    completions = record["completions"][: run.config.NUM_GENERATIONS]
+    texts = [completion["response"] for completion in completions]
+    finished = [completion["finished"] for completion in completions]
+    token_ids = checked_ids(codec, prompt, texts, finished)  # with this model's tokenizer
+
+    # Score the text that these tokens decode to, because the update trains on the tokens.
+    group = score(run, question, prompt, token_ids, finished)
+    return dataclasses.replace(group, key=record["key"])
+
+
+def policy_gradient(run: Run, node: Node) -> None:
+    """Step 5: one GRPO update on I of the own groups (LOCAL_OVERSAMPLE may have made more) and on
+    all drawn external groups."""
+    # EXERCISE: replace groups without information by informative ones of earlier rounds (replay).
+    own = informative_first(node.groups)[: run.config.NUM_TRAIN_SAMPLES]
+    node.rows, node.steps = grpo.update_policy(
+        node.model, node.optimizer, own + node.external, run.config, run.codec, run.update_limit
+    )
+
+
+def submit_reward(run: Run, node: Node, at) -> dict:
+    """Step 6: submit the stage's metrics. The reward is the mean over the node's own completions:
+    external groups or a filter would bias it."""
+    metrics = stage_metrics(run, node, at)
+    submitted = run.store.publish("rewards", node.id, at, metrics)  # or what stands there already
+    node.total_reward += submitted["reward"] or 0.0
+    return metrics
+
+
+def next_round(run: Run) -> int | None:
+    """The round to work on now, None after the last one.
+
+    A coordinator opens rounds. Where none is alive, whoever has finished opens its own next one. A
+    node that was away or slow goes on with the newest open round and skips what it missed. (A
+    process that is alone misses nothing: after a kill it repeats the rounds since its checkpoint.)
+    """
+    own = run.last_round + 1
+    if own >= run.config.MAX_ROUNDS:
+        return None
+    t = coordinator.wait_for_round(run, own)
+    enter_round(run, own, t)
+    return t if t < run.config.MAX_ROUNDS else None
+
+
+# ==== The heart ends here. Below: peers' files, rounds, metrics, settings, checkpoints, starting ==
+
+# -------- What was read of the peers' groups ------------------------------------------------------
 
 MAX_VERIFY_SECONDS_PER_PEER = 20.0  # in each draw; a peer can send text that is slow to score
 
 
-def external_candidates(
-    run: Run, node: Node, t: int, stage: int, age: int, rng: random.Random
-) -> "list[grpo.Group]":
-    """Step 4b: the peers' groups that `node` may draw from, verified, informative and not yet
-    trained on. age: 0 means this stage of round t; a > 0 means all stages of round t - a."""
-    config = run.config
-    round_ = t - age
-    stages = [stage] if age == 0 else config.publishing_stages
+@dataclass
+class Peers:
+    """What this process knows of the peers' groups, for all its nodes."""
 
-    # With ROLLOUT_PUBLISH_FREQUENCY=round only the last stage has a file. A marker beyond another
-    # stage does not mean that there is one.
-    if stages[0] not in config.publishing_stages:
-        return []
-
-    # Which peers have published? Of more than FETCH_MAX_PEERS a random subset is read, so that the
-    # cost of a round does not grow with the swarm.
-    peers = [peer for peer in run.board.reached("rollouts", round_, stages[0]) if peer != node.id]
-    if age == 0:
-        node.metrics["external_peers"] = min(len(peers), config.FETCH_MAX_PEERS)
-    if len(peers) > config.FETCH_MAX_PEERS:
-        peers = rng.sample(peers, config.FETCH_MAX_PEERS)
-
-    candidates = []
-    for peer in sorted(peers):
-        # A node trains on each group at most once. A peer contributes a fair share at most, chosen
-        # before its groups are verified, so it gains nothing by publishing thousands.
-        groups = []
-        for s in stages:
-            groups += fetch_groups(run, node, (peer, round_, s)) or []
-        groups = [group for group in groups if group["key"] not in node.used_external]
-        if len(groups) > config.max_groups_per_peer:
-            groups = rng.sample(groups, config.max_groups_per_peer)
-
-        started = time.thread_time()  # computing time; waiting does not count
-        for group in groups:
-            # Once a peer's time is used up, the rest of its groups is rejected for good.
-            is_slow = time.thread_time() - started > MAX_VERIFY_SECONDS_PER_PEER
-            result = verify_once(run, group, is_slow)
-            if isinstance(result, Rejected):
-                reject(run, node, peer, result)
-            elif result.is_informative or not config.EXTERNAL_FILTER:
-                candidates.append(result)
-    return candidates
+    # (node, At) -> the groups of this rollout file, structure checked.
+    fetched: dict = field(default_factory=dict)
+    # Key of an external group -> its Group, or the reason why it cannot be used.
+    verified: dict = field(default_factory=dict)
+    # Node of this process -> unusable files and groups that it met in this stage.
+    num_rejected: Counter = field(default_factory=Counter)
+    # Seconds left in this round's budget for waiting on peers.
+    seconds_to_wait: float = 0.0
 
 
-def fetch_groups(run: Run, node: Node, file: tuple) -> list[dict] | None:
-    """The groups of a peer's file (node, round, stage), [] if it cannot be used, None if there is
-    no file."""
-    if run.fetched.get(file) is None:
+class Rejected(ValueError):
+    """A peer's group that cannot be used. The text says why."""
+
+
+def may_wait(run: Run, late: set, at) -> bool:
+    """Sleep until the next look at the board, with a sign of life. False if no more waiting is
+    allowed: the budget of this round is used up, which is said, a later round is open, or the
+    process is to stop."""
+    is_over = run.member.board.open_round > at.round or run.signals.requested
+    if is_over or at.stage not in run.config.publishing_stages:
+        return False
+    if run.peers.seconds_to_wait <= 0:
+        names = coordinator.join_names(sorted(late), 3)
+        text = f"round {at.round}: {names} did not publish in time (FETCH_TIMEOUT_SECONDS)"
+        run.log.once("wait", text)
+        return False
+    run.member.beat()
+    run.peers.seconds_to_wait -= run.member.sleep()
+    return True
+
+
+def arrived(run: Run, node: Node, late: set, at) -> set:
+    """Those whose rollouts are there: the marker, and the file, which arrives later on some
+    storages."""
+    marked = late.intersection(run.member.board.reached("rollouts", at))
+    return {peer for peer in marked if fetch_groups(run, node, peer, at) is not None}
+
+
+def fetch_groups(run: Run, node: Node, peer: str, at) -> list[dict] | None:
+    """The groups of a peer's file, [] if it cannot be used, None if there is no file."""
+    fetched = run.peers.fetched
+    if fetched.get((peer, at)) is None and at.stage in run.config.publishing_stages:
         try:
-            run.fetched[file] = run.store.fetch_rollouts(*file)
+            fetched[peer, at] = run.store.fetch_rollouts(peer, at)
         except drive_store.InvalidFileError as error:
-            run.fetched[file] = []
-            reject(run, node, file[0], error)
-    return run.fetched[file]
+            fetched[peer, at] = []
+            reject(run, node, peer, error)
+    return fetched.get((peer, at))
 
 
-class Rejected(Exception):
-    """An external group that cannot be used, with the reason."""
-
-
-def reject(run: Run, node: Node, peer: str, reason: Exception) -> None:
+def reject(run: Run, node: Node, peer: str, reason) -> None:
     """Count an unusable file or group, and log each (peer, reason) once."""
-    node.metrics["rejected"] += 1
-    log_once(run, "reject", f"{peer}: {reason}")
+    run.peers.num_rejected[node.id] += 1
+    run.log.once("reject", f"{peer}: {reason}")
 
 
-def verify_once(run: Run, external: dict, is_slow: bool) -> "grpo.Group | Rejected":
-    """Verify a peer's group, once in this process: its other nodes get the same result."""
-    key = external["key"]
-    if key not in run.verified:
-        try:
-            if is_slow:
-                raise Rejected("too slow to verify")
-            run.verified[key] = verify(run, external)
-        except Rejected as rejection:
-            run.verified[key] = rejection
-    return run.verified[key]
+def verify_all(run: Run, node: Node, peer: str, records: list[dict]) -> "list[grpo.Group]":
+    """`verify` for a peer's groups, without those that are rejected. The other nodes of this
+    process get the same results."""
+    groups = []
+    verified = run.peers.verified
+    started = time.thread_time()  # computing time; waiting does not count
+    for record in records:
+        # Once a peer's time is used up, the rest of its groups is rejected for good.
+        key = record["key"]
+        if key not in verified:
+            try:
+                if time.thread_time() - started > MAX_VERIFY_SECONDS_PER_PEER:
+                    raise Rejected("too slow to verify")
+                verified[key] = verify(run, record)
+            except Rejected as error:
+                verified[key] = str(error)
+        if isinstance(verified[key], str):
+            reject(run, node, peer, verified[key])
+        else:
+            groups.append(verified[key])
+    return groups
 
 
-def verify(run: Run, external: dict) -> "grpo.Group":
-    """Re-tokenize and re-score a peer's group. Raises Rejected if it cannot be used.
-
-    Only task, seed, response and finished are used. The question is made again here, and the file's
-    prompt must equal it.
-    """
-    codec = run.codec
-
-    # The question must be one that this node could have drawn itself.
-    if external["task"] not in run.config.tasks:
+def checked_question(run: Run, record: dict) -> "grpo.Question":
+    """The question of a peer's group, made again. It must be one that this node could have drawn
+    itself, and the file's prompt must equal it."""
+    if record["task"] not in run.config.tasks:
         raise Rejected("its task is not one of this experiment's")
-    if external["seed"] in grpo.HELD_OUT_SEEDS:
+    if record["seed"] in grpo.HELD_OUT_SEEDS:
         raise Rejected("its question is held-out")
     try:
-        question = grpo.make_question(external["task"], external["seed"])
+        question = grpo.make_question(record["task"], record["seed"])
     except grpo.QuestionError as error:
         raise Rejected("its question cannot be made") from error
-    if external["prompt"] != question.text:
+    if record["prompt"] != question.text:
         raise Rejected("its prompt differs from the question")
+    return question
 
-    # Encode at most G completions with this model's tokenizer.
-    completions = external["completions"][: run.config.NUM_GENERATIONS]
-    texts = [completion["response"] for completion in completions]
-    finished = [completion["finished"] for completion in completions]
-    prompt = codec.encode_prompt(question)
-    # At most twice MAX_NEW_TOKENS of this model's tokens: the peer's tokenizer may need fewer. (64
-    # characters in each token are more than any tokenizer packs.)
+
+def checked_ids(
+    codec, prompt: list[int], texts: list[str], finished: list[bool]
+) -> list[list[int]]:
+    """Completions encoded with this model's tokenizer. They must be what it could have written."""
+    # At most twice MAX_NEW_TOKENS of this model's tokens: the peer's tokenizer may need fewer.
+    # (Tokens of more than 64 characters are runs of one sign.)
     longest = min(codec.max_completion, codec.positions - len(prompt))
     if any(len(text) > 64 * longest for text in texts):
         raise Rejected("a completion is too long")
-    token_ids = codec.encode_completions(texts, finished)
-    for ids in token_ids:
+    completions = codec.encode_completions(texts, finished)
+    for ids in completions:
         if not 1 <= len(ids) <= longest:
             raise Rejected(f"a completion is empty or over {longest} tokens here")
         if max(ids) >= codec.vocabulary or not codec.eos_ids.isdisjoint(ids[:-1]):
             raise Rejected("a completion contains a token that this model would not write there")
-
-    # Score the text that these tokens decode to, because the update trains on the tokens.
-    texts = [codec.decode(ids) for ids in token_ids]
-    rewards = grpo.group_rewards(question, texts, run.config.REWARD)
-    return grpo.Group(prompt, token_ids, rewards, question, texts, finished, external["key"])
+    return completions
 
 
-def policy_gradient(run: Run, node: Node, external: "list[grpo.Group]") -> None:
-    """Step 5: one GRPO update on I of the own groups and on all drawn external groups."""
-    config = run.config
-    started = time.monotonic()
-
-    # With LOCAL_OVERSAMPLE there are more than I own groups, and informative ones come first.
-    own = sorted(node.groups, key=lambda group: not group.is_informative)
-    own = own[: config.NUM_TRAIN_SAMPLES]
-    # EXERCISE: replace groups without information by informative ones of earlier rounds (replay).
-
-    metrics = grpo.update_policy(
-        node.model,
-        node.optimizer,
-        own + external,
-        config,
-        run.codec.pad_id,
-        run.max_rows,
-        between_batches=lambda: send_heartbeats(run),
-    )
-    run.max_rows = metrics.pop("max_rows")
-    node.metrics |= update_metrics(metrics, own, external, time.monotonic() - started)
-    send_heartbeats(run)
-
-
-def submit_reward(run: Run, node: Node, t: int, stage: int) -> None:
-    """Step 6: submit the stage's reward and metrics. Every EVAL_INTERVAL rounds they include the
-    held-out accuracy."""
-    config = run.config
-    is_last_stage = stage == config.MAX_STAGES - 1
-    if config.EVAL_INTERVAL and (t + 1) % config.EVAL_INTERVAL == 0 and is_last_stage:
-        node.metrics["held_out"] = held_out_accuracy(run, node, t)
-    published = run.store.publish("rewards", node.id, t, stage, node.metrics)
-    row = published or node.metrics  # a reward that it submitted before it was killed counts
-    node.total_reward += row["reward"] or 0.0
-    log_metrics(run, node, t, stage)
-
-
-def held_out_accuracy(run: Run, node: Node, t: int) -> float:
-    """pass@1 on EVAL_SAMPLES questions with reserved seeds, the same for all nodes."""
-    seeds = []
-    for i in range(run.config.EVAL_SAMPLES):
-        seed = derive_seed(run.config, "", 0, 0, "held-out", i)
-        seeds.append(grpo.HELD_OUT_SEEDS.start + seed)
-    questions = questions_from_seeds(run, seeds)
-    seed = derive_seed(run.config, node.id, t, 0, "evaluate")
-    return mean_reward(answer_questions(run, node, questions, 1, seed))
+def informative_first(groups: "list[grpo.Group]") -> "list[grpo.Group]":
+    """With LOCAL_OVERSAMPLE there are more than I own groups."""
+    return sorted(groups, key=lambda group: not group.is_informative)
 
 
 # -------- Rounds ----------------------------------------------------------------------------------
 
 
-class StopTraining(Exception):
-    """The run ends early: "stopped" by a signal, or "superseded" by a newer session."""
-
-
-def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one. Rounds that were missed are skipped."""
-    own = run.last_round + 1
-    if own >= run.config.MAX_ROUNDS:
-        return None
-    t = wait_for_round(run, own)
+def enter_round(run: Run, own: int, t: int) -> None:
+    """Say that all nodes of this process work on round t now, although `own` may have been next."""
     if t > own:
         end = min(t, run.config.MAX_ROUNDS)
         text = f"rounds {own} to {end - 1} were opened by the swarm meanwhile; going on with {end}"
-        if run.history:
+        if run.log.history:
             text += "; if steps are slow, raise COORDINATOR_ROUND_INTERVAL or STALE_AFTER_SECONDS"
         run.log.event("skip", text)
+        # After a kill: add the rewards that a node had submitted in rounds that it now skips.
         for node in run.nodes:
-            count_skipped_rewards(run, node, range(own, end))
-    run.fetch_budget_seconds = run.config.FETCH_TIMEOUT_SECONDS
-    return t if t < run.config.MAX_ROUNDS else None
-
-
-def count_skipped_rewards(run: Run, node: Node, rounds: range) -> None:
-    """After a kill: add the rewards that this node had submitted in rounds that it now skips."""
-    for t, stage in run.store.list_stages("rewards", node.id):
-        if t in rounds:
-            row = run.store.read_reward(node.id, t, stage) or {}
-            node.total_reward += row.get("reward") or 0.0
-
-
-def wait_for_round(run: Run, own: int) -> int:
-    """Block until round `own` or a later one is open, and return it.
-
-    If no coordinator is alive, this process opens `own` itself. First it waits until none has been
-    seen for this long:
-        COORDINATOR_ROUND_INTERVAL (60 s)   in its first round, until NUM_WORKERS are alive
-        2 s                                 if other nodes have registered and this process runs a
-                                            single one: several would open a round at one moment
-        0 s                                 otherwise
-    The time counts from the last sighting, or from the start of the process, so it delays a start
-    or a handover, not every round. If no other node ever registered, a resumed process repeats the
-    rounds since its checkpoint.
-    """
-    config = run.config
-    while True:
-        poll_started = time.monotonic()
-        send_heartbeats(run)
-        check_superseded(run)
-        if run.signals.requested:  # only between rounds: a round that has begun is finished
-            if run.last_round >= 0:
-                save_checkpoint(run)
-            raise StopTraining("stopped")
-
-        # In a swarm, work on the newest open round. A process that is alone decides itself.
-        others = run.board.sessions.keys() - set(config.node_ids)
-        if others and run.board.open_round >= own:
-            return run.board.open_round
-
-        # How long must no coordinator have been seen before this process opens the round?
-        delay = 2.0 if others and len(run.nodes) == 1 else 0.0
-        if config.NUM_WORKERS and not run.history:
-            num_alive = sum(is_alive(run, worker) for worker in run.board.workers)
-            if num_alive < config.NUM_WORKERS:
-                delay = config.COORDINATOR_ROUND_INTERVAL
-                log_once(run, "wait", f"for {config.NUM_WORKERS} workers, {delay:.0f} s at most")
-        if is_alive(run, drive_store.COORDINATOR_ID):
-            run.coordinator_last_seen = poll_started
-        elif poll_started - run.coordinator_last_seen >= delay:
-            run.store.move_marker("open", run.nodes[0].id, own)
-            return own
-        drive_store.poll_sleep(poll_started)
-
-
-def send_heartbeats(run: Run, state: str = "") -> None:
-    """Write each node's heartbeat if one is due. With `state`, write a final one immediately."""
-    is_due = time.monotonic() >= run.next_heartbeat
-    if run.session and (state or is_due):  # not before it has registered
+            submitted = run.store.list_stages("rewards", node.id)
+            for at in [at for at in submitted if own <= at.round < end]:
+                row = run.store.read_reward(node.id, at) or {}
+                node.total_reward += row.get("reward") or 0.0
+    if t < run.config.MAX_ROUNDS:
         for node in run.nodes:
-            round_ = run.last_round + 1
-            run.store.write_heartbeat(node.id, run.session, round_, state or "running")
-        run.next_heartbeat = time.monotonic() + run.config.heartbeat_interval
-
-
-def is_alive(run: Run, node_id: str) -> bool:
-    """Whether a node of the swarm is alive."""
-    session = run.board.sessions.get(node_id, "")
-    return run.store.node_status(node_id, session, run.config.STALE_AFTER_SECONDS) == "alive"
-
-
-def check_superseded(run: Run) -> None:
-    """Raise StopTraining if a newer process has registered one of this process's nodes."""
-    run.board = run.store.board()
-    for node in run.nodes:
-        if run.board.sessions.get(node.id, "") > run.session:
-            run.log.event("end", f"a newer session of {node.id} runs; this one stops")
-            raise StopTraining("superseded")
+            run.store.move_marker("open", node.id, drive_store.At(t))
+    run.peers.seconds_to_wait = run.config.FETCH_TIMEOUT_SECONDS
 
 
 def finish_round(run: Run, t: int) -> None:
@@ -615,6 +471,7 @@ def finish_round(run: Run, t: int) -> None:
     # A checkpoint is due if a multiple of its interval was passed, perhaps within skipped rounds.
     checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
     run.last_round = t
+    forget_old(run, t - config.ROLLOUT_MAX_AGE)
 
     # Flush first: rounds before a checkpoint are never repeated, so their log rows must already be
     # on disk.
@@ -631,12 +488,15 @@ def finish_round(run: Run, t: int) -> None:
         for node in run.nodes:
             run.store.prune_rollouts(node.id, oldest_kept, config.ROLLOUT_ARCHIVE_OLD)
 
-    # Forget what no later round draws from. A file that could not be used is read again.
-    oldest = t - config.ROLLOUT_MAX_AGE
-    run.fetched = {
-        file: groups for file, groups in run.fetched.items() if groups and file[1] >= oldest
-    }
-    run.verified = {key: result for key, result in run.verified.items() if key[0] >= oldest}
+
+def forget_old(run: Run, oldest: int) -> None:
+    """Forget what no later round draws from. A file that could not be used is read again."""
+    peers = run.peers
+    fetched = peers.fetched.items()
+    peers.fetched = {file: groups for file, groups in fetched if groups and file[1].round >= oldest}
+    peers.verified = {key: group for key, group in peers.verified.items() if key[0] >= oldest}
+    for node in run.nodes:
+        node.used_external = {key for key in node.used_external if key[0] >= oldest}
 
 
 # -------- What the steps write and log ------------------------------------------------------------
@@ -644,16 +504,66 @@ def finish_round(run: Run, t: int) -> None:
 SAMPLE_INTERVAL = 20  # rounds between two samples of what the model answers
 
 
-def generation_metrics(groups: "list[grpo.Group]", seconds: float) -> dict:
+def timed(step, name: str):
+    """A step of `train`, the seconds of which become the metric `name`."""
+
+    def timed_step(run: Run, node: Node, *args):
+        started = time.monotonic()
+        result = step(run, node, *args)
+        run.log.seconds[node.id][name] = time.monotonic() - started
+        return result
+
+    return timed_step
+
+
+def logged(step):
+    """Step 6, the metrics of which are logged."""
+    return lambda run, node, at: log_metrics(run, node, at, step(run, node, at))
+
+
+generate_groups = timed(generate_groups, "generate_seconds")
+sample_external = timed(sample_external, "wait_seconds")
+policy_gradient = timed(policy_gradient, "train_seconds")
+submit_reward = logged(submit_reward)
+
+
+def stage_metrics(run: Run, node: Node, at) -> dict:
+    """A finished stage in numbers, every EVAL_INTERVAL rounds with the held-out accuracy."""
+    config = run.config
+    metrics = generation_metrics(node.groups) | external_metrics(run, node, at)
+    metrics |= update_metrics(run, node) | run.log.seconds[node.id]
+    is_last_stage = at.stage == config.MAX_STAGES - 1
+    if config.EVAL_INTERVAL and (at.round + 1) % config.EVAL_INTERVAL == 0 and is_last_stage:
+        metrics["held_out"] = held_out_accuracy(run, node, at.round)
+    return metrics
+
+
+def held_out_accuracy(run: Run, node: Node, t: int) -> float:
+    """pass@1 on EVAL_SAMPLES questions with reserved seeds, the same for all nodes."""
+    start = drive_store.At(0)
+    indices = range(run.config.EVAL_SAMPLES)
+    seeds = [derive_seed(run.config, "", start, "held-out", i) for i in indices]
+    questions = make_questions(run, [grpo.HELD_OUT_SEEDS.start + seed for seed in seeds])
+    seed = derive_seed(run.config, node.id, drive_store.At(t), "evaluate")
+    return mean_reward(answer_questions(run, node, questions, 1, seed))
+
+
+def collect(groups: "list[grpo.Group]", name: str) -> list:
+    """The rewards, texts … of all completions of these groups."""
+    return [value for group in groups for value in getattr(group, name)]
+
+
+def mean_reward(groups: "list[grpo.Group]") -> float | None:
+    """Mean reward of all completions of these groups. None if there are no groups."""
+    return coordinator.mean(collect(groups, "rewards"))
+
+
+def generation_metrics(groups: "list[grpo.Group]") -> dict:
     """Step 2 in numbers: reward, and what can explain a flat learning curve."""
-    lengths = []
-    has_tag = []
-    is_truncated = []
+    lengths = [len(ids) for ids in collect(groups, "completions")]
+    answers = [grpo.extract_tagged_answer(text) for text in collect(groups, "texts")]
     by_task = {}
     for group in groups:
-        lengths += [len(ids) for ids in group.completions]
-        has_tag += [grpo.extract_tagged_answer(text) is not None for text in group.texts]
-        is_truncated += [not finished for finished in group.finished]
         task = re.sub(r"\W+", "_", group.question.task)[:30]  # a plain name for the column
         by_task.setdefault(f"reward_{task}", []).append(group)
 
@@ -662,11 +572,10 @@ def generation_metrics(groups: "list[grpo.Group]", seconds: float) -> dict:
         "groups": len(groups),
         "completions": len(lengths),
         "informative_local": sum(group.is_informative for group in groups),
-        "answer_tag_rate": coordinator.mean(has_tag),
-        "truncated_rate": coordinator.mean(is_truncated),
+        "answer_tag_rate": coordinator.mean(answer is not None for answer in answers),
+        "truncated_rate": coordinator.mean(not end for end in collect(groups, "finished")),
         "mean_length": coordinator.mean(lengths),
         "generated_tokens": sum(lengths),
-        "generate_seconds": seconds,
     }
     for name, of_task in by_task.items():
         metrics[name] = mean_reward(of_task)
@@ -684,101 +593,90 @@ def rollout_file(config: "Config", rollouts: dict) -> dict:
     }
 
 
-def external_metrics(run: Run, t: int, external: list, seconds: float) -> dict:
+def external_metrics(run: Run, node: Node, at) -> dict:
     """Step 4 in numbers: how many groups are missing, and how old the newest file of a peer is."""
-    ages = []
-    for (kind, peer), (round_, _) in run.board.progress.items():
-        if kind == "rollouts" and peer not in run.config.node_ids:
-            ages.append(max(0, t - round_))
-    return {
-        "external_short": run.config.NUM_TRANSPLANT_TREES - len(external),
+    config = run.config
+    board = run.member.board
+    peers = set(board.reached("rollouts", drive_store.At(0))) - set(config.node_ids)
+    ages = [max(0, at.round - board.progress["rollouts", peer].round) for peer in peers]
+    metrics = {
+        "external_pool": len(node.candidates),
+        "rejected": run.peers.num_rejected.pop(node.id, 0),
+        "external_short": config.NUM_TRANSPLANT_TREES - len(node.external),
         "newest_file_age": min(ages, default=None),
-        "wait_seconds": seconds,
     }
+    if config.NUM_TRANSPLANT_TREES > 0:
+        metrics["external_peers"] = len(choose_peers(run, node, at, board.reached("rollouts", at)))
+    return metrics
 
 
-def update_metrics(metrics: dict, own: list, external: list, seconds: float) -> dict:
+def update_metrics(run: Run, node: Node) -> dict:
     """Step 5 in numbers, among them how likely own and external completions were."""
+    metrics = grpo.update_numbers(node.rows, node.steps, run.config)
     logprobs = metrics.pop("logprobs")  # of the informative groups' completions, own ones first
-    num_own = sum(len(group.completions) for group in own if group.is_informative)
+    num_own = sum(row.group.key is None for row in node.rows)
+    own = informative_first(node.groups)[: run.config.NUM_TRAIN_SAMPLES]
     return metrics | {
         "logp_own": coordinator.mean(logprobs[:num_own]),
         "logp_external": coordinator.mean(logprobs[num_own:]),
         "local_groups": len(own),
-        "external_groups": len(external),
-        "informative_groups": sum(group.is_informative for group in own + external),
-        "train_seconds": seconds,
+        "external_groups": len(node.external),
+        "informative_groups": sum(group.is_informative for group in own + node.external),
     }
 
 
-def log_metrics(run: Run, node: Node, t: int, stage: int) -> None:
+def log_metrics(run: Run, node: Node, at, metrics: dict) -> None:
     """Queue the row of a stage for metrics.jsonl."""
     row = {
         "timestamp": time.time(),
-        "round": t,
-        "stage": stage,
+        "round": at.round,
+        "stage": at.stage,
         "node_id": node.id,
-        **node.metrics,
+        **metrics,
         "experiment": run.config.EXPERIMENT_NAME,
-        "my_reward": node.metrics["reward"],
+        "my_reward": metrics["reward"],
         "total_reward": node.total_reward,
         "teachers": [[group.key[2], group.question.task] for group in node.external],
-        "external_ages": [t - group.key[0] for group in node.external],
+        "external_ages": [at.round - group.key[0] for group in node.external],
     }
     run.log.queue(f"nodes/{node.id}/logs/metrics.jsonl", json.dumps(row))
-    run.history.append(row)
+    run.log.history.append(row)
 
 
 def log_round(run: Run, t: int) -> None:
     """Log the line of a round, as means over its stages and the nodes of this process. A hint
     follows if ten rounds gave no signal, and every 20 rounds what the model answers."""
     config = run.config
-    run.round_ends.append(time.monotonic())
+    run.log.round_ends.append(time.monotonic())
 
     # The line.
-    rows = run.history[-len(run.nodes) * config.MAX_STAGES :]
+    log = run.log
+    rows = log.history[-len(run.nodes) * config.MAX_STAGES :]
     name = run.nodes[0].id if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
-    run.log.info(f"{name} " + coordinator.format_round(t, config.MAX_ROUNDS, rows, run.round_ends))
-    run.log.update_bar(t + 1)
+    log.info(f"{name} " + coordinator.format_round(t, config.MAX_ROUNDS, rows, log.round_ends))
+    log.bar.update(t + 1 - log.bar.n)
 
     # What may be wrong, and now and then what the model says.
-    newest = coordinator.mean_of("newest_file_age", rows)
-    if config.NUM_TRANSPLANT_TREES and newest is not None and newest > config.ROLLOUT_MAX_AGE:
-        explain_missing_groups(run)
-    recent = run.history[-10 * len(rows) :]
-    if len(run.round_ends) % 10 == 0 and not coordinator.has_signal(recent):
-        run.log.event("no signal", coordinator.diagnose(recent))
+    recent = log.history[-10 * len(rows) :]
+    if len(log.round_ends) % 10 == 0 and not coordinator.has_signal(recent):
+        log.event("no signal", coordinator.diagnose(recent))
     if (t + 1) % SAMPLE_INTERVAL == 0 and t < config.MAX_ROUNDS - 1:
         log_samples(run)
 
 
-def explain_missing_groups(run: Run) -> None:
-    """Log once that living peers have files, but none that is young enough."""
-    others = set(run.board.workers) - set(run.config.node_ids)
-    if any(is_alive(run, peer) for peer in others):
-        limit = f"ROLLOUT_MAX_AGE={run.config.ROLLOUT_MAX_AGE}"
-        log_once(run, "short", f"no rollouts of peers are young enough: {limit} rounds")
-
-
-def log_once(run: Run, kind: str, text: str) -> None:
-    """Log a warning unless it was logged before."""
-    if text not in run.logged:
-        run.logged.add(text)
-        run.log.event(kind, text)
-
-
 def sample_answers(run: Run) -> list[dict]:
     """Ask the first node two questions, always the same ones, three times each."""
-    seeds = [derive_seed(run.config, "", 0, 0, "sample", i) for i in range(2)]
-    questions = questions_from_seeds(run, seeds)
-    seed = derive_seed(run.config, "", 0, 0, "sampled")
+    start = drive_store.At(0)
+    seeds = [derive_seed(run.config, "", start, "sample", i) for i in range(2)]
+    questions = make_questions(run, seeds)
+    seed = derive_seed(run.config, "", start, "sampled")
     groups = answer_questions(run, run.nodes[0], questions, 3, seed)
     return [shared_form(group) for group in groups]
 
 
 def log_samples(run: Run, is_last: bool = False) -> None:
     """Print what the model answers now; after the last round beside what it answered before any."""
-    for before, now in zip(run.initial_samples, sample_answers(run), strict=True):
+    for before, now in zip(run.log.initial_samples, sample_answers(run), strict=True):
         lines = coordinator.format_question(now)
         if is_last:
             lines += coordinator.format_completions(before, "before  ")
@@ -794,16 +692,7 @@ class ConfigError(ValueError):
     allowed."""
 
 
-def setting(
-    default,
-    help: str,
-    allowed=None,
-    scope="node",
-    agree=False,
-    tiny=None,
-    test=None,
-    tiny_test=None,
-):
+def setting(default, help: str, allowed=None, scope="node", **columns):
     """One row of the table.
 
     default: of a real model. tiny, test, tiny_test: in its place for the embedded model, with
@@ -813,15 +702,7 @@ def setting(
     of the "model" if its MODEL_NAME is the same, and never those of a "node".
     agree: no node may set another value than the experiment's.
     """
-    columns = {
-        "help": help,
-        "allowed": allowed,
-        "scope": scope,
-        "agree": agree,
-        "tiny": tiny,
-        "test": test,
-        "tiny_test": tiny_test,
-    }
+    columns |= {"help": help, "allowed": allowed, "scope": scope}
     return field(default=default, metadata=columns)
 
 
@@ -944,18 +825,18 @@ class Config:
     @property
     def publishing_stages(self) -> range:
         """Stages of a round in which rollouts are published."""
-        first = self.MAX_STAGES - 1 if self.ROLLOUT_PUBLISH_FREQUENCY == "round" else 0
-        return range(first, self.MAX_STAGES)
+        is_last_only = self.ROLLOUT_PUBLISH_FREQUENCY == "round"
+        return range(self.MAX_STAGES)[-1 if is_last_only else 0 :]
+
+    @property
+    def num_questions(self) -> int:
+        """I, or k x I with LOCAL_OVERSAMPLE = k."""
+        return self.NUM_TRAIN_SAMPLES * self.LOCAL_OVERSAMPLE
 
     @property
     def max_groups_per_peer(self) -> int:
         """A peer's fair share of a draw: I, or J if this node generates nothing itself."""
         return self.NUM_TRAIN_SAMPLES or self.NUM_TRANSPLANT_TREES
-
-    @property
-    def heartbeat_interval(self) -> float:
-        """Seconds between two heartbeats, well below STALE_AFTER_SECONDS."""
-        return min(10.0, self.STALE_AFTER_SECONDS / 8)
 # fmt: on
 
 
@@ -964,27 +845,7 @@ SECRET = "HUGGINGFACE_ACCESS_TOKEN"
 COLAB_DRIVES = ("/content/drive/MyDrive", "/content/gdrive/MyDrive")
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 DEFAULT_MODEL_GB = 10  # weights, gradients, Adam and activations of one node
-RANK_VARIABLES = (
-    "SLURM_ARRAY_TASK_ID",
-    "SLURM_PROCID",
-    "JOB_COMPLETION_INDEX",
-    "SKYPILOT_NODE_RANK",
-    "RANK",
-)
-SHORT_NAMES = {
-    "LR": "LEARNING_RATE",
-    "I": "NUM_TRAIN_SAMPLES",
-    "J": "NUM_TRANSPLANT_TREES",
-    "G": "NUM_GENERATIONS",
-    "ROUNDS": "MAX_ROUNDS",
-    "NUM_ROUNDS": "MAX_ROUNDS",
-    "MODEL": "MODEL_NAME",
-    "EXPERIMENT": "EXPERIMENT_NAME",
-    "GDRIVE": "GDRIVE_PATH",
-    "NUM_NODES": "NUM_WORKERS",
-    "WORKERS": "NUM_WORKERS",
-}
-GONE = ("QUIET", "VERBOSE", "EXTERNAL_FLOOR")  # variables of earlier versions
+RANK_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
 
 
 def read_environment(environ) -> tuple[dict, list[str]]:
@@ -1090,17 +951,11 @@ def check_names(environ, env: dict, mistakes: list[str]) -> list[str]:
     place.
     """
     warnings = []
-    gone = [name for name in GONE if name in environ]
-    if gone:
-        warnings.append(f"no longer used: {', '.join(gone)} (.github/MANUAL.md says what to do)")
     for name in sorted(set(environ) - set(TABLE)):
-        closest = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
-        intended = SHORT_NAMES.get(name.upper(), closest[0] if closest else None)
-        if intended is None:
-            continue
-        text = f"{name} is not a variable of this program: did you mean {intended}?"
-        is_fatal = intended in ("EXPERIMENT_NAME", "GDRIVE_PATH") and intended not in env
-        (mistakes if is_fatal else warnings).append(text)
+        for intended in difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88):
+            text = f"{name} is not a variable of this program: did you mean {intended}?"
+            is_fatal = intended in ("EXPERIMENT_NAME", "GDRIVE_PATH") and intended not in env
+            (mistakes if is_fatal else warnings).append(text)
     return warnings
 
 
@@ -1110,16 +965,11 @@ def choose_role_and_name(environ, env: dict, mistakes: list[str]) -> None:
     # SLURM_PROCID counts in a job step only (the "step" of an interactive shell has ten digits): in
     # every interactive shell it is 0.
     in_job_step = 0 < len(environ.get("SLURM_STEP_ID", "")) < 10
-    ranks = []
-    for name in RANK_VARIABLES:
-        if environ.get(name, "").isdecimal() and (in_job_step or name != "SLURM_PROCID"):
-            ranks.append(environ[name])
-    has_several_tasks = environ.get("SLURM_NTASKS", "1") != "1"
-    is_array = environ.get("SLURM_ARRAY_TASK_ID") and has_several_tasks
-    rank = "_".join(ranks[: 2 if is_array else 1])  # such as "3", or "4_1" in an array of jobs
+    names = RANK_VARIABLES if in_job_step else RANK_VARIABLES[1:]
+    ranks = [environ[name] for name in names if environ.get(name, "").isdecimal()]
+    rank = ranks[0] if ranks else None
     if env.setdefault("NODE_ROLE", "worker") == "auto":
-        is_first = bool(rank) and set(rank) <= {"0", "_"}
-        env["NODE_ROLE"] = "coordinator" if is_first else "worker"
+        env["NODE_ROLE"] = "coordinator" if rank == "0" else "worker"
 
     # Without a rank the name is made up, and the line that resumes the node tells it.
     made_up = "node" if env.get("LOCAL_NODES", 1) > 1 else f"node_{secrets.token_hex(4)}"
@@ -1148,14 +998,13 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> Config:
 
     values = {}
     inherited = []
-    different = []
     for name, row in TABLE.items():
         # The default of this machine and this mode.
         columns = row.metadata
         defaults = [
-            columns["tiny_test"] if is_tiny and is_test else None,
-            columns["test"] if is_test else None,
-            columns["tiny"] if is_tiny else None,
+            columns.get("tiny_test") if is_tiny and is_test else None,
+            columns.get("test") if is_test else None,
+            columns.get("tiny") if is_tiny else None,
             row.default,
         ]
         default = next(value for value in defaults if value is not None)
@@ -1166,12 +1015,10 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> Config:
             known = saved.get(name, default)
             if name not in env and known != default:
                 inherited.append(f"{name}={known}")
-            if env.get(name, known) != known:
-                different.append(f"{name}={env[name]} ({known})")
             default = known
 
         values[name] = env.get(name, default)
-        if columns["agree"] and values[name] != saved.get(name, values[name]):
+        if columns.get("agree") and values[name] != saved.get(name, values[name]):
             mistakes.append(f"{name}={values[name]!r}: the experiment has {saved[name]!r}")
     if values["NUM_TRAIN_SAMPLES"] + values["NUM_TRANSPLANT_TREES"] == 0:
         mistakes.append("NUM_TRAIN_SAMPLES=0 needs NUM_TRANSPLANT_TREES: nothing to train on")
@@ -1181,8 +1028,6 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> Config:
 
     if inherited:
         notes.append("from the experiment: " + " ".join(inherited))
-    if saved and different:
-        notes.append("not as in the experiment: " + ", ".join(different))
     if values["DTYPE"] == "auto":
         values["DTYPE"] = grpo.available_devices()[device]
     return Config(**values | {"MODEL_NAME": model, "DEVICE": device})
@@ -1222,7 +1067,7 @@ def help_text() -> str:
     lines = ["usage: NAME=value … python sapo.py      (settings are environment variables)", ""]
     for name, row in TABLE.items():
         text = row.metadata["help"]
-        if row.metadata["tiny"] is not None and name != "TASKS":
+        if "tiny" in row.metadata and name != "TASKS":
             text += f"; for tiny {row.metadata['tiny']}"
         words = row.metadata["allowed"] if row.type is str else None
         if not all(word in text for word in words or ()):  # the help does not explain each word
@@ -1246,46 +1091,59 @@ def start_command(env: dict, **changes) -> str:
         return f"run this cell again (NODE_ID={env['NODE_ID']})"
     named = {"EXPERIMENT_NAME": "default", **env, **changes}
     named["GDRIVE_PATH"] = os.path.abspath(env["GDRIVE_PATH"])
-    words = []
-    for name, value in named.items():
-        if name != SECRET and value is not None:
-            words.append(f"{name}={shlex.quote(str(value))}")
+    shown = {name: named[name] for name in named if name != SECRET and named[name] is not None}
+    words = [f"{name}={shlex.quote(str(value))}" for name, value in shown.items()]
     return " ".join([*words, "python sapo.py"])
 
 
 # -------- Checkpoints and export ------------------------------------------------------------------
 
 
-def checkpoint_tensors(nodes: list[Node]) -> dict:
-    """{name: tensor} of everything that these nodes resume from. Not copies."""
-    tensors = {}
-    for node in nodes:
-        for name, tensor in grpo.training_state(node.model, node.optimizer).items():
-            tensors[f"{node.id}/{name}"] = tensor
-    return tensors
+# What a file of tensors raises that is damaged, or that is of another model.
+UNUSABLE = (drive_store.InvalidFileError, grpo.InvalidTensorsError)
 
 
 def save_checkpoint(run: Run) -> None:
     """Save the state of all nodes after round `run.last_round` to one file, and delete all but the
     newest CHECKPOINT_KEEP of this process."""
-    check_superseded(run)  # never replace what a newer process of this name has written
+    run.member.check_superseded()  # never replace what a newer process of this name has written
     config = run.config
-    nodes = {}
+    metadata = {"model_name": config.MODEL_NAME, "round": run.last_round, "nodes": {}}
     for node in run.nodes:
-        used = sorted(node.used_external)
-        nodes[node.id] = {"total_reward": node.total_reward, "trained": used}
-    metadata = {"model_name": config.MODEL_NAME, "round": run.last_round, "nodes": nodes}
-    tensors = checkpoint_tensors(run.nodes)
-    write = functools.partial(grpo.save_tensors, tensors, json.dumps(metadata))
-    run.store.write(checkpoint_path(config, run.last_round), write, fsync=True)
+        saved = {"total_reward": node.total_reward, "trained": sorted(node.used_external)}
+        metadata["nodes"][node.id] = saved
+    upload_tensors(
+        run.store,
+        checkpoint_path(config, run.last_round),
+        grpo.training_state(run.nodes),
+        json.dumps(metadata),
+    )
     for node in run.nodes:  # proves to a later start that there must be one
-        run.store.move_marker("checkpoint", node.id, run.last_round)
+        run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
     # Those of later rounds could not be read when this node resumed, or are a stranger's: they must
     # not push out its own.
     rounds = [round_ for round_ in list_checkpoints(run) if round_ <= run.last_round]
     for round_ in rounds[config.CHECKPOINT_KEEP :]:
         run.store.delete(checkpoint_path(config, round_), frees_space=True)
+
+
+def upload_tensors(store, path: str, tensors: dict, metadata: str) -> None:
+    """Write tensors with a text to a file of the shared folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder, "tensors")
+        grpo.save_tensors(tensors, metadata, local)
+        store.upload(local, path)
+
+
+@contextlib.contextmanager
+def local_copy(store, path: str, tensors: dict):
+    """A local copy of a file of the shared folder that holds tensors like these; None if there is
+    no such file."""
+    max_bytes = grpo.MAX_HEADER_BYTES + sum(tensor.nbytes for tensor in tensors.values())
+    with tempfile.TemporaryDirectory() as folder:
+        local = Path(folder, "tensors")
+        yield local if store.download(path, local, max_bytes) else None
 
 
 def checkpoint_path(config: Config, round_: int) -> str:
@@ -1296,7 +1154,7 @@ def checkpoint_path(config: Config, round_: int) -> str:
 def list_checkpoints(run: Run) -> list[int]:
     """Rounds of this process's checkpoints, the newest first."""
     stages = run.store.list_stages("checkpoints", run.config.node_ids[0])
-    return [round_ for round_, _ in reversed(stages)]
+    return [at.round for at in reversed(stages)]
 
 
 def load_latest_checkpoint(run: Run) -> None:
@@ -1309,15 +1167,13 @@ def load_latest_checkpoint(run: Run) -> None:
     for round_ in list_checkpoints(run):
         path = checkpoint_path(run.config, round_)
         try:
-            loaded = run.store.load_file(path, functools.partial(load_checkpoint, run, round_))
-        except drive_store.InvalidFileError as error:
-            reason = f"{path} cannot be used ({error})"
+            if load_checkpoint(run, path, round_):
+                run.last_round = round_
+                run.log.event("resume", f"from the checkpoint after round {round_}")
+                return
+        except UNUSABLE as error:
+            reason = f"{path} cannot be used ({drive_store.printable(error, 200)})"
             run.log.event("resume", f"{reason}; trying the one before")
-            continue
-        if loaded:
-            run.last_round = round_
-            run.log.event("resume", f"from the checkpoint after round {round_}")
-            return
 
     # A node that has run before says by a marker that it has written one.
     board = run.store.board()
@@ -1329,30 +1185,32 @@ def load_latest_checkpoint(run: Run) -> None:
             raise drive_store.StoreError(f"{text}; {advice}")
 
 
-def load_checkpoint(run: Run, round_: int, file: Path) -> bool:
-    """Load a checkpoint into the nodes. Returns True, or raises if anything does not fit.
+def load_checkpoint(run: Run, path: str, round_: int) -> bool:
+    """Load a checkpoint into the nodes. Returns False if there is no such file, and raises one of
+    UNUSABLE if anything in it does not fit.
 
     Hyperparameters come from the current settings, not from the file. A stranger may have written
     it: it is a safetensors file, so reading it runs no code.
     """
-    # It must be of this model, of these nodes and of this round.
-    metadata = drive_store.parse_json(grpo.read_metadata(file).encode())
-    tensors = checkpoint_tensors(run.nodes)
-    node_ids = sorted(metadata["nodes"])
-    is_same_model = metadata["model_name"] == run.config.MODEL_NAME
-    if not is_same_model or node_ids != sorted(node.id for node in run.nodes):
-        names = coordinator.join_names(node_ids)
-        made_with = f"MODEL_NAME={metadata['model_name']} and nodes {names}"
-        raise ValueError(f"made with {made_with}: set these, or take another NODE_ID")
-    if metadata["round"] != round_:
-        raise ValueError("of another round")
+    tensors = grpo.training_state(run.nodes)
+    with local_copy(run.store, path, tensors) as file:
+        if file is None:
+            return False
 
-    # Nothing is changed before all of it has been read.
-    saved = grpo.load_tensors(file, tensors)
+        # It must be of this model, of these nodes and of this round.
+        text = grpo.read_metadata(file)
+        model_name, saved_round, nodes = drive_store.parse_checkpoint(text.encode())
+        if model_name != run.config.MODEL_NAME or nodes.keys() != {*run.config.node_ids}:
+            made_with = f"MODEL_NAME={model_name} and nodes {coordinator.join_names(sorted(nodes))}"
+            advice = "set these, or take another NODE_ID"
+            raise drive_store.InvalidFileError(f"made with {made_with}: {advice}")
+        if saved_round != round_:
+            raise drive_store.InvalidFileError("of another round")
+
+        # Nothing is changed before all of it has been read.
+        saved = grpo.load_tensors(file, tensors)
     for node in run.nodes:
-        saved_node = metadata["nodes"][node.id]
-        node.used_external = {tuple(key) for key in saved_node["trained"]}
-        node.total_reward = float(saved_node["total_reward"])
+        node.total_reward, node.used_external = nodes[node.id]
     grpo.copy_tensors(tensors, saved)
     return True
 
@@ -1363,32 +1221,21 @@ def export_models(run: Run) -> None:
     config = run.config
     for node in run.nodes:
         # An ordinary folder, with the tokenizer. The library may refuse what it has loaded.
-        card = model_card(config, node)
-        write = functools.partial(grpo.save_model, node.model, run.codec, card)
-        try:
-            run.store.write(f"nodes/{node.id}/model", write)
-        except Exception as error:
-            run.log.info(traceback.format_exc())
-            text = f"the model of {node.id} could not be written ({type(error).__name__})"
-            run.log.event("export", f"{text}; its checkpoint is complete")
-            return
-
-        # A push that fails changes nothing else. A private copy is uploaded, because a stranger may
-        # have put something beside the files in the shared folder.
-        if config.HUGGINGFACE_ACCESS_TOKEN:
-            repo = f"{config.HF_REPO or config.EXPERIMENT_NAME}-{node.id}"
+        card = model_card(run, node)
+        with tempfile.TemporaryDirectory() as folder:
             try:
-                hub = huggingface_hub.HfApi(token=config.HUGGINGFACE_ACCESS_TOKEN)
-                repo_id = hub.create_repo(repo, private=True, exist_ok=True).repo_id
-                with tempfile.TemporaryDirectory() as folder:
-                    grpo.save_model(node.model, run.codec, card, folder)
-                    hub.upload_folder(repo_id=repo_id, folder_path=folder)
-                run.log.event("hub", f"pushed to {repo_id} (private, unless it was there before)")
-            except Exception as error:  # its text may contain the token
-                run.log.event("hub", f"push failed ({type(error).__name__}); the run is complete")
+                grpo.save_model(node.model, run.codec, card, folder)
+            except Exception as error:
+                run.log.info(traceback.format_exc())
+                text = f"the model of {node.id} could not be written ({type(error).__name__})"
+                run.log.event("export", f"{text}; its checkpoint is complete")
+                return
+            run.store.upload_model(Path(folder), f"nodes/{node.id}/model")
+            if config.HUGGINGFACE_ACCESS_TOKEN:
+                push_model(run, f"{config.HF_REPO or config.EXPERIMENT_NAME}-{node.id}", folder)
 
     # A chat model is asked by turns, another one by the prompt that it was trained with.
-    question = questions_from_seeds(run, [1])[0]
+    question = make_questions(run, [1])[0]
     prompt = [{"role": "user", "content": question.text}]
     if not run.codec.tokenizer.chat_template:
         prompt = run.codec.decode(run.codec.encode_prompt(question))
@@ -1398,8 +1245,20 @@ def export_models(run: Run) -> None:
     run.log.info(f"final model: {folder}\n  try it: python -c {shlex.quote(code)}")
 
 
-def model_card(config: Config, node: Node) -> str:
+def push_model(run: Run, repo: str, folder: str) -> None:
+    """Push a model to the Hub. A push that fails changes nothing else."""
+    try:
+        hub = huggingface_hub.HfApi(token=run.config.HUGGINGFACE_ACCESS_TOKEN)
+        repo_id = hub.create_repo(repo, private=True, exist_ok=True).repo_id
+        hub.upload_folder(repo_id=repo_id, folder_path=folder)
+        run.log.event("hub", f"pushed to {repo_id} (private, unless it was there before)")
+    except Exception as error:  # its text may contain the token
+        run.log.event("hub", f"push failed ({type(error).__name__}); the run is complete")
+
+
+def model_card(run: Run, node: Node) -> str:
     """The README.md of a final model, in the Hub's format."""
+    config = run.config
     # The metadata that the Hub reads.
     head = {"library_name": "transformers", "tags": ["grpo", "sapo", "reasoning-gym"]}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", config.MODEL_NAME) and not os.path.exists(
@@ -1410,7 +1269,8 @@ def model_card(config: Config, node: Node) -> str:
 
     # For people.
     sharing = f"I = {config.NUM_TRAIN_SAMPLES} own questions and J = {config.NUM_TRANSPLANT_TREES}"
-    held_out = node.metrics.get("held_out")
+    rows = [row for row in run.log.history if row["node_id"] == node.id]
+    held_out = rows[-1].get("held_out") if rows else None
     lines = [
         f"---\n{yaml}\n---\n# {config.EXPERIMENT_NAME}-{node.id}\n",
         "Trained with SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): GRPO on own and",
@@ -1442,6 +1302,7 @@ def run_role(env: dict, warnings: list[str], signals: "Signals") -> str:
     for note in notes:
         log.info(f"note: {note}")
 
+    member = drive_store.Member(store, config.node_ids, config.STALE_AFTER_SECONDS)
     try:
         if config.NODE_ROLE == "prepare":
             model, codec = load_checked_model(config, log)
@@ -1461,42 +1322,60 @@ def run_role(env: dict, warnings: list[str], signals: "Signals") -> str:
                 return "finished"
             log.info(f"{config.EXPERIMENT_NAME}: {experiment_state(config, saved, board)}")
 
-        if config.NODE_ROLE == "coordinator":
-            store.create_node(config.NODE_ID)
-            return coordinator.run_coordinator(config, store, log, signals)
-        return run_worker(config, env, store, log, signals)
+        try:
+            if config.NODE_ROLE == "coordinator":
+                store.create_node(config.NODE_ID)
+                coordinator.run_coordinator(config, member, log, signals)
+            else:
+                run_worker(config, env, member, log, signals)
+            outcome = "finished"
+        except drive_store.Stopped as stop:
+            outcome = str(stop)
+        end_process(member, log, outcome, env)
+        return outcome
     except KeyboardInterrupt:  # while it starts, in an outage, or the second Ctrl-C
-        log.close_bar()
+        log.bar.close()
         log.info(f"stopped without a checkpoint; to go on:\n  {start_command(env)}")
         return "stopped"
     except Exception as error:
-        log.close_bar()
-        record_failure(store, log, error)
+        log.bar.close()
+        record_failure(member, log, error)
         raise
 
 
-def record_failure(store, log: "Log", error: Exception) -> None:
+def end_process(member, log: "Log", outcome: str, env: dict) -> None:
+    """Say how this process ended, to people and to the swarm."""
+    log.bar.close()
+    if outcome == "superseded":
+        log.event("end", "a newer session of this name runs; this one stops")
+    else:
+        member.beat("done" if outcome == "finished" else "stopped")
+        for node in member.nodes:
+            member.store.remove_leftovers(node)
+    if outcome == "stopped":
+        log.info(f"stopped; to go on:\n  {start_command(env)}")
+    log.flush(member.store)
+
+
+def record_failure(member, log: "Log", error: Exception) -> None:
     """Leave a record of what ends this process: in its logs, and as its last heartbeat.
 
     A process that has not registered yet leaves nothing.
     """
-    if not store.sessions:
+    if not member.session:
         return
     text = "".join(traceback.format_exception(error))
     log.queue(f"nodes/{log.node_id}/logs/stdout.log", text)
     log.queue_event("error", f"{type(error).__name__}: {error}")
-    for node, session in store.sessions.items():
-        store.write_heartbeat(node, session, 0, "failed")
-    log.flush(store)
+    member.beat("failed")
+    log.flush(member.store)
 
 
 def wait_for_experiment(config, env: dict, store, log: "Log", signals: "Signals") -> dict:
     """A coordinator begins no experiment. Wait for the first worker, and say how to start one."""
-    role = {"NODE_ROLE": None, "NODE_ID": "anna"}
-    log.info(
-        f"coordinator: waiting for the first worker, which begins {config.EXPERIMENT_NAME}; "
-        f"to start one:\n  {start_command(env, **role)}"
-    )
+    command = start_command(env, NODE_ROLE=None, NODE_ID="anna")
+    text = f"waiting for the first worker, which begins {config.EXPERIMENT_NAME}"
+    log.info(f"coordinator: {text}; to start one:\n  {command}")
     while (saved := store.load_config()) is None:
         signals.sleep(1.0)
     return saved
@@ -1524,28 +1403,23 @@ def experiment_state(config: Config, saved: dict, board) -> str:
 
 
 def is_finished(config: Config, store, board) -> bool:
-    """Whether all nodes of this process, or for a coordinator all workers, have finished."""
-    node_ids = config.node_ids
-    if config.NODE_ROLE == "coordinator":
-        node_ids = board.workers
-    return bool(node_ids) and all(has_finished(config, store, board, node) for node in node_ids)
-
-
-def has_finished(config: Config, store, board, node_id: str) -> bool:
-    """Whether a node has submitted its reward of the last round, and has then said goodbye or gone
-    on to later rounds. Files are read: names alone prove nothing."""
-    last = (config.MAX_ROUNDS - 1, config.MAX_STAGES - 1)
-    if store.read_reward(node_id, *last) is None:
-        return False
-    heartbeat = store.read_valid(f"nodes/{node_id}/heartbeat.json") or {}
-    session = board.sessions.get(node_id)
-    is_done = heartbeat.get("session") == session and heartbeat.get("state") == "done"
-    return is_done or board.progress.get(("rewards", node_id), last) > last
+    """Whether all nodes of this process, or for a coordinator all workers, have finished: they have
+    submitted their reward of the last round, and have then said goodbye or gone on to later rounds.
+    Files are read: names alone prove nothing."""
+    nodes = board.workers if config.NODE_ROLE == "coordinator" else config.node_ids
+    last = drive_store.At(config.MAX_ROUNDS - 1, config.MAX_STAGES - 1)
+    for node in nodes:
+        heartbeat = store.read_valid(f"nodes/{node}/heartbeat.json") or {}
+        goodbye = (heartbeat.get("session"), heartbeat.get("state"))
+        is_done = goodbye == (board.sessions.get(node), "done")
+        goes_on = board.progress.get(("rewards", node), last) > last
+        if store.read_reward(node, last) is None or not (is_done or goes_on):
+            return False
+    return bool(nodes)
 
 
 def load_checked_model(config: Config, log: "Log"):
     """Check the tasks, then load and check the model. Returns it and its Codec."""
-    grpo.check_tasks(config.tasks)
     grpo.keep_freed_memory()
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # with 0.14 M parameters a second thread costs more than it gains
@@ -1554,12 +1428,13 @@ def load_checked_model(config: Config, log: "Log"):
     return grpo.load_model(config, config.tasks)
 
 
-def run_worker(config: Config, env: dict, store, log: "Log", signals: "Signals") -> str:
-    """Load, begin or join, resume, train and save. Returns "finished", "stopped" or "superseded".
+def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals") -> None:
+    """Load, begin or join, resume, train and save. Raises Stopped if it ends before the last round.
 
     A start that fails while the model is loaded and checked has touched nothing, and one that is
     refused because of its checkpoints has changed nothing.
     """
+    store = member.store
     model, codec = load_checked_model(config, log)
 
     # If another process has begun the experiment meanwhile, its settings count.
@@ -1569,44 +1444,36 @@ def run_worker(config: Config, env: dict, store, log: "Log", signals: "Signals")
     agreed = resolve_config(env, saved, [])
     if agreed != config:
         log.info(f"{config.EXPERIMENT_NAME}: another node began it meanwhile; its settings count")
-        return run_worker(agreed, env, store, log, signals)
+        return run_worker(agreed, env, member, log, signals)
 
     # Each node gets a copy of the model and an optimizer.
     apply_warm_start(config, model, codec, store, log, signals)
-    nodes = []
-    for node_id in config.node_ids:
-        own = copy.deepcopy(model).eval()
-        nodes.append(Node(node_id, own, grpo.make_optimizer(own, config)))
+    copies = {node_id: copy.deepcopy(model).eval() for node_id in config.node_ids}
+    nodes = [Node(name, own, grpo.make_optimizer(own, config)) for name, own in copies.items()]
     available = grpo.available_memory(config.DEVICE) // max(1, config.NUM_WORKERS)
     rows = grpo.estimate_micro_batch_size(model, config, available)
-    run = Run(config, store, codec, nodes, log, signals, rows)
+    limits = grpo.RowLimit(rows, "the update"), grpo.RowLimit(2**30, "generation")
+    run = Run(config, store, member, codec, nodes, Peers(), log, signals, *limits)
+    for node in nodes:  # a step may take minutes: it shows signs of life at each forward pass
+        node.model.base_model.register_forward_pre_hook(lambda *_: run.member.beat())
 
     # Resume before registering: a start that is refused must not supersede a running node.
-    run.initial_samples = sample_answers(run)
+    log.initial_samples = sample_answers(run)
     load_latest_checkpoint(run)
     register(run)
     if store.load_config() != saved:  # two processes took the place of a maker that was killed
-        return run_worker(config, env, store, log, signals)
+        return run_worker(config, env, member, log, signals)
     log.info(f"to resume: {start_command(env)}")
     log_samples(run)
 
     log.show_bar(config.MAX_ROUNDS, run.last_round + 1, "round")
     try:
         train(run)
-        outcome = "finished"
-        finish_run(run)
-    except StopTraining as stop:
-        outcome = str(stop)
-    log.close_bar()
-
-    if outcome == "stopped":
-        log.info(f"stopped before round {run.last_round + 1}; to go on:\n  {start_command(env)}")
-    if outcome != "superseded":
-        send_heartbeats(run, "done" if outcome == "finished" else "stopped")
-        for node in run.nodes:
-            store.remove_leftovers(node.id)
-    log.flush(store)
-    return outcome
+    except drive_store.Stopped:  # between two rounds
+        if run.last_round >= 0:
+            save_checkpoint(run)
+        raise
+    finish_run(run)
 
 
 def apply_warm_start(config: Config, model, codec, store, log: "Log", signals: "Signals") -> None:
@@ -1632,48 +1499,44 @@ def apply_warm_start(config: Config, model, codec, store, log: "Log", signals: "
         if signals.requested:
             log.info(f"warm start stopped at step {step} of {steps}; the next start begins it anew")
             raise KeyboardInterrupt
-        log.update_bar(step)
-        if step % max(1, steps // 10) == 0 and log.bar is None:
+        log.bar.update()
+        if step % max(1, steps // 10) == 0 and log.bar.disable:
             log.info(f"warm start {step}/{steps}: loss {loss.item():.3f}")
 
     grpo.warm_start(model, codec, config, config.tasks, progress)
-    log.close_bar()
+    log.bar.close()
 
     # A file that another node has made meanwhile counts.
     if store.has_dir("/warmstart") and not load_weights(store, path, model, log):
-        weights = grpo.named_weights(model)
-        store.write(path, functools.partial(grpo.save_tensors, weights, recipe), fsync=True)
+        upload_tensors(store, path, dict(model.named_parameters()), recipe)
 
 
 def load_weights(store, path: str, model, log: "Log") -> bool:
     """Load the model's weights from a file of the shared folder. Returns False if it is missing or
     cannot be used."""
-    weights = grpo.named_weights(model)
+    weights = dict(model.named_parameters())
     try:
-        saved = store.load_file(path, functools.partial(grpo.load_tensors, ours=weights))
-    except drive_store.InvalidFileError as error:
-        log.info(f"{path} cannot be used ({error}); it is made again")
+        with local_copy(store, path, weights) as file:
+            if file is not None:
+                grpo.copy_tensors(weights, grpo.load_tensors(file, weights))
+            return file is not None
+    except UNUSABLE as error:
+        log.info(f"{path} cannot be used ({drive_store.printable(error, 200)}); it is made again")
         return False
-    if saved is None:
-        return False
-    grpo.copy_tensors(weights, saved)
-    return True
 
 
 def register(run: Run) -> None:
     """Register this process's nodes, and write down on what they run."""
     config = run.config
     store = run.store
-    run.board = store.board()
-    others_run = any(is_alive(run, node_id) for node_id in config.node_ids)
+    run.member.refresh()
+    others_run = any(map(run.member.is_alive, config.node_ids))
     for node_id in config.node_ids:
         store.create_node(node_id)
     device = grpo.device_name(config.DEVICE)
     info = {"model": config.MODEL_NAME, "device": device, "host": os.uname().nodename}
     info |= grpo.VERSIONS
-    run.session = store.register(config.node_ids, info)
-    run.board = store.board()
-    send_heartbeats(run)
+    run.member.register(info)
 
     for node_id in config.node_ids:
         store.write(f"nodes/{node_id}/logs/system_info.json", drive_store.dump_json(info))
@@ -1691,14 +1554,15 @@ def finish_run(run: Run) -> None:
     if run.last_round not in (-1, *list_checkpoints(run)):  # it may have missed the last rounds
         save_checkpoint(run)
     log_samples(run, is_last=True)
-    if run.history:
+    if run.log.history:
         total = coordinator.mean(node.total_reward for node in run.nodes)
-        text = f"{coordinator.diagnose(run.history)}; cumulative reward {total:.2f} per node"
+        text = f"{coordinator.diagnose(run.log.history)}; cumulative reward {total:.2f} per node"
         run.log.event("end", text)
     export_models(run)
     # One process draws the picture for all: the coordinator, or the one of the first worker.
-    has_coordinator = drive_store.COORDINATOR_ID in run.board.sessions
-    if not has_coordinator and run.board.workers[0] in run.config.node_ids:
+    board = run.member.board
+    is_first = board.workers[0] in run.config.node_ids
+    if is_first and drive_store.COORDINATOR_ID not in board.sessions:
         coordinator.write_picture(run.store, run.log)
 
 
@@ -1757,21 +1621,32 @@ class Log:
         self.node_id = node_id
         self.secret = secret
         self.lines = []  # (path, text)
-        self.bar = None
+        self.warned = set()  # texts of `once`
+        # Of a worker: the metrics of every stage of every node, when each round ended, the seconds
+        # of each node's last steps, and what the model answered before any round.
+        self.history = []
+        self.round_ends = []
+        self.seconds = defaultdict(dict)
+        self.initial_samples = []
+        self.bar = tqdm.tqdm(disable=True)
 
     def info(self, text: str) -> None:
         """A line for people, on the screen and in stdout.log."""
         text = self.queue(f"nodes/{self.node_id}/logs/stdout.log", text)
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or a closed pipe
-            if self.bar is not None:
-                self.bar.write(text)
-            else:
-                print(text, flush=True)
+        # A full disk or a closed pipe is no reason to stop. On a terminal the bar makes room.
+        with contextlib.suppress(OSError, ValueError), tqdm.tqdm.external_write_mode():
+            print(text, flush=True)
 
     def event(self, kind: str, text: str) -> None:
         """A record in training_events.jsonl, and a line for people."""
         self.info(f"{self.node_id} {kind}: {text}")
         self.queue_event(kind, text)
+
+    def once(self, kind: str, text: str) -> None:
+        """A warning, unless it was logged before."""
+        if text not in self.warned:
+            self.warned.add(text)
+            self.event(kind, text)
 
     def queue_event(self, kind: str, text: str) -> None:
         """The record alone."""
@@ -1796,19 +1671,8 @@ class Log:
 
     def show_bar(self, total: int, done: int, unit: str) -> None:
         """Show a progress bar on a terminal. A file or a notebook gets plain lines only."""
-        if sys.stdout.isatty():
-            self.bar = tqdm.tqdm(
-                total=total, initial=done, unit=unit, dynamic_ncols=True, leave=False
-            )
-
-    def update_bar(self, done: int) -> None:
-        if self.bar is not None:
-            self.bar.update(done - self.bar.n)
-
-    def close_bar(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        how = {"dynamic_ncols": True, "leave": False, "disable": not sys.stdout.isatty()}
+        self.bar = tqdm.tqdm(total=total, initial=done, unit=unit, **how)
 
 
 class Signals:
@@ -1867,11 +1731,9 @@ def open_experiment(path, name: str) -> "drive_store.DriveStore":
 
 def list_experiments(path) -> list[str]:
     """Names of the experiments below `path`."""
-    names = []
-    for board in sorted(Path(path).glob("experiments/*/board")):
-        if drive_store.is_safe_name(board.parent.name) and (board.parent / "config.json").exists():
-            names.append(board.parent.name)
-    return names
+    folders = [board.parent for board in Path(path).glob("experiments/*/board")]
+    begun = [folder.name for folder in sorted(folders) if (folder / "config.json").exists()]
+    return [name for name in begun if drive_store.is_safe_name(name)]
 
 
 def get_experiment_status(path, name: str) -> dict:

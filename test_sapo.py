@@ -29,7 +29,7 @@ import coordinator
 import drive_store
 import grpo
 import sapo
-from drive_store import DriveStore, InvalidFileError, RetryingStore, StoreError, stage_file
+from drive_store import At, DriveStore, InvalidFileError, RetryingStore, StoreError, stage_file
 from grpo import HELD_OUT_SEEDS, TASK_TABLE, Group, make_question
 from sapo import Config, ConfigError, derive_seed, read_environment, resolve_config
 
@@ -145,12 +145,32 @@ def update_settings(**changes) -> SimpleNamespace:
     return SimpleNamespace(**settings | changes)
 
 
+def small_codec(eos_ids=frozenset(), pad_id=0) -> grpo.Codec:
+    """The codec of a model without a tokenizer, of which only these ids matter."""
+    sizes = dict.fromkeys(
+        ("num_shots", "positions", "max_prompt", "max_completion", "vocabulary"), 0
+    )
+    codec = grpo.Codec(None, set(eos_ids), None, **sizes, dtype=torch.float32)
+    codec.pad_id = pad_id
+    return codec
+
+
 def our_update(model, groups, lr=0.5, pad_id=0, max_rows=2**30, **changes):
     """`update_policy` with SGD. Returns the new weights and the metrics."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = update_settings(**changes)
-    metrics = grpo.update_policy(model, optimizer, groups, config, pad_id, max_rows)
-    return flat_weights(model), metrics
+    limit = grpo.RowLimit(max_rows, "the update")
+    rows, steps = grpo.update_policy(
+        model, optimizer, groups, config, small_codec(pad_id=pad_id), limit
+    )
+    return flat_weights(model), grpo.update_numbers(rows, steps, config)
+
+
+def our_generate(model, prompts, num_generations, config, seed, eos_ids, max_rows=2**30):
+    """`generate` of a model without a tokenizer."""
+    limit = grpo.RowLimit(max_rows, "generation")
+    codec = small_codec(eos_ids)
+    return grpo.generate(model, codec, prompts, num_generations, config, seed, limit)
 
 
 def test_L1_advantages_equal_the_reference_values_and_are_zero_if_all_rewards_are_equal():
@@ -264,7 +284,7 @@ def test_L1_log_probabilities_are_the_models_own_and_none_is_read_at_a_padding_p
         expected.append(reference_logprobs(model, prompt, ids, temperature))
     expected = pad_sequence(expected, batch_first=True)
 
-    for compute in (grpo.completion_logprobs, grpo.completion_logprobs_shared_prompt):
+    for compute in (grpo.plain_logprobs, grpo.completion_logprobs):
         logprobs, mask = compute(model, prompts, completions, temperature, pad_id)
         assert_close(logprobs, expected)
         assert mask.sum(1).tolist() == [len(ids) for ids in completions]
@@ -306,7 +326,7 @@ def test_L1_dropout_and_recomputation_are_off_even_if_the_model_was_left_in_trai
     draws = []
     config = update_settings(MAX_NEW_TOKENS=10, TEMPERATURE=1.0)
     for model in (left_in_train_mode.train(), clean):
-        draws.append(grpo.generate(model, [[3, 4], [5]], 4, config, 5, {2})[0])
+        draws.append(our_generate(model, [[3, 4], [5]], 4, config, 5, {2}))
     assert draws[0] == draws[1]
 
     weights, _ = our_update(left_in_train_mode.train(), ragged_groups())
@@ -325,8 +345,8 @@ def test_L2_sampling_uses_the_distribution_that_is_scored_the_full_softmax_at_th
     # With evenly spaced random numbers every frequency is exact to one draw. Top-k or top-p would
     # show.
     uniforms = (torch.arange(num_draws) + 0.5) / num_draws
-    logits = grpo.lm_head_logits(model, hidden).expand(num_draws, -1)
-    tokens = grpo.sample_tokens(logits, uniforms, 0.7)
+    logits = grpo.scaled_logits(model, hidden, 0.7).expand(num_draws, -1)
+    tokens = grpo.sample_tokens(logits, uniforms)
     frequencies = tokens.bincount(minlength=23) / num_draws
     assert_close(frequencies, logprobs.exp(), 1.5 / num_draws, 0)
 
@@ -352,7 +372,7 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(m
         expected.append(completion)
 
     config = update_settings(MAX_NEW_TOKENS=max_tokens)
-    ours, _ = grpo.generate(model, prompts, 4, config, 5, eos_ids, max_rows=max_rows)
+    ours = our_generate(model, prompts, 4, config, 5, eos_ids, max_rows)
     assert ours == [expected[i : i + 4] for i in range(0, 20, 4)]
 
     # The case is a hard one: completions end at once, late or never, and with several EOS ids.
@@ -377,6 +397,7 @@ def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeat
     purposes = ("question", "external")
     keys = list(itertools.product(nodes, range(40), range(2), purposes, range(4)))
     config = make_config()
+    keys = [(node, At(round_, stage), *more) for node, round_, stage, *more in keys]
     seeds = [derive_seed(config, *key) for key in keys]
     assert len(set(seeds)) == len(seeds)
     assert not any(seed in HELD_OUT_SEEDS for seed in seeds)
@@ -496,7 +517,7 @@ def dies_before_file_call(nth: int, work, *args) -> bool:
 
 @pytest.mark.parametrize("old", [None, b'{"torn'])
 def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_changes(tmp_path, old):
-    path = stage_file("rewards", "n1", 0, 0)
+    path = stage_file("rewards", "n1", At(0))
     marker = "board/rewards.n1.000000.0"
 
     # Crash before the first call to the file system, then before the second, and so on, until the
@@ -508,7 +529,7 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
         store = new_store(tmp_path / str(nth))
         if old is not None:
             put(store, path, old)
-        died = dies_before_file_call(nth, store.publish, "rewards", "n1", 0, 0, {"reward": 0.25})
+        died = dies_before_file_call(nth, store.publish, "rewards", "n1", At(0), {"reward": 0.25})
         left = contents(store.dir)
         is_published = left.get(path, old) != old
         assert not is_published or json.loads(left[path])["reward"] == 0.25
@@ -516,11 +537,11 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
 
         # The process is started again, and this time it would publish something else.
         store = new_store(tmp_path / str(nth))
-        store.publish("rewards", "n1", 0, 0, {"reward": 0.75})
+        store.publish("rewards", "n1", At(0), {"reward": 0.75})
         store.remove_leftovers("n1")
         now = contents(store.dir)
         assert now.keys() == {"config.json", path, marker}
-        assert store.read_reward("n1", 0, 0)["reward"] == (0.25 if is_published else 0.75)
+        assert store.read_reward("n1", At(0))["reward"] == (0.25 if is_published else 0.75)
         assert not is_published or now[path] == left[path]
     assert nth > 4, "no crash came in the middle"
 
@@ -528,9 +549,9 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
 def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_path):
     store = new_store(tmp_path)
     session = store.register(["n1"], {})
-    store.move_marker("open", "n1", 2)
-    store.move_marker("rewards", "n1", 1)
-    store.move_marker("rewards", "n1", 2)
+    store.move_marker("open", "n1", At(2))
+    store.move_marker("rewards", "n1", At(1))
+    store.move_marker("rewards", "n1", At(2))
 
     # Sync clients and interrupted copies leave such files in a folder.
     for marker in ("rewards.n1.000007.0", "open.n1.000007.0", f"session.n2.{session}"):
@@ -540,8 +561,8 @@ def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_
     assert board.open_round == 2
     assert board.sessions == {"n1": session}
     assert board.progress == {("open", "n1"): (2, 0), ("rewards", "n1"): (2, 0)}
-    assert board.reached("rewards", 2, 0) == ["n1"]
-    assert board.reached("rewards", 3, 0) == []
+    assert board.reached("rewards", At(2)) == ["n1"]
+    assert board.reached("rewards", At(3)) == []
 
 
 def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_path):
@@ -599,7 +620,7 @@ def test_X2_what_a_stranger_planted_is_never_followed_and_never_written_through(
     thesis.parent.mkdir()
     thesis.write_bytes(b'{"thesis": 1}')
 
-    path = stage_file("rollouts", "n1", 0, 0)
+    path = stage_file("rollouts", "n1", At(0))
     for operation, *args in [
         ("read_json", path),
         ("write", path, b"{}"),
@@ -651,14 +672,14 @@ def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(
     store = new_store(tmp_path)
     started = time.monotonic()
     for content, reason in broken:
-        put(store, stage_file("rollouts", "p", 1, 0), content)
+        put(store, stage_file("rollouts", "p", At(1)), content)
         with pytest.raises(InvalidFileError, match=reason):
-            store.fetch_rollouts("p", 1, 0)
+            store.fetch_rollouts("p", At(1))
     assert time.monotonic() - started < 2
 
     # Keys that a newer program may add do no harm.
-    put(store, stage_file("rollouts", "p", 1, 0), good | {"new": 1})
-    assert [group["key"] for group in store.fetch_rollouts("p", 1, 0)] == [(1, 0, "p", 0)]
+    put(store, stage_file("rollouts", "p", At(1)), good | {"new": 1})
+    assert [group["key"] for group in store.fetch_rollouts("p", At(1))] == [(1, 0, "p", 0)]
 
 
 # -------- Settings --------------------------------------------------------------------------------
@@ -729,7 +750,8 @@ def test_U1_all_mistakes_are_reported_together_and_a_blank_value_counts_as_unset
 
 
 def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variables_are_not():
-    near_misses = {"LR": "LEARNING_RATE", "NUM_GENERATION": "NUM_GENERATIONS", "seed": "SEED"}
+    near_misses = {"LEARNING_RAT": "LEARNING_RATE", "NUM_GENERATION": "NUM_GENERATIONS"}
+    near_misses["seed"] = "SEED"
     others = ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "NODE_OPTIONS", "PYTHONHASHSEED")
     _, warnings = read_environment(dict.fromkeys([*near_misses, *others], "4"))
     for text, (wrong, right) in zip(warnings, near_misses.items(), strict=True):
@@ -815,7 +837,7 @@ def write_peer(drive, name, peer, groups, round_=0) -> None:
     store.create_node(peer)
     store.make_dir(f"nodes/{peer}/rollouts")
     rollouts = {str(i): group for i, group in enumerate(groups)}
-    store.publish("rollouts", peer, round_, 0, {"format": 1, "rollouts": rollouts})
+    store.publish("rollouts", peer, At(round_), {"format": 1, "rollouts": rollouts})
 
 
 def at_call(monkeypatch, step, number, action) -> None:
@@ -921,8 +943,8 @@ def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monk
     spelled = [*tokenizer.convert_tokens_to_ids([*"<answer>5"]), tokenizer.eos_token_id]
     assert len(tokenizer("<answer>5").input_ids) == 2
 
-    def generate(model, prompts, num_generations, *args, **kwargs):
-        return [[spelled] * num_generations for _ in prompts], 2**30
+    def generate(model, codec, prompts, num_generations, *args):
+        return [[spelled] * num_generations for _ in prompts]
 
     update_policy = Mock(wraps=grpo.update_policy)
     monkeypatch.setattr(grpo, "generate", generate)

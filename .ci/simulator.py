@@ -253,15 +253,15 @@ def number_from(*values) -> int:
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:4], "big")
 
 
-def fake_generate(model, prompts, num_generations, config, seed, eos_ids, *args, **kwargs):
+def fake_generate(model, codec, prompts, num_generations, config, seed, limit):
     """Right and wrong answers, chosen by the seed and by what was learned."""
     sapo.time.sleep(sapo.time.current.step_seconds)
     rng = random.Random(number_from(seed, next(model.parameters()).sum().item()))
     choice = [[40, 3, 0], [41, 5, 7, 0]]
-    return [[rng.choice(choice) for _ in range(num_generations)] for _ in prompts], 2**30
+    return [[rng.choice(choice) for _ in range(num_generations)] for _ in prompts]
 
 
-def fake_update(model, optimizer, groups, config, *args, **kwargs):
+def fake_update(model, optimizer, groups, config, codec, limit):
     """Weights that depend on all groups that were ever trained on, in their order."""
     sapo.time.sleep(sapo.time.current.step_seconds)
     process = sapo.time.current
@@ -274,9 +274,10 @@ def fake_update(model, optimizer, groups, config, *args, **kwargs):
         for parameter in model.parameters():
             parameter.mul_(0.5).add_(number)
             optimizer.state[parameter]["step"] += 1
-    logprobs = [-1.0] * sum(len(g.completions) for g in groups if g.is_informative)
-    return {"loss": 0.0, "clip_fraction": 0.0, "grad_norm": number, "trained_tokens": 1,
-            "logprobs": logprobs, "max_rows": 1}  # fmt: skip
+    rows = grpo.make_rows(groups, config)
+    for row in rows:
+        row.old_logprobs = torch.full([len(row.completion)], -1.0)
+    return rows, [(0.0, 0, number)] if rows else []
 
 
 def fake_reward(question, texts, kind="exact"):
@@ -337,7 +338,6 @@ def world(tmp_path, monkeypatch, tiny):
     monkeypatch.setattr(sapo, "sample_answers", lambda run: [])
     fakes = {
         "load_model": lambda config, tasks: (sapo.copy.deepcopy(model), codec),
-        "check_tasks": lambda tasks: None,
         "generate": fake_generate,
         "update_policy": fake_update,
         "group_rewards": fake_reward,

@@ -18,7 +18,7 @@ import grpo
 import sapo
 from common import QUICK, events_of, folder_of, heartbeat_of, play, read_log, results, rewards_of
 from common import rounds_of
-from drive_store import DriveStore
+from drive_store import At, DriveStore
 from simulator import FIVE_NODES
 from test_sapo import contents, group_by_hand, new_store
 
@@ -57,7 +57,7 @@ def test_F1_a_reader_sees_no_file_or_the_whole_one_and_what_is_published_stays(t
         for i in range(80):
             writer.write(f"nodes/{node}/heartbeat.json", b"%02d" % i * 30_000)
             for text in ("x" * 60_000, "published once more"):
-                writer.publish("rewards", node, i, 0, {"reward": 0.5, "text": text})
+                writer.publish("rewards", node, At(i, 0), {"reward": 0.5, "text": text})
 
     threads = [threading.Thread(target=write, args=node) for node in "ab"]
     for thread in threads:
@@ -70,7 +70,7 @@ def test_F1_a_reader_sees_no_file_or_the_whole_one_and_what_is_published_stays(t
         for (kind, node), (round_, _) in store.board().progress.items():
             heartbeat = (store.dir / f"nodes/{node}/heartbeat.json").read_bytes()
             assert heartbeat == heartbeat[:2] * 30_000
-            path = store.dir / drive_store.stage_file(kind, node, round_, 0)
+            path = store.dir / drive_store.stage_file(kind, node, At(round_))
             assert len(json.loads(path.read_bytes())["text"]) == 60_000
     assert polls > 5
     rewards = [*store.dir.glob("nodes/*/rewards/*")]
@@ -87,7 +87,6 @@ def outages_of(world, process, expected) -> int:
     was over."""
     assert process.status == 0, process.output
     assert results(world.drive) == expected
-    assert not [*world.drive.rglob(".*")]
     kinds = [row["event"] for row in read_log(world.drive, process.first, "training_events")]
     kinds = [kind for kind in kinds if kind.startswith("outage")]
     assert kinds == ["outage", "outage over"] * (len(kinds) // 2)
@@ -141,8 +140,8 @@ def test_F2_a_disk_that_fills_up_within_a_write_loses_and_doubles_nothing(tmp_pa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for call in (
         ("append", "nodes/n/logs/a", "2\n" * 5000),
-        ("write", "nodes/n/checkpoints/c", b"x" * 50_000, True),
-        ("publish", "rewards", "n", 0, 0, {"reward": 0.5, "text": "x" * 50_000}),
+        ("write", "nodes/n/checkpoints/c", b"x" * 50_000),
+        ("publish", "rewards", "n", At(0), {"reward": 0.5, "text": "x" * 50_000}),
     ):
         before = contents(tmp_path)
         resource.setrlimit(resource.RLIMIT_FSIZE, (15_001, limits[1]))
@@ -155,7 +154,7 @@ def test_F2_a_disk_that_fills_up_within_a_write_loses_and_doubles_nothing(tmp_pa
             assert contents(tmp_path) == before
         getattr(store, call[0])(*call[1:])
     assert (store.dir / "nodes/n/logs/a").read_text() == "1\n" * 5000 + "2\n" * 5000
-    assert store.read_reward("n", 0, 0)["reward"] == 0.5
+    assert store.read_reward("n", At(0))["reward"] == 0.5
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -207,8 +206,8 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(w
     store = play(world.drive, "p", "q")
     for peer in "pq":
         rollouts = {"format": 1, "rollouts": {"0": group_by_hand(ord(peer))}}
-        store.publish("rollouts", peer, 0, 0, rollouts)
-        store.write_heartbeat(peer, store.sessions[peer], 0, "done")
+        store.publish("rollouts", peer, At(0, 0), rollouts)
+        store.write_heartbeat(peer, store.sessions[peer], "done")
 
     # The first two reads of p's file fail.
     reads = itertools.count()
@@ -249,7 +248,7 @@ def test_F3_a_process_that_is_alone_and_killed_at_any_call_repeats_the_undisturb
         process.start()
         world.run()
         assert process.status == 0, process.output
-        # A kill between the last checkpoint and the deletion of an older one leaves that one.
+        # A kill right after the last checkpoint may leave an older one, and an older marker.
         after = results(world.drive)
         older = {path: after.pop(path) for path in after.keys() - expected.keys()}
         assert after == expected, call
@@ -257,8 +256,7 @@ def test_F3_a_process_that_is_alone_and_killed_at_any_call_repeats_the_undisturb
             call
         )
         new = {path for path in paths_below(world.drive) ^ names if "session." not in path}
-        assert len(new) == len(older) <= 1
-        assert all("/checkpoints/" in path for path in new), new
+        assert all("checkpoint" in path for path in new), new
 
 
 def test_F3_what_a_kill_left_unfinished_is_removed_by_its_owner_and_by_nobody_else(world):
@@ -298,8 +296,8 @@ def test_F3_in_a_swarm_a_nodes_total_counts_each_of_its_rewards_once_whatever_wa
     process = world.start(NUM_TRANSPLANT_TREES=0, MAX_ROUNDS=7)
 
     def open_round(t):
-        store.move_marker("open", "coordinator", t)
-        store.write_heartbeat("coordinator", store.sessions["coordinator"], t)
+        store.move_marker("open", "coordinator", At(t))
+        store.write_heartbeat("coordinator", store.sessions["coordinator"])
         world.run(lambda: t in rounds_of(world.drive, "n"))
 
     def assert_each_counts_once():
@@ -343,7 +341,6 @@ DAMAGES = {
     "of another model": lambda data: data.replace(b'"tiny\\"', b'"tinx\\"'),
     "with a huge header": lambda data: b"\xff" * 7 + b"\0" + data,
     "mode 600": "open",
-    "without status": "lstat",
 }
 
 
@@ -428,11 +425,11 @@ def test_F4_planted_files_neither_finish_a_node_nor_refuse_a_new_one(world):
     store = DriveStore(world.drive, "default")
     for path in ("checkpoints/round_000005.safetensors", "rewards/round_000005.stage_0.json"):
         (store.dir / "nodes/n" / path).write_bytes(b"")
-    store.move_marker("rewards", "n", 5)
+    store.move_marker("rewards", "n", At(5))
     process = world.finish(**SIX)
     assert process.status == 0
     assert "already finished" not in process.output
-    assert store.read_reward("n", 5, 0)["round"] == 5
+    assert store.read_reward("n", At(5))["round"] == 5
 
     # Nor does a file in the folder of a node that has never registered keep it out, nor one that
     # looks like another program's, even if it is the name of a node.
@@ -440,10 +437,10 @@ def test_F4_planted_files_neither_finish_a_node_nor_refuse_a_new_one(world):
         (store.dir / path).parent.mkdir(parents=True)
         (store.dir / path).write_bytes(b"")
     for max_rounds in (8, 9):
-        store.move_marker("open", "n", max_rounds - 1)
+        store.move_marker("open", "n", At(max_rounds - 1))
         late = world.finish("round_5", **JOINING | {"NODE_ID": "round_5", "MAX_ROUNDS": max_rounds})
         assert late.status == 0
-        assert store.read_reward("round_5", max_rounds - 1, 0) is not None
+        assert store.read_reward("round_5", At(max_rounds - 1)) is not None
 
 
 # -------- F5: retention, and what is deleted ------------------------------------------------------
@@ -466,7 +463,7 @@ def test_F5_a_checkpoint_is_emptied_before_it_is_deleted_but_never_one_with_anot
     assert outside.read_text() == "thesis"
 
     # A rollout file that is being read stays whole.
-    store.publish("rollouts", "n", 0, 0, {"format": 1, "rollouts": {"0": group_by_hand(1)}})
+    store.publish("rollouts", "n", At(0, 0), {"format": 1, "rollouts": {"0": group_by_hand(1)}})
     with open(store.dir / "nodes/n/rollouts/round_000000.stage_0.json") as file:
         store.prune_rollouts("n", 4, archive=False)
         assert json.loads(file.read())["peer_id"] == "n"
@@ -477,8 +474,8 @@ def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(world, 
     store = play(world.drive, "human")
     for t in (0, 4, 7):
         rollouts = {"format": 1, "rollouts": {"0": group_by_hand(t)}}
-        store.publish("rollouts", "human", t, 0, rollouts)
-    store.write_heartbeat("human", store.sessions["human"], 7, "done")
+        store.publish("rollouts", "human", At(t, 0), rollouts)
+    store.write_heartbeat("human", store.sessions["human"], "done")
 
     settings = dict(MAX_ROUNDS=9, LOCAL_NODES=2, CHECKPOINT_INTERVAL=2, ROLLOUT_MAX_AGE=1)
     settings |= dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1)
@@ -583,7 +580,7 @@ def test_F6_a_node_joins_with_three_settings_and_disturbs_no_other_experiment(wo
     assert "evil" not in process.output
     [row] = read_log(world.drive, "late")
     assert (row["round"], row["completions"], row["external_groups"]) == (5, 8, 2)
-    groups = DriveStore(world.drive, "default").fetch_rollouts("late", 5, 0)
+    groups = DriveStore(world.drive, "default").fetch_rollouts("late", At(5))
     assert {group["task"] for group in groups} == {QUICK["TASKS"]}
     assert contents(other) == before
 
