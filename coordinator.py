@@ -99,7 +99,7 @@ def run_coordinator(config, member, log, signals) -> None:
         # ask for a status takes a call to the folder, so only those that count are asked. The first
         # round of a start and the last one wait for all, and some round may have nobody in step.
         submitted = set(board.reached("rewards", drive_store.At(current, config.MAX_STAGES - 1)))
-        in_step = board.in_step("rewards", current, config.MAX_STAGES - 1)
+        in_step = drive_store.in_step(board, "rewards", current, config)
         all_count = is_waiting or current >= last_round or not in_step
         asked = set(board.workers) if all_count else in_step - submitted
         alive = {node for node in sorted(asked) if member.is_alive(node)}

@@ -60,14 +60,6 @@ class Board:
         """The nodes that have got as far as this stage, sorted."""
         return sorted(node for (k, node), own in self.progress.items() if k == kind and own >= at)
 
-    def in_step(self, kind: str, t: int, last_stage: int) -> set[str]:
-        """The workers that round t waits for while they live: those that got to the end of the
-        round before (of its "rollouts" or "rewards") or have entered this one. At first all."""
-        if t == 0:
-            return set(self.workers)
-        ready = self.reached(kind, At(t - 1, last_stage)) + self.reached("open", At(t))
-        return set(ready) - {COORDINATOR_ID}
-
 
 def parse_board(names: list[str]) -> Board:
     """One listing of board/ tells the state. Of several markers of one kind and node the newest
@@ -153,6 +145,15 @@ MAX_METADATA_BYTES = 64 << 10
 MAX_TEXT_CHARS = 32768
 MAX_SEED = 2**53  # JSON readers in other languages round larger integers
 COORDINATOR_ID = "coordinator"
+
+
+def in_step(board: Board, kind: str, t: int, config) -> set[str]:
+    """The workers that round t waits for while they live: those that got to the end of the round
+    before (kind: of its "rollouts" or of its "rewards"), or have entered this one. At first all."""
+    if t == 0:
+        return set(board.workers)
+    before = At(t - 1, config.MAX_STAGES - 1)
+    return {*board.reached(kind, before), *board.reached("open", At(t))} - {COORDINATOR_ID}
 
 
 class StoreError(Exception):

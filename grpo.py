@@ -205,8 +205,8 @@ def accumulate_gradients(model, optimizer, rows, config, codec, limit, is_first_
             for row, values in zip(batch, logprobs.detach(), strict=True):
                 row.old_logprobs = values[: len(row.completion)]
         old_logprobs = pad_sequence([row.old_logprobs for row in batch], batch_first=True)
-        advantages = torch.tensor([row.advantage for row in batch]).to(logprobs)
-        weights = torch.tensor([row.weight for row in batch]).to(logprobs)
+        advantages = logprobs.new_tensor([row.advantage for row in batch])
+        weights = logprobs.new_tensor([row.weight for row in batch])
         loss, num_clipped = grpo_loss(
             logprobs, old_logprobs, advantages, mask, weights, config.CLIP_LOW, config.CLIP_HIGH
         )
@@ -238,7 +238,7 @@ def completion_logprobs(model, prompts, completions, temperature: float = 1.0, p
 
     # Only real tokens are scored. In their order they fill the mask again.
     scored = token_logprobs_in_chunks(model, hidden[mask], targets[mask], temperature)  # (S,)
-    return torch.zeros(mask.shape, device=model.device).masked_scatter(mask, scored), mask
+    return scored.new_zeros(mask.shape).masked_scatter(mask, scored), mask
 
 
 def token_logprobs(model, hidden, targets, temperature: float):
@@ -381,12 +381,13 @@ def forward_hidden(model, ids, mask=None, cache=None):
 
 
 def scaled_logits(model, hidden, temperature: float):
-    """(..., H) -> logits / temperature (..., V) in float32.
+    """(..., H) -> logits / temperature (..., V), at least in float32.
 
     Casting bfloat16 logits to float32 before the softmax reduces the mean error of a
     log-probability from 0.025 to 0.004.
     """
-    logits = model.get_output_embeddings()(hidden).float()
+    logits = model.get_output_embeddings()(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
     logits = cap * torch.tanh(logits / cap) if cap else logits
     return logits if temperature == 1 else logits / temperature  # dividing by 1 would copy them

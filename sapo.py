@@ -180,13 +180,8 @@ def shared_form(group: "grpo.Group") -> dict:
     for text, reward, finished in zip(group.texts, group.rewards, group.finished, strict=True):
         completions.append({"response": text, "reward": reward, "finished": finished})
     question = group.question
-    return {
-        "task": question.task,
-        "seed": question.seed,
-        "prompt": question.text,
-        "answer": question.answer,
-        "completions": completions,
-    }
+    asked = {"task": question.task, "seed": question.seed, "prompt": question.text}
+    return asked | {"answer": question.answer, "completions": completions}
 
 
 def sample_external(run: Run, node: Node, at) -> "list[grpo.Group]":
@@ -220,7 +215,7 @@ def late_peers(run: Run, node: Node, at) -> set[str]:
     """The peers that are waited for now: they are alive, and they published all of the round before
     or have entered this one, so one that dies costs the swarm at most one timeout."""
     board = run.member.refresh()
-    in_step = board.in_step("rollouts", at.round, run.config.MAX_STAGES - 1)
+    in_step = drive_store.in_step(board, "rollouts", at.round, run.config)
     late = set(choose_peers(run, node, at, in_step)) - set(run.config.node_ids)
     late -= arrived(run, node, late, at)
     return {peer for peer in late if run.member.is_alive(peer)}
@@ -260,11 +255,9 @@ def external_candidates(run: Run, node: Node, at, age: int, rng) -> "list[grpo.G
 
 
 def verify(run: Run, record: dict) -> "grpo.Group":
-    """A peer's group, its question made again, its texts tokenized and scored here.
-
-    Rejected: a task of another experiment, a held-out seed, another prompt, a completion that is
-    empty, too long or has an EOS inside, and what takes too long to verify.
-    """
+    """A peer's group, its question made again, its texts tokenized and scored here. Rejected are a
+    foreign task, a held-out seed, another prompt, an empty or too long completion, one with an EOS
+    inside, and what takes too long."""
     codec = run.codec
     question = checked_question(run, record)  # from its task and seed
     prompt = codec.encode_prompt(question)
@@ -298,11 +291,9 @@ def submit_reward(run: Run, node: Node, at) -> dict:
 
 
 def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one.
-
-    A coordinator opens rounds. Where none is alive, whoever has finished opens its own next one. A
-    node that was away or slow goes on with the newest open round and skips what it missed. (A
-    process that is alone misses nothing: after a kill it repeats the rounds since its checkpoint.)
+    """The round to work on now, None after the last one. A coordinator opens rounds; where none has
+    been alive for 2 s, whoever has finished opens its own next one. A node that was away or slow
+    goes on with the newest open round; one that is alone repeats the rounds since its checkpoint.
     """
     own = run.last_round + 1
     if own >= run.config.MAX_ROUNDS:

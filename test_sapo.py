@@ -382,6 +382,39 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(m
     assert last_ids - eos_ids
 
 
+def test_U12_the_page_in_the_readme_and_the_program_compute_the_same(monkeypatch):
+    # The page's functions, without the loop that follows them.
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    code = text.split("<!-- page -->\n```python\n")[1].split("\ntokenizer = ")[0]
+    page = ModuleType("page")
+    exec(code, vars(page))
+
+    # In float64, with a group that is not informative.
+    model, twin = small_gpt2().double(), small_gpt2().double()
+    groups = ragged_groups(uninformative=(2,))
+    on_page = [(g.prompt, g.completions, torch.tensor(g.rewards).double()) for g in groups]
+    exact = {"atol": 1e-9, "rtol": 1e-9}
+    for group, (_, _, rewards) in zip(groups, on_page, strict=True):
+        ours = torch.tensor(grpo.group_advantages(group.rewards), dtype=torch.float64)
+        assert_close(ours, page.group_advantages(rewards), **exact)
+        prompts = [group.prompt] * len(group.completions)
+        logprobs, mask = grpo.completion_logprobs(model, prompts, group.completions)
+        theirs = [page.completion_logprobs(model, group.prompt, ids) for ids in group.completions]
+        assert_close(logprobs[mask], torch.cat(theirs), **exact)
+
+    # The page divides by the number of all tokens, as the weights of the default loss do.
+    lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
+    weights = grpo.loss_weights(lengths, "dapo", 10)
+    assert_close(weights, torch.full(weights.shape, 1 / lengths.sum().item()).double(), **exact)
+
+    # The same weights after an update, and after one without information.
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
+    for part in (slice(None), slice(2, 3)):
+        page.update_policy(twin, optimizer, on_page[part])
+        ours, _ = our_update(model, groups[part], TEMPERATURE=1.0)
+        assert_close(ours, flat_weights(twin), **exact)
+
+
 # -------- Questions and rewards -------------------------------------------------------------------
 
 
