@@ -118,6 +118,7 @@ class World:
         self.now = 1e9
         self.rng = random.Random(seed)
         self.turn = threading.Semaphore(0)
+        self.call_seconds = CALL_SECONDS
         self.processes = []
         self.current = None
         # What may go wrong. fault(process, name of a call, path): "before" or "after" for an error of
@@ -197,7 +198,7 @@ class World:
         process.num_calls += 1
         if process.num_calls == process.kill_at:
             raise Killed
-        self.sleep(CALL_SECONDS)
+        self.sleep(self.call_seconds)
 
         name = function.__name__
         if self.as_seen_by_the_disk:

@@ -4,6 +4,7 @@ signals, L6 and F6 nodes that start together, F3 and F1 kills at any call, F7 on
 folder."""
 
 import json
+import os
 import random
 import re
 from types import SimpleNamespace
@@ -530,3 +531,44 @@ def test_F3_F1_F7_a_swarm_survives_kills_loses_nothing_and_every_path_has_one_wr
     assert {*world.drive.rglob(".*")} == strangers, "its own were not removed, or another's were"
     assert {path: names for path, names in world.writers.items() if len(names) > 1} == {}
     assert len(world.writers) > 100
+
+
+# -------- S3: what a swarm costs ------------------------------------------------------------------
+
+
+def calls_in_a_round(world, monkeypatch, num_nodes) -> tuple[float, float]:
+    """Calls to the folder that a worker and the coordinator make in a round: a mean over all workers
+    and over rounds 1 to 6."""
+    calls_after = {}  # process -> its number of calls after each round
+
+    def record(module, name):
+        function = getattr(module, name)
+
+        def recording(*args):
+            result = function(*args)
+            calls_after.setdefault(world.current.name, []).append(world.current.num_calls)
+            return result
+
+        monkeypatch.setattr(module, name, recording)
+
+    record(sapo, "finish_round")
+    record(coordinator, "log_round_of_swarm")
+    world.call_seconds = 0.002
+    settings = {"MAX_ROUNDS": 8, "NUM_WORKERS": num_nodes, "CHECKPOINT_INTERVAL": 100}
+    for name in ("coordinator", *(f"w{i}" for i in range(num_nodes))):
+        world.start(name, **settings)
+    world.run()
+    per_round = {name: (calls[6] - calls[0]) / 6 for name, calls in calls_after.items()}
+    of_coordinator = per_round.pop("coordinator")
+    assert len(per_round) == num_nodes
+    return sum(per_round.values()) / num_nodes, of_coordinator
+
+
+@pytest.mark.parametrize("num_nodes", [int(n) for n in os.environ.get("NODES", "16 64").split()])
+def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_sixteen(
+    world, monkeypatch, num_nodes
+):
+    """NODES="4 16 64 256 1024" prints the manual's table, in some minutes."""
+    of_worker, of_coordinator = calls_in_a_round(world, monkeypatch, num_nodes)
+    print(f"| {num_nodes} | {of_worker:.0f} | {of_coordinator:.0f} |")
+    assert of_worker < 60
