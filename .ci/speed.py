@@ -25,17 +25,17 @@ their start included. Environment variables:
                   rows at once need more than 24 GB in the setting paper)
 """
 
+import itertools
 import json
 import os
 import random
 import resource
-import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
 # CODE: where the program to measure is, if not in this checkout. `compare` sets it.
 sys.path.insert(0, os.environ.get("CODE", str(Path(__file__).resolve().parent.parent)))
@@ -48,8 +48,6 @@ import grpo
 import sapo
 
 NUM_GENERATIONS = 8  # G
-LEARNING_RATE = 1e-6
-BETAS = (0.9, 0.95)
 SETTINGS = {  # tasks, questions of a step, longest completion
     "arith": (["basic_arithmetic"], 4, 64),
     "paper": (grpo.PAPER_TASKS, 4, 64),
@@ -63,25 +61,20 @@ def load(setting: str, model_name: str):
     """Load what a setting needs: Config, model, Codec, and its questions, STEPS + 1 lists."""
     tasks, num_questions, max_new_tokens = SETTINGS[setting]
     environ = {
-        "MODEL_NAME": model_name,
-        "DEVICE": "cpu",
-        "DTYPE": os.environ.get("DTYPE", "float32"),
-        "MAX_NEW_TOKENS": str(max_new_tokens),
-        "LEARNING_RATE": str(LEARNING_RATE),
+        "MODEL_NAME": model_name, "DEVICE": "cpu", "DTYPE": os.environ.get("DTYPE", "float32"),
+        "MAX_NEW_TOKENS": str(max_new_tokens), "LEARNING_RATE": "1e-6",
         "MICRO_BATCH_SIZE": os.environ.get("ROWS", "auto"),
-    }
+    }  # fmt: skip
     env, _ = sapo.read_environment(environ)
     config = sapo.resolve_config(env, {}, [])
     model, codec = grpo.load_model(config, list(tasks))
 
     rng = random.Random(1)
-    batches = []
-    for _ in range(STEPS + 1):
-        questions = []
+    batches = [[] for _ in range(STEPS + 1)]
+    for batch in batches:
         for _ in range(num_questions):
             task = rng.choice(tasks)
-            questions.append(grpo.first_valid_question(task, rng.randrange(10**6)))
-        batches.append(questions)
+            batch.append(grpo.first_valid_question(task, rng.randrange(10**6)))
     return config, model, codec, batches
 
 
@@ -92,88 +85,69 @@ def print_report(steps: list[dict], prompts: list, who=resource.RUSAGE_SELF) -> 
     print(json.dumps({"steps": steps[1:], "peak_gb": peak_gb, "prompts": prompts}), flush=True)
 
 
+def describe_step(step: float, generation: float, num_tokens: int) -> dict:
+    """A measured step: its seconds and those of generation, and the tokens that it generated."""
+    update = step - generation
+    return {"step": step, "generation": generation, "update": update, "tokens": num_tokens}
+
+
+def made_up_rewards(completions, **_) -> list[float]:
+    """Every second completion is rewarded, so that every group is informative."""
+    return [float(i % 2) for i in range(len(completions))]
+
+
 def run_ours(setting: str, model_name: str, seed: str) -> None:
     """Measure this program."""
     grpo.keep_freed_memory()
     config, model, codec, batches = load(setting, model_name)
     optimizer = grpo.make_optimizer(model, config)
     max_rows = grpo.estimate_micro_batch_size(model, config, 0)
-    # Made-up rewards, so that every group is informative.
-    rewards = [float(i % 2) for i in range(NUM_GENERATIONS)]
 
     steps = []
     prompts_of_steps = []
     for step, questions in enumerate(batches):
         started = time.perf_counter()
         prompts = [codec.encode_prompt(question) for question in questions]
+        sampling_seed = 1000 * int(seed) + step
         completions, _ = grpo.generate(
-            model,
-            prompts,
-            NUM_GENERATIONS,
-            config,
-            seed=1000 * int(seed) + step,
-            eos_ids=codec.eos_ids,
-            pad_id=codec.pad_id,
+            model, prompts, NUM_GENERATIONS, config, sampling_seed, codec.eos_ids, codec.pad_id
         )
         generated = time.perf_counter()
 
         groups = []
         for prompt, of_prompt in zip(prompts, completions, strict=True):
-            groups.append(grpo.Group(prompt, of_prompt, rewards))
+            groups.append(grpo.Group(prompt, of_prompt, made_up_rewards(of_prompt)))
         grpo.update_policy(model, optimizer, groups, config, codec.pad_id, max_rows)
         ended = time.perf_counter()
 
-        num_tokens = 0
-        for of_prompt in completions:
-            num_tokens += sum(len(ids) for ids in of_prompt)
-        steps.append(
-            {
-                "step": ended - started,
-                "generation": generated - started,
-                "update": ended - generated,
-                "tokens": num_tokens,
-            }
-        )
+        num_tokens = sum(len(ids) for ids in itertools.chain(*completions))
+        steps.append(describe_step(ended - started, generated - started, num_tokens))
         prompts_of_steps.append(prompts)
     print_report(steps, prompts_of_steps)
 
 
 def run_swarm(setting: str, model_name: str, seed: str) -> None:
     """Measure the rounds of a swarm that run_swarm.sh starts."""
-    folder = tempfile.mkdtemp()
-    environ = {
-        "PATH": os.environ["PATH"],
-        "PYTHON": sys.executable,
-        "HF_HUB_OFFLINE": "1",
-        "GDRIVE_PATH": f"{folder}/shared",
-        "LOG_DIR": f"{folder}/logs",
-        "MODEL_NAME": model_name,
-        "DEVICE": "cpu",
-        "SEED": seed,
-        "MAX_ROUNDS": str(STEPS + 2),
-        "WARM_START_STEPS": "200",
-        "ANSWER_TAG_SHARE": "0.3",
-        "ROUND_ADVANCE": "completion",
-    }
-    command = ["bash", Path(sapo.__file__).with_name("run_swarm.sh")]
-    subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {
+            "PATH": os.environ["PATH"], "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1",
+            "GDRIVE_PATH": f"{folder}/shared", "LOG_DIR": f"{folder}/logs",
+            "MODEL_NAME": model_name, "DEVICE": "cpu", "SEED": seed, "MAX_ROUNDS": str(STEPS + 2),
+            "WARM_START_STEPS": "200", "ANSWER_TAG_SHARE": "0.3", "ROUND_ADVANCE": "completion",
+        }  # fmt: skip
+        command = ["bash", Path(sapo.__file__).with_name("run_swarm.sh")]
+        subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, check=True)
+        [log] = Path(folder).rglob("worker_0/**/metrics.jsonl")
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = (usage.ru_utime + usage.ru_stime) / len(rows)
 
     # A round lasts from one row of a worker's log to the next.
     steps = []
-    for path in Path(folder).rglob("worker_0/**/metrics.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        for before, row in zip(rows, rows[1:], strict=False):
-            steps.append(
-                {
-                    "step": row["timestamp"] - before["timestamp"],
-                    "generation": row["generate_seconds"],
-                    "update": row["train_seconds"],
-                    "tokens": row["generated_tokens"],
-                    "cpu": (usage.ru_utime + usage.ru_stime) / len(rows),
-                }
-            )
-    shutil.rmtree(folder)
+    for before, row in itertools.pairwise(rows):
+        lasted = row["timestamp"] - before["timestamp"]
+        step = describe_step(lasted, row["generate_seconds"], row["generated_tokens"])
+        steps.append(step | {"update": row["train_seconds"], "cpu": cpu})
     print_report(steps, [], resource.RUSAGE_CHILDREN)
 
 
@@ -181,7 +155,8 @@ def run_trl(setting: str, model_name: str, seed: str) -> None:
     """Measure TRL. A step lasts from the end of one optimizer step to the end of the next one. Its
     generation is all that _generate_single_turn does."""
     from datasets import Dataset
-    from transformers import PrinterCallback, TrainerCallback
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from transformers import PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
     config, model, codec, batches = load(setting, model_name)
@@ -189,94 +164,55 @@ def run_trl(setting: str, model_name: str, seed: str) -> None:
     rows_per_piece = int(os.environ.get("TRL_ROWS", num_rows))
     num_pieces = num_rows // rows_per_piece
 
-    generation_seconds = []
-    num_tokens = []
+    generations = []  # seconds and tokens
     prompts_of_steps = []
-    step_ends = []
 
     class TimedTrainer(GRPOTrainer):
         def _generate_single_turn(self, prompt_ids, *args, **kwargs):
             started = time.perf_counter()
             output = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-            generation_seconds.append(time.perf_counter() - started)
-            num_tokens.append(sum(len(ids) for ids in output[0]))
+            num_tokens = sum(len(ids) for ids in output[0])
+            generations.append((time.perf_counter() - started, num_tokens))
             prompts_of_steps.append([list(ids) for ids in prompt_ids[::NUM_GENERATIONS]])
             return output
 
-    class StepTimer(TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            step_ends.append(time.perf_counter())
-
-        def on_step_end(self, *args, **kwargs):
-            step_ends.append(time.perf_counter())
-
-    def made_up_rewards(completions, **_):
-        return [float(i % 2) for i in range(len(completions))]
-
     settings = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        seed=int(seed),
-        use_cpu=True,
-        bf16=config.DTYPE == "bfloat16",
+        seed=int(seed), use_cpu=True, bf16=config.DTYPE == "bfloat16",
+
         # The batch.
-        per_device_train_batch_size=rows_per_piece,
-        gradient_accumulation_steps=num_pieces,
-        steps_per_generation=num_pieces,
-        num_generations=NUM_GENERATIONS,
-        num_iterations=1,
-        max_steps=len(batches),
-        shuffle_dataset=False,
-        # Sampling.
-        max_completion_length=config.MAX_NEW_TOKENS,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        # The loss.
-        beta=0.0,
-        loss_type="dapo",
-        epsilon=0.2,
-        epsilon_high=0.28,
-        # The optimizer.
-        learning_rate=LEARNING_RATE,
-        lr_scheduler_type="constant",
-        warmup_steps=0,
-        adam_beta1=BETAS[0],
-        adam_beta2=BETAS[1],
+        per_device_train_batch_size=rows_per_piece, gradient_accumulation_steps=num_pieces,
+        steps_per_generation=num_pieces, num_generations=NUM_GENERATIONS, num_iterations=1,
+        max_steps=len(batches), shuffle_dataset=False,
+
+        # Sampling, loss and optimizer are this program's.
+        max_completion_length=config.MAX_NEW_TOKENS, temperature=1.0, top_p=1.0, top_k=0,
+        beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
+        learning_rate=config.LEARNING_RATE, lr_scheduler_type="constant", warmup_steps=0,
+        adam_beta1=0.9, adam_beta2=0.95,
+
         # Nothing else that takes time.
-        gradient_checkpointing=False,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    texts = []
-    for questions in batches:
-        for question in questions:
-            texts.append(codec.tokenizer.decode(codec.encode_prompt(question)))
+        gradient_checkpointing=False, logging_strategy="no", save_strategy="no", report_to="none",
+        disable_tqdm=True, dataloader_pin_memory=False, output_dir=tempfile.mkdtemp(),
+    )  # fmt: skip
+    questions = itertools.chain(*batches)
+    texts = [codec.tokenizer.decode(codec.encode_prompt(question)) for question in questions]
     trainer = TimedTrainer(
         model=model,
         reward_funcs=made_up_rewards,
         args=settings,
         train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=codec.tokenizer,
-        callbacks=[StepTimer()],
     )
     trainer.remove_callback(PrinterCallback)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    step_ends = [time.perf_counter()]
+    register_optimizer_step_post_hook(lambda *_: step_ends.append(time.perf_counter()))
     trainer.train()
 
     steps = []
-    measured = zip(step_ends, step_ends[1:], generation_seconds, num_tokens, strict=False)
-    for started, ended, generation, tokens in measured:
-        steps.append(
-            {
-                "step": ended - started,
-                "generation": generation,
-                "update": ended - started - generation,
-                "tokens": tokens,
-            }
-        )
+    measured = zip(itertools.pairwise(step_ends), generations, strict=True)
+    for (started, ended), (generation, num_tokens) in measured:
+        steps.append(describe_step(ended - started, generation, num_tokens))
     print_report(steps, prompts_of_steps)
 
 
@@ -288,12 +224,10 @@ def run_program(program: str, setting: str, model_name: str, seed: int) -> dict:
     if program == "trl":
         mode = "trl"
     elif program != "ours":
+        environ["CODE"] = program
         own_script = Path(program) / ".ci" / "speed.py"
         if own_script.exists() and setting != "swarm":
             script = str(own_script)
-            environ.pop("CODE", None)  # that script measures the checkout in which it lies
-        else:
-            environ["CODE"] = program
 
     command = [sys.executable, script, mode, setting, model_name, str(seed)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
@@ -302,34 +236,22 @@ def run_program(program: str, setting: str, model_name: str, seed: int) -> dict:
 
 def compare(other: str, setting: str, model_name: str) -> None:
     """Measure both programs in alternating order, and print medians over all measured steps."""
-    reports = {"ours": [], other: []}
-    for seed in range(REPETITIONS):
-        for program in sorted(reports, reverse=seed % 2 == 1):
-            report = run_program(program, setting, model_name, seed)
-            reports[program].append(report)
-            seconds = [f"{step['step']:.2f}" for step in report["steps"]]
-            print(program, seed, *seconds, flush=True)
-
+    measured = {"ours": [], other: []}
     prompts = set()
-    for runs in reports.values():
-        prompts |= {json.dumps(report["prompts"]) for report in runs}
+    for seed in range(REPETITIONS):
+        for program in sorted(measured, reverse=seed % 2 == 1):
+            report = run_program(program, setting, model_name, seed)
+            prompts.add(json.dumps(report["prompts"]))
+            for step in report["steps"]:
+                measured[program].append(step | {"peak GB": report["peak_gb"]})
+            print(program, seed, *(f"{step['step']:.2f}" for step in report["steps"]), flush=True)
     assert len(prompts) == 1, "not the same prompts"
 
-    for name in reports["ours"][0]["steps"][0]:
-        medians = []
-        for runs in reports.values():
-            values = []
-            for report in runs:
-                values += [step[name] for step in report["steps"]]
-            medians.append(statistics.median(values))
-        ours, theirs = medians
-        print(f"{name:10} ours {ours:9.3f}  {other} {theirs:9.3f}  {theirs / ours:.2f} x")
-
-    medians = []
-    for runs in reports.values():
-        medians.append(statistics.median(report["peak_gb"] for report in runs))
-    ours, theirs = medians
-    print(f"peak GB    ours {ours:9.2f}  {other} {theirs:9.2f}  {theirs / ours:.2f} x")
+    for name in measured["ours"][0]:
+        ours, theirs = [median(step[name] for step in steps) for steps in measured.values()]
+        decimals = 2 if name == "peak GB" else 3
+        numbers = f"ours {ours:9.{decimals}f}  {other} {theirs:9.{decimals}f}"
+        print(f"{name:10} {numbers}  {theirs / ours:.2f} x")
 
 
 if __name__ == "__main__":
