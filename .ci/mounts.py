@@ -20,7 +20,7 @@ from pathlib import Path
 
 import sapo
 from common import read_log, to_environ
-from drive_store import DriveStore
+from drive_store import At, DriveStore
 
 SETTINGS = dict(
     EXPERIMENT_NAME="mounts", MODEL_NAME="tiny", NUM_TRAIN_SAMPLES=4, NUM_TRANSPLANT_TREES=4,
@@ -40,9 +40,8 @@ def run_node() -> int:
     """A process of the swarm. Its log also names the external groups that were drawn."""
     external_metrics = sapo.external_metrics
 
-    def with_keys(run, t, external, seconds) -> dict:
-        keys = [group.key for group in external]
-        return external_metrics(run, t, external, seconds) | {"externals": keys}
+    def with_keys(run, node, at) -> dict:
+        return external_metrics(run, node, at) | {"externals": [g.key for g in node.external]}
 
     sapo.external_metrics = with_keys
     return sapo.main()
@@ -53,8 +52,8 @@ def missing_files(drive: Path, node: str) -> list[str]:
     store = DriveStore(drive, "mounts")
     missing = []
     for row in read_log(drive, node, name="mounts"):
-        groups = store.fetch_rollouts(node, row["round"], 0) or []
-        reward = store.read_reward(node, row["round"], 0) or {}
+        groups = store.fetch_rollouts(node, At(row["round"])) or []
+        reward = store.read_reward(node, At(row["round"])) or {}
         if len(groups) != SETTINGS["NUM_TRAIN_SAMPLES"] or reward.get("reward") != row["reward"]:
             missing.append(f"{drive}: {node}: rollouts of round {row['round']} or its reward")
     return missing

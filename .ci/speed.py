@@ -101,7 +101,8 @@ def run_ours(setting: str, model_name: str, seed: str) -> None:
     grpo.keep_freed_memory()
     config, model, codec, batches = load(setting, model_name)
     optimizer = grpo.make_optimizer(model, config)
-    max_rows = grpo.estimate_micro_batch_size(model, config, 0)
+    update_limit = grpo.RowLimit(grpo.estimate_micro_batch_size(model, config, 0), "the update")
+    generation_limit = grpo.RowLimit(2**30, "generation")
 
     steps = []
     prompts_of_steps = []
@@ -109,15 +110,15 @@ def run_ours(setting: str, model_name: str, seed: str) -> None:
         started = time.perf_counter()
         prompts = [codec.encode_prompt(question) for question in questions]
         sampling_seed = 1000 * int(seed) + step
-        completions, _ = grpo.generate(
-            model, prompts, NUM_GENERATIONS, config, sampling_seed, codec.eos_ids, codec.pad_id
+        completions = grpo.generate(
+            model, codec, prompts, NUM_GENERATIONS, config, sampling_seed, generation_limit
         )
         generated = time.perf_counter()
 
         groups = []
         for prompt, of_prompt in zip(prompts, completions, strict=True):
             groups.append(grpo.Group(prompt, of_prompt, made_up_rewards(of_prompt)))
-        grpo.update_policy(model, optimizer, groups, config, codec.pad_id, max_rows)
+        grpo.update_policy(model, optimizer, groups, config, codec, update_limit)
         ended = time.perf_counter()
 
         num_tokens = sum(len(ids) for ids in itertools.chain(*completions))

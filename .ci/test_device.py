@@ -14,7 +14,6 @@ runs, with stand-ins for features that only CUDA and MPS have.
 import ast
 import itertools
 import json
-import math
 import re
 import weakref
 from pathlib import Path
@@ -34,7 +33,8 @@ from transformers import Qwen2ForCausalLM, modeling_utils
 import grpo
 import sapo
 from test_sapo import assert_close, config_error, flat_weights, make_config, our_update
-from test_sapo import ragged_groups, read_results, read_rewards, small_gpt2, update_settings
+from test_sapo import our_generate, ragged_groups, read_results, read_rewards, small_codec
+from test_sapo import small_gpt2, update_settings
 
 try:
     import torch_xla
@@ -146,14 +146,16 @@ def test_device_generation_draws_the_same_tokens_while_rows_leave_the_batch(
     monkeypatch.setattr(DynamicCache, "batch_select_indices", recorded)
 
     config = update_settings(MAX_NEW_TOKENS=5, TEMPERATURE=1.0)
-    limits = {}
+    limit = grpo.RowLimit(4 if prompts is PROMPTS["both"] else 2**30, "generation")
+    codec = small_codec({2, 7, 11}, pad_id=20)
     if prompts is PROMPTS["both"]:  # the hardest case
-        limits = {"stop_fn": lambda ids: sum(ids) > 50, "max_rows": 4}
+        codec.num_shots = 1
+        monkeypatch.setattr(codec, "tokenizer", SimpleNamespace(chat_template=None))
+        monkeypatch.setattr(codec, "ends_with_answer", lambda ids: sum(ids) > 50)
     draws = []
     for place in ("cpu", device):
         model = small_qwen2(place)
-        groups, _ = grpo.generate(model, prompts, 4, config, 5, {2, 7, 11}, pad_id=20, **limits)
-        draws.append(groups)
+        draws.append(grpo.generate(model, codec, prompts, 4, config, 5, limit))
     assert draws[0] == draws[1]
 
     lengths = {len(ids) for ids in itertools.chain(*draws[0])}
@@ -173,8 +175,8 @@ def test_device_log_probabilities_and_their_gradients_are_the_same(
     found = []
     for place in ("cpu", device):
         model = small_qwen2(place)
-        shared, shared_mask = grpo.completion_logprobs_shared_prompt(model, *rows, 0.7, 20)
-        padded, mask = grpo.completion_logprobs(model, *rows, 0.7, 20)
+        shared, shared_mask = grpo.completion_logprobs(model, *rows, 0.7, 20)
+        padded, mask = grpo.plain_logprobs(model, *rows, 0.7, 20)
         assert torch.equal(shared_mask, mask)
         assert mask.sum() == 2 * 8
 
@@ -198,12 +200,13 @@ def run_policy_gradient(place, dtype="float32"):
     *own, external = ragged_groups((3, 3, 2, 4), uninformative=(1,))
     model = small_qwen2(place)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    node = sapo.Node("n", model, optimizer, groups=own)
-    run = SimpleNamespace(config=config, max_rows=4, codec=SimpleNamespace(pad_id=20))
-    run.next_heartbeat, run.session = math.inf, ""
-    sapo.policy_gradient(run, node, [external])
-    del node.metrics["train_seconds"]
-    return flat_weights(model).cpu(), node.metrics
+    node = sapo.Node("n", model, optimizer, groups=own, external=[external])
+    external.key = (0, 0, "p", 0)
+    codec = small_codec(pad_id=20)
+    log = SimpleNamespace(seconds={"n": {}})
+    run = SimpleNamespace(config=config, codec=codec, log=log, update_limit=grpo.RowLimit(4, ""))
+    sapo.policy_gradient(run, node)
+    return flat_weights(model).cpu(), sapo.update_metrics(run, node)
 
 
 @on_device
@@ -243,7 +246,7 @@ def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(d
         cached_dtypes.clear()
         model = small_qwen2(place)
         with grpo.autocast(dtype, model):
-            logprobs, _ = grpo.completion_logprobs_shared_prompt(model, *rows, 0.7, 20)
+            logprobs, _ = grpo.completion_logprobs(model, *rows, 0.7, 20)
         found.append(logprobs.detach().cpu())
         assert cached_dtypes == {getattr(torch, dtype)}
     exact, on_the_cpu, on_the_device = found
@@ -261,7 +264,7 @@ def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(d
 
     # Generation in bfloat16 gives tokens of the vocabulary.
     config = update_settings(MAX_NEW_TOKENS=4, TEMPERATURE=1.0, DTYPE="bfloat16")
-    groups, _ = grpo.generate(small_qwen2(device), PROMPTS["both"], 2, config, 5, {2})
+    groups = our_generate(small_qwen2(device), PROMPTS["both"], 2, config, 5, {2})
     for ids in itertools.chain(*groups):
         assert set(ids) <= set(range(23))
 
@@ -430,14 +433,17 @@ OTHER_ERRORS = [
 
 @pytest.mark.parametrize("message", OUT_OF_MEMORY + OTHER_ERRORS)
 def test_device_lack_of_memory_is_told_from_other_errors_by_its_text(message):
+    limit = grpo.RowLimit(9, "the update")
+    limit.split([None] * 20)
     if message in OUT_OF_MEMORY:
-        assert grpo.halve_rows(RuntimeError(message), 9, 1, "the update") == 5
+        limit.halve(RuntimeError(message))
+        assert limit.rows == 5
     else:
         with pytest.raises(RuntimeError, match=message):
-            grpo.halve_rows(RuntimeError(message), 9, 1, "the update")
+            limit.halve(RuntimeError(message))
 
 
-@pytest.mark.parametrize("name", ["completion_logprobs_shared_prompt", "sample_completions"])
+@pytest.mark.parametrize("name", ["completion_logprobs", "sample_completions"])
 def test_device_the_memory_of_a_failed_pass_is_freed_before_the_next_one(monkeypatch, name):
     works = getattr(grpo, name)
     allocated = []  # weak references to what each pass allocated
@@ -452,7 +458,7 @@ def test_device_the_memory_of_a_failed_pass_is_freed_before_the_next_one(monkeyp
 
     monkeypatch.setattr(grpo, name, fail_twice)
     if name == "sample_completions":
-        grpo.generate(small_gpt2(), [[3], [4], [5], [6]], 2, update_settings(), 5, {2})
+        our_generate(small_gpt2(), [[3], [4], [5], [6]], 2, update_settings(), 5, {2})
     else:
         our_update(small_gpt2(), ragged_groups())
     assert len(allocated) > 3
