@@ -95,26 +95,26 @@ def run_coordinator(config, member, log, signals) -> None:
             opened_at = now
             store.move_marker("open", drive_store.COORDINATOR_ID, drive_store.At(current))
 
-        # Which nodes have submitted a reward for this round, and which are still working on it? To
-        # ask for a status takes a call to the folder, so only those that count are asked. The first
-        # round of a start and the last one wait for all, and some round may have nobody in step.
+        # Which nodes have submitted a reward for this round, and does any other one still work on
+        # it? The last round waits for all, and in some round nobody may be in step.
         submitted = set(board.reached("rewards", drive_store.At(current, config.MAX_STAGES - 1)))
-        in_step = drive_store.in_step(board, "rewards", current, config)
-        all_count = is_waiting or current >= last_round or not in_step
-        asked = set(board.workers) if all_count else in_step - submitted
-        alive = {node for node in sorted(asked) if member.is_alive(node)}
-        pending = alive - submitted
+        expected = drive_store.in_step(board, "rewards", current, config)
+        if current >= last_round or not expected:
+            expected = set(board.workers)
+        is_pending = any(map(member.is_alive, sorted(expected - submitted)))
 
         # Is the round over? Round 0 begins with its first reward.
         if current == 0 and not submitted:
             opened_at = now
         elapsed = now - opened_at
-        is_over = should_advance(config, elapsed, pending, submitted)
-
-        # The last round waits for all who live, and the first one of a start for those who come.
-        if current >= last_round and pending:
+        is_over = should_advance(config, elapsed, is_pending, bool(submitted))
+        if current >= last_round and is_pending:
             is_over = elapsed > interval + config.STALE_AFTER_SECONDS
-        is_waiting = is_waiting and len(alive) < config.NUM_WORKERS and elapsed < interval
+
+        # The first round of a start waits for those who come.
+        if is_waiting:
+            num_alive = sum(map(member.is_alive, board.workers))
+            is_waiting = num_alive < config.NUM_WORKERS and elapsed < interval
         if is_over and not is_waiting:
             # Nobody waits for the log: open the next round first.
             if current < last_round:
@@ -128,11 +128,11 @@ def run_coordinator(config, member, log, signals) -> None:
         member.sleep()
 
 
-def should_advance(config, elapsed: float, pending: set, submitted: set) -> bool:
-    """Whether the round is over. ROUND_ADVANCE: time: after the interval; completion: when all
-    live workers have submitted; hybrid: at the first of both."""
-    interval_is_over = elapsed >= config.COORDINATOR_ROUND_INTERVAL and bool(pending or submitted)
-    all_submitted = bool(submitted) and not pending
+def should_advance(config, elapsed: float, is_pending: bool, is_submitted: bool) -> bool:
+    """Whether the round is over. ROUND_ADVANCE: time: after the interval; completion: when somebody
+    has submitted and nobody is pending; hybrid: at the first of both."""
+    interval_is_over = elapsed >= config.COORDINATOR_ROUND_INTERVAL and (is_pending or is_submitted)
+    all_submitted = is_submitted and not is_pending
     return {
         "time": interval_is_over,
         "completion": all_submitted,

@@ -1,5 +1,5 @@
 """The shared folder is the swarm's only means of communication. Every path of an experiment has one
-writer. A node is alive if it gave a sign of life less than STALE_AFTER_SECONDS (300) ago, exited if
+writer. A node is alive if it gave a sign of life in the last STALE_AFTER_SECONDS (300), exited if
 its newest session said goodbye, else dead.
 
 experiments/NAME/
@@ -39,7 +39,7 @@ class At(NamedTuple):
 
 # The names on the board. The id of a session begins with its time: the last one is the newest.
 NODE = r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?"
-MARKER = rf"(open|rollouts|rewards|checkpoint)\.({NODE})\.(\d{{6}})\.(\d{{1,2}})"
+MARKER = rf"(open|rollouts|rewards|checkpoint)\.({NODE})\.(\d{{6}})\.(0|[1-9]\d?)"
 SESSION = rf"session\.({NODE})\.(\d{{13}}-[0-9a-f]{{8}})"
 
 
@@ -142,9 +142,9 @@ FOLDER_TIMEOUT_SECONDS = 30.0  # a folder that another process made shows later 
 MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens takes about 4 MiB
 MAX_JSON_ELEMENTS = 400_000  # 8 MiB of "[]," would parse to a gigabyte of Python objects
 MAX_METADATA_BYTES = 64 << 10
-MAX_TEXT_CHARS = 32768
 MAX_SEED = 2**53  # JSON readers in other languages round larger integers
 COORDINATOR_ID = "coordinator"
+COLAB_DRIVES = ("/content/drive/MyDrive", "/content/gdrive/MyDrive")
 
 
 def in_step(board: Board, kind: str, t: int, config) -> set[str]:
@@ -174,7 +174,8 @@ class DriveStore(SwarmFolder):
         self.invalid_files = Counter()  # reason -> number of failed reads
         self.is_maker = False
         self.waiting_since = {}  # reason -> when this process began to wait for a folder
-        self.sessions = {}  # node -> its session
+        self.session = ""  # of this process, once it registers
+        self.own_nodes = []
         self.markers = {}  # (kind, node) -> name of the marker that this process has written
         self.progress = {}  # of the last listing of the board
         self.moved_at = {}  # node -> when one of its markers was last seen to move
@@ -205,22 +206,23 @@ class DriveStore(SwarmFolder):
 
     def register(self, nodes: list[str], metadata: dict, folders=NODE_DIRS) -> str:
         """Register a process under the names of its nodes, and make the folders in theirs. Returns
-        the id of the new session.
+        the id of its session.
 
         It begins with the time in milliseconds and sorts after every earlier one of these nodes.
         """
         # A clock that was set back must not make this session the older one.
-        sessions = self.board().sessions
-        previous = max((sessions.get(node, "0") for node in nodes), default="0")
-        milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
-        session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
+        if not self.session:
+            sessions = self.board().sessions
+            previous = max((sessions.get(node, "0") for node in nodes), default="0")
+            milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
+            self.session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
 
         for node in nodes:
-            self.post(node, f"session.{node}.{session}", dump_json(metadata))
-            self.sessions[node] = session
+            self.post(node, f"session.{node}.{self.session}", dump_json(metadata))
             for folder in folders:
                 self.make_dir(f"nodes/{node}/{folder}")
-        return session
+        self.own_nodes = nodes
+        return self.session
 
     def write_heartbeat(self, node: str, session: str, state: str = "running") -> None:
         """Show that a node is alive. state: running, or one of EXITED_STATES when it exits."""
@@ -261,10 +263,12 @@ class DriveStore(SwarmFolder):
         return self.read_valid(path, lambda data: parse_reward(data, node, at))
 
     def list_stages(self, kind: str, node: str, lenient: bool = False) -> list[At]:
-        """The stages of a node's files of this kind, ascending. lenient: see `list_names`."""
-        pattern = re.compile(r"round_(\d{6})(?:\.stage_(\d{1,2}))?\.\w+", re.ASCII)
+        """The stages of a node's files of this kind, ascending. Only names that this program makes
+        count. lenient: see `list_names`."""
+        ending = r"\.safetensors" if kind == "checkpoints" else r"\.stage_(0|[1-9]\d?)\.json"
+        pattern = re.compile(rf"round_(\d{{6}}){ending}", re.ASCII)
         matches = map(pattern.fullmatch, self.list_names(f"nodes/{node}/{kind}", lenient))
-        return sorted(At(int(match[1]), int(match[2] or 0)) for match in matches if match)
+        return sorted(At(*map(int, match.groups())) for match in matches if match)
 
     # -------- Logs --------------------------------------------------------------------------------
 
@@ -305,8 +309,8 @@ class DriveStore(SwarmFolder):
         """One JSON object; None if there is no such file. Raises InvalidFileError.
 
         An error on this one file (EIO, ESTALE, EACCES) counts as an invalid file, so that a peer's
-        bad disk stops nobody. If the experiment's folder cannot be listed either, it is an outage:
-        OSError.
+        bad disk stops nobody. It is an outage, OSError, if the experiment's folder cannot be listed
+        either, and if the file is of a node of this process, whose run must repeat.
         """
         try:
             return parse_json(self.read_bytes(path, max_bytes))
@@ -315,6 +319,8 @@ class DriveStore(SwarmFolder):
             return None
         except OSError as error:
             self.check_mounted(path)
+            if path.split("/")[1:2] in [[node] for node in self.own_nodes]:
+                raise
             raise InvalidFileError(f"unreadable ({error.strerror or error})") from error
 
     def read_valid(self, path: str, parse=lambda data: data) -> dict | None:
@@ -485,21 +491,28 @@ class DriveStore(SwarmFolder):
         if time.monotonic() - began < FOLDER_TIMEOUT_SECONDS:
             raise OSError(reason)
 
-    def prune_rollouts(self, node: str, before_round: int, archive: bool) -> None:
-        """Delete a node's rollouts of older rounds, or move them to archives/EXPERIMENT/NODE/."""
+    def prune_rollouts(self, node: str, before_round: int, archive: bool) -> list[str]:
+        """Delete a node's rollouts of older rounds, or move them to archives/EXPERIMENT/NODE/.
+        Returns the names of what stays because it is no file or cannot be moved."""
         archives = f"/archives/{self.dir.name}"
         if archive:
             if not self.has_dir(archives):  # until it is there again, nothing is moved
-                return
+                return []
             self.make_dir(f"{archives}/{node}")
+        stuck = []
         for at in self.list_stages("rollouts", node):
             if at.round >= before_round:
                 break
             path = self.resolve(stage_file("rollouts", node, at))
-            if archive:
-                os.replace(path, self.resolve(f"{archives}/{node}/{path.name}"))
-            else:
-                path.unlink(missing_ok=True)
+            try:
+                if archive:
+                    os.replace(path, self.resolve(f"{archives}/{node}/{path.name}"))
+                else:
+                    path.unlink(missing_ok=True)
+            except OSError:
+                self.check_mounted()
+                stuck.append(path.name)
+        return stuck
 
     def delete(self, path: str, frees_space: bool = False) -> None:
         """Delete a file. It is renamed first, so that no reader finds half of it."""
@@ -574,7 +587,8 @@ def remove(path: Path, frees_space: bool = False) -> None:
     it first. Not one with hard links: what its other names show would be lost.
     """
     if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(RecursionError):  # somebody planted a thousand folders
+            shutil.rmtree(path, ignore_errors=True)
         return
     with contextlib.suppress(OSError):
         if frees_space and not path.is_symlink():
@@ -608,6 +622,12 @@ def header(kind: str, node: str, at: At) -> dict:
 
 
 # -------- Parsing untrusted files -----------------------------------------------------------------
+
+
+def default_root() -> str:
+    """The shared folder where GDRIVE_PATH is not set: in a mounted Google Drive, or here."""
+    mounted = [folder for folder in COLAB_DRIVES if os.path.isdir(folder)]
+    return f"{mounted[0]}/rl-swarm" if mounted else "rl-swarm"
 
 
 def is_safe_name(name: str) -> bool:
@@ -695,8 +715,6 @@ def parse_rollouts(data: dict, node: str, at: At) -> list[dict]:
         for name, kind in types.items():
             if not isinstance(value, dict) or type(value.get(name)) is not kind:
                 raise InvalidFileError(f"{name} is missing or not of type {kind.__name__}")
-            if kind is str and len(value[name]) > MAX_TEXT_CHARS:
-                raise InvalidFileError(f"{name} is too long")
 
     # The file must say what its path says.
     claims = [data.get(name) for name in ("format", "peer_id", "round", "stage")]
@@ -731,6 +749,10 @@ def parse_rollouts(data: dict, node: str, at: At) -> list[dict]:
 # -------- Retry -----------------------------------------------------------------------------------
 
 
+# Errors that hardly go by waiting. Before a process has registered, they end it.
+HOPELESS = (errno.ENOTEMPTY, errno.EROFS, errno.EACCES, errno.EOPNOTSUPP, errno.ENAMETOOLONG)
+
+
 class RetryingStore:
     """A DriveStore whose calls are repeated until the folder can be reached. That is safe because
     every method of DriveStore may be called twice. One thread makes all calls, in order: if a
@@ -759,9 +781,16 @@ class RetryingStore:
                 result = call(*args, **kwargs)
                 break
             except OSError as error:
+                advice = ""
+                if error.errno in HOPELESS:
+                    advice = ": look at permissions, mount options and the length of the path"
+                    if not self.store.session:
+                        text = f"the shared folder cannot be used ({printable(error, 200)}){advice}"
+                        raise StoreError(text) from error
+
                 # One line when it begins, and one when it is over.
                 if pause == 0:
-                    text = f"waiting for the shared folder ({printable(error, 200)})"
+                    text = f"waiting for the shared folder ({printable(error, 200)}){advice}"
                     self.on_event("outage", text)
 
                 self.store.checked_dirs.clear()  # it may not be the same folder afterwards
@@ -790,7 +819,7 @@ class Member:
         self.board = Board()  # as of the last `refresh`
         self.session = ""  # of this process, once it has registered
         self.next_heartbeat = 0.0
-        self.poll_started = 0.0
+        self.poll_started = self.changed_at = 0.0  # when the last look began, when one saw a change
         self.coordinator_seen_at = time.monotonic()
 
     def register(self, metadata: dict, folders=NODE_DIRS) -> None:
@@ -802,14 +831,19 @@ class Member:
     def refresh(self) -> Board:
         """Look at the board."""
         self.poll_started = time.monotonic()
+        before = self.board
         self.board = self.store.board()
+        if self.board != before:
+            self.changed_at = self.poll_started
         return self.board
 
     def sleep(self) -> float:
-        """Sleep as long as the last look took, between 20 ms and 2 s. Returns the seconds of both.
-        A look counts 2 s at most, so that an outage does not use up a budget."""
+        """Sleep as long as the last look took, or a tenth of the time in which nothing has changed,
+        between 20 ms and 2 s. Returns the seconds of look and sleep. A look counts 2 s at most, so
+        that an outage does not use up a budget."""
         poll_seconds = min(2.0, time.monotonic() - self.poll_started)
-        pause = max(0.02, poll_seconds)
+        unchanged = self.poll_started - self.changed_at
+        pause = max(0.02, poll_seconds, min(2.0, unchanged / 10))
         time.sleep(pause)
         return poll_seconds + pause
 

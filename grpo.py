@@ -4,9 +4,9 @@ gradient. The heart comes first: all of GRPO, as it runs.
 `config` holds the settings under their names, `codec` the tokenizer with its conventions, and
 `limit` how many rows fit into memory at once. Symbols in the comments:
     N  questions (groups) in a batch        P  tokens of the longest prompt in the batch
-    G  completions of one question          T  tokens of its longest completion; where they are
-    B  rows: completions in the batch          sampled, MAX_NEW_TOKENS
-    V  vocabulary     H  hidden size        S  tokens that are scored
+    G  completions of one question          T  tokens of its longest completion, or MAX_NEW_TOKENS
+    B  rows: completions in the batch       S  tokens that are scored
+    H  hidden size                          V  vocabulary
 
 Differences from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2 and 4
 follow the SAPO paper, point 3 does not:

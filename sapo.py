@@ -50,11 +50,10 @@ import tqdm  # also
 
 
 def train(run: "Run") -> None:
-    """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process. Returns after the last
-    round.
+    """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process, until the last round.
 
-    Every node publishes before any node trains, so that sharing among the nodes of one process is
-    fully synchronous and a run repeats bit for bit on a CPU.
+    Every node publishes before any node trains, so that sharing among them is fully synchronous and
+    a run repeats bit for bit on a CPU.
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):  # 1 by default
@@ -106,11 +105,11 @@ class Run:
     update_limit: "grpo.RowLimit"  # how many rows fit into memory
     generation_limit: "grpo.RowLimit"
     last_round: int = -1  # the last one that is finished
+    checkpoints: list[int] = field(default_factory=list)  # rounds of those it has written or loaded
 
 
 # -------- The six steps of a round ----------------------------------------------------------------
-# `at` is a stage of a round, an At(round, stage) of drive_store. (What the steps took in seconds is
-# measured below: `timed` wraps three of them.)
+# `at` is a stage of a round, an At(round, stage). (Below, `timed` wraps three of the steps.)
 
 
 def sample_batch(run: Run, node: Node, at) -> "list[grpo.Question]":
@@ -122,7 +121,7 @@ def sample_batch(run: Run, node: Node, at) -> "list[grpo.Question]":
 
 def derive_seed(config: "Config", node_id: str, at, purpose: str, i: int = 0) -> int:
     """A hash of the arguments, below HELD_OUT_SEEDS. No random state has to be saved, and a resumed
-    node draws the same numbers again."""
+    node draws the same again."""
     text = f"{config.SEED}|{node_id}|{at.round}|{at.stage}|{purpose}|{i}"
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") % grpo.HELD_OUT_SEEDS.start
@@ -212,13 +211,13 @@ def wait_for_peers(run: Run, node: Node, at) -> None:
 
 
 def late_peers(run: Run, node: Node, at) -> set[str]:
-    """The peers that are waited for now: they are alive, and they published all of the round before
-    or have entered this one, so one that dies costs the swarm at most one timeout."""
+    """The peers that are waited for now, as long as one of them is alive: they published all of the
+    round before or have entered this one, so one that dies costs the swarm at most one timeout."""
     board = run.member.refresh()
     in_step = drive_store.in_step(board, "rollouts", at.round, run.config)
     late = set(choose_peers(run, node, at, in_step)) - set(run.config.node_ids)
     late -= arrived(run, node, late, at)
-    return {peer for peer in late if run.member.is_alive(peer)}
+    return late if any(map(run.member.is_alive, sorted(late))) else set()
 
 
 def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
@@ -477,7 +476,8 @@ def finish_round(run: Run, t: int) -> None:
         needed = interval + config.ROLLOUT_MAX_AGE
         oldest_kept = t + 1 - max(config.ROLLOUT_KEEP_LAST_N_ROUNDS, needed)
         for node in run.nodes:
-            run.store.prune_rollouts(node.id, oldest_kept, config.ROLLOUT_ARCHIVE_OLD)
+            for name in run.store.prune_rollouts(node.id, oldest_kept, config.ROLLOUT_ARCHIVE_OLD):
+                run.log.once("retention", f"{node.id}/rollouts/{name} stays: it cannot be moved")
 
 
 def forget_old(run: Run, oldest: int) -> None:
@@ -833,7 +833,6 @@ class Config:
 
 TABLE = {row.name: row for row in fields(Config)}
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"
-COLAB_DRIVES = ("/content/drive/MyDrive", "/content/gdrive/MyDrive")
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 DEFAULT_MODEL_GB = 10  # weights, gradients, Adam and activations of one node
 RANK_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
@@ -861,9 +860,8 @@ def read_environment(environ) -> tuple[dict, list[str]]:
     # The shared folder: in a mounted Google Drive, or here. Its parent must exist: a missing one
     # means a drive that is not mounted.
     if "GDRIVE_PATH" not in env:
-        mounted = [folder for folder in COLAB_DRIVES if os.path.isdir(folder)]
-        env["GDRIVE_PATH"] = f"{mounted[0]}/rl-swarm" if mounted else "rl-swarm"
-        if not mounted and environ.get("COLAB_RELEASE_TAG"):
+        env["GDRIVE_PATH"] = drive_store.default_root()
+        if env["GDRIVE_PATH"] == "rl-swarm" and environ.get("COLAB_RELEASE_TAG"):
             advice = "from google.colab import drive; drive.mount('/content/drive')"
             warnings.append(f"no Google Drive is mounted: all is lost with this session; {advice}")
     for name in ("GDRIVE_PATH", "MODEL_NAME"):
@@ -1112,11 +1110,13 @@ def save_checkpoint(run: Run) -> None:
     for node in run.nodes:  # proves to a later start that there must be one
         run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
-    # Those of later rounds could not be read when this node resumed, or are a stranger's: they must
+    # Only those count that this process has written or read: a stranger's, or a damaged one, must
     # not push out its own.
-    rounds = [round_ for round_ in list_checkpoints(run) if round_ <= run.last_round]
-    for round_ in rounds[config.CHECKPOINT_KEEP :]:
-        run.store.delete(checkpoint_path(config, round_), frees_space=True)
+    run.checkpoints.append(run.last_round)
+    kept = run.checkpoints[-config.CHECKPOINT_KEEP :]
+    for round_ in list_checkpoints(run):
+        if len(kept) == config.CHECKPOINT_KEEP and round_ < kept[0]:
+            run.store.delete(checkpoint_path(config, round_), frees_space=True)
 
 
 def upload_tensors(store, path: str, tensors: dict, metadata: str) -> None:
@@ -1160,6 +1160,7 @@ def load_latest_checkpoint(run: Run) -> None:
         try:
             if load_checkpoint(run, path, round_):
                 run.last_round = round_
+                run.checkpoints = [round_]
                 run.log.event("resume", f"from the checkpoint after round {round_}")
                 return
         except UNUSABLE as error:
