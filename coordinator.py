@@ -10,6 +10,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -18,6 +19,7 @@ import textwrap
 import time
 from dataclasses import dataclass
 
+import tqdm  # comes with transformers
 from tabulate import tabulate  # comes with reasoning-gym
 
 if "DriveStore" in globals():  # the four modules pasted into one notebook cell
@@ -399,7 +401,7 @@ def monitor(store, stale_after: float, once: bool, signals) -> None:
 
             clear_output(wait=True)
         clear_screen = "\033[2J\033[H" if sys.stdout.isatty() else ""
-        print(clear_screen + text, flush=True)
+        say(clear_screen + text)
         if once or exp.is_finished:
             return
         signals.sleep(10)
@@ -580,7 +582,7 @@ def write_report(store, pattern: str, experiments: list[Experiment]) -> None:
     """Print the tables, and write them to reports/, with the numbers as JSON and a picture."""
     rows = compare_arms(experiments)
     text = format_report(experiments, rows)
-    print(text)
+    say(text)
     name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
     picture = draw({"reward": {row["I/J"]: row["curves"] for row in rows[:6]}})
     files = {"md": text.encode(), "json": json.dumps(rows).encode(), "png": picture}
@@ -590,11 +592,10 @@ def write_report(store, pattern: str, experiments: list[Experiment]) -> None:
         for suffix, data in files.items():
             if data:
                 store.write(f"/reports/report_{name}.{suffix}", data)
-        print(
-            f"written: {store.resolve('/reports').absolute()}/report_{name}.{{{','.join(files)}}}"
-        )
+        written = f"{store.resolve('/reports').absolute()}/report_{name}"
+        say(f"written: {written}.{{{','.join(files)}}}")
     except OSError as error:  # not as in training: nobody wants to wait here
-        print(f"the report cannot be written: {drive_store.printable(error, 200)}")
+        say(f"the report cannot be written: {drive_store.printable(error, 200)}")
     show_in_notebook(picture)
 
 
@@ -602,7 +603,7 @@ def write_picture(store, log) -> None:
     """Draw reports/EXPERIMENT.png if matplotlib is installed."""
     if not store.has_dir("/reports"):
         return
-    picture = plot_run(read_experiment(store))
+    picture = plot_run(read_experiment(store), log)
     if picture:
         path = f"/reports/{store.dir.name}.png"
         store.write(path, picture)
@@ -610,7 +611,7 @@ def write_picture(store, log) -> None:
         show_in_notebook(picture)
 
 
-def plot_run(exp: Experiment) -> bytes | None:
+def plot_run(exp: Experiment, log) -> bytes | None:
     """One experiment as PNG: reward of the nodes with their mean and spread, reward per task, and
     the shares that explain it."""
     # Each node begins at its own first round; a late joiner's curve is drawn from 0.
@@ -626,20 +627,29 @@ def plot_run(exp: Experiment) -> bytes | None:
         "answers in <answer> tags": [exp.curve("answer_tag_rate")],
         "truncated answers": [exp.curve("truncated_rate")],
     }
-    return draw({f"{exp.name}: reward": curves, "by task": tasks, "shares": shares})
+    return draw({f"{exp.name}: reward": curves, "by task": tasks, "shares": shares}, log)
 
 
-def draw(panels: dict) -> bytes | None:
-    """{title: {label: curves}} as PNG, or None and a sentence if matplotlib is missing.
-
-    Of several curves, those of seeds or nodes, the mean is drawn with a band of one standard
-    deviation. All are smoothed.
-    """
+def draw(panels: dict, log=None) -> bytes | None:
+    """`plot`, but a picture that cannot be drawn ends nothing: None, and a sentence. The traceback
+    is in the log."""
     try:
-        from matplotlib.figure import Figure
+        return plot(panels)
     except ImportError:
-        print("no picture: pip install matplotlib")
-        return None
+        text = "no picture: pip install matplotlib"
+    except Exception as error:  # an installation may be broken in any way
+        text = f"no picture: matplotlib raised {type(error).__name__}"
+        if log:
+            log.queue_traceback(error)
+    (log.info if log else say)(text)
+    return None
+
+
+def plot(panels: dict) -> bytes:
+    """{title: {label: curves}} as PNG. Of several curves, those of seeds or nodes, the mean is
+    drawn with a band of one standard deviation. All are smoothed."""
+    from matplotlib.figure import Figure
+
     figure = Figure((5 * len(panels) + 2, 4), dpi=150, layout="constrained")
     for number, (title, lines) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(1, len(panels), number)
@@ -680,6 +690,17 @@ def in_notebook() -> bool:
 
 
 # -------- Text and number helpers -----------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """Print for people. A full disk or a reader that has gone, as in `| head`, ends nothing."""
+    try:
+        with tqdm.tqdm.external_write_mode():  # on a terminal the progress bar makes room
+            print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # Python would complain when it exits
+    except (OSError, ValueError):
+        pass
 
 
 def mean(values) -> float | None:

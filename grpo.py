@@ -331,12 +331,14 @@ def sample_tokens(logits, uniforms):
 
 
 def compute_reward(question: "Question", text: str, kind: str = "exact") -> float:
-    """Reward in [0, 1] of a completion, by reasoning-gym's verifier. Never evaluates the text.
+    """Reward in [0, 1] of a completion, by reasoning-gym's verifier.
 
     exact: 1 if the verifier's score is at least 0.99, else 0. Verifiers pay small sums for garbage,
     and the normalisation within a group would turn these into full-size advantages.
     verifier: the raw score.
     """
+    # EXERCISE: a reward of your own, any number in 0 to 1. The text may be a stranger's: never
+    # evaluate it, and let nothing in it raise an error or take long.
     answer = extract_tagged_answer(text)
     score = 0.0 if answer is None else safe_score(question, answer)
     return score if kind == "verifier" else float(score >= 0.99)
@@ -414,8 +416,6 @@ def update_numbers(rows: list[Row], steps: list[tuple], config) -> dict:
     trained_tokens  of the completions that were trained on
     logprobs        mean log-probability per token of each of these completions
     """
-    if len(steps) < config.NUM_ITERATIONS and rows:
-        print("non-finite gradient: the rest of this update is skipped", flush=True)
     lengths = torch.tensor([len(row.completion) for row in rows])  # (K,)
     num_tokens = int(lengths.sum())
     logprobs = []
@@ -584,6 +584,7 @@ class RowLimit:
 
     rows: int
     where: str  # what needs the memory, for people
+    notify: object = print  # a function of a text
     tried: int = 0  # rows at once, in the last `split`
     smallest: int = 1  # no fewer can be tried
 
@@ -608,7 +609,7 @@ class RowLimit:
             raise ModelError(f"out of memory in {self.where}: {advice}") from error
         self.rows = max(self.smallest, (self.tried + 1) // 2)
         again = f"again with {self.rows} completions at once"
-        print(f"out of memory in {self.where}: {again}", flush=True)
+        self.notify(f"out of memory in {self.where}: {again}")
 
     def split(self, items: list, rows_each: int = 1) -> list[list]:
         """The items in batches of nearly equal size, each of which fits into memory."""
@@ -793,25 +794,20 @@ def load_task_file(path: str) -> str:
     ValueError that names the lines that cannot be used.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        text = Path(path).read_text(encoding="utf-8-sig")  # a byte-order mark is no mistake
     except (OSError, ValueError) as error:
         raise ValueError(f"file:{path} cannot be read: {error}") from error
 
-    # One question a line, in JSON.
     rows = {}
     mistakes = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # in JSON no other sign ends a line
         try:
-            row = json.loads(line or "{}")
-            question, answer = row["question"], row["answer"]
-            is_valid = {type(question), type(answer)} <= {str, int, float}
-        except (ValueError, TypeError, LookupError):
-            is_valid = False
-        if is_valid:
-            rows[str(question)] = str(answer)
-        elif line.strip():
-            mistakes.append(f"line {number}: expected a question and an answer, texts or numbers")
+            question, answer = parse_question(line) if line.strip() else ("", "")
+            if rows.setdefault(question, answer) != answer:
+                raise ValueError("a second answer to one question")
+        except ValueError as error:
+            mistakes.append(f"line {number}: {error}")
+    rows.pop("", None)
     if len(rows) < 2:
         mistakes.append("expected at least two questions")
     if mistakes:
@@ -824,6 +820,26 @@ def load_task_file(path: str) -> str:
     name = f"file:{os.path.basename(path)}#{digest[:8]}"
     FILE_TASKS[name] = (by_hash[num_held_out:], by_hash[:num_held_out])
     return name
+
+
+def parse_question(line: str) -> tuple[str, str]:
+    """A line of a file of questions -> (question, answer). Raises ValueError that says what is
+    wrong with it."""
+    try:
+        row = json.loads(line)
+        question, answer = row["question"], row["answer"]
+    except (ValueError, RecursionError) as error:
+        raise ValueError("this is no JSON") from error
+    except (TypeError, LookupError):
+        question = answer = None
+    if not {type(question), type(answer)} <= {str, int, float}:
+        raise ValueError("expected a question and an answer, texts or numbers")
+    question, answer = str(question), str(answer)
+    if not question.strip() or not answer.strip():
+        raise ValueError("an empty question or answer")
+    if extract_tagged_answer(f"<answer>{answer}</answer>") != answer.strip():
+        raise ValueError(f"an answer with tags, or of over {MAX_SCORED_CHARS - 17} characters")
+    return question, answer
 
 
 def question_from_file(task: str, seed: int) -> Question:
@@ -854,18 +870,17 @@ def first_valid_question(task: str, seed: int, is_good=lambda question: True) ->
         with contextlib.suppress(QuestionError):
             if is_good(question := make_question(task, candidate)):
                 return question
-    raise QuestionError(f"{task}: no question from seed {seed} on, or none earns its full score")
+    reason = "can be made, fits the model, and has an answer that its verifier takes"
+    raise QuestionError(f"{task}: no question from seed {seed} on {reason}")
 
 
-def first_solved_question(task: str, seed: int) -> Question:
-    """The first question from this seed on whose own answer earns the full reward.
+def first_solved_question(task: str, seed: int, is_good=lambda question: True) -> Question:
+    """The first good question from this seed on whose own answer its verifier takes.
 
-    The example answers of propositional_logic fail its verifier once in a hundred times. As solved
-    examples they would teach what is not rewarded.
+    The example answers of propositional_logic fail once in a hundred times. As solved examples they
+    would teach what is not rewarded.
     """
-    return first_valid_question(
-        task, seed, lambda q: compute_reward(q, f"<answer>{q.answer}</answer>") == 1
-    )
+    return first_valid_question(task, seed, lambda q: is_right(q, q.answer) and is_good(q))
 
 
 def patch_reasoning_gym() -> None:
@@ -892,6 +907,11 @@ def group_rewards(question: Question, texts: list[str], kind: str = "exact") -> 
     """Rewards of a group's completions. Equal texts are scored once, which bounds the work."""
     scores = {text: compute_reward(question, text, kind) for text in set(texts)}
     return [scores[text] for text in texts]
+
+
+def is_right(question: Question, answer: str) -> bool:
+    """Whether the task's verifier takes this answer, without tags, as right."""
+    return safe_score(question, answer) >= 0.99
 
 
 def safe_score(question: Question, answer: str) -> float:
@@ -993,25 +1013,45 @@ class Codec:
 
     def encode_prompt(self, question: Question) -> list[int]:
         """The prompt of a question: the model's chat template, or else plain text after `num_shots`
-        solved examples."""
+        solved examples. Raises QuestionError if the question does not fit: none is ever cut."""
         if self.tokenizer.chat_template:
-            return self.chat(question.text)
+            examples = []
+            ids = self.chat(question.text)
+        else:
+            examples = self.solved_examples(question)
+            ids = self.plain_prompt(examples, question)
 
-        # Solved examples of the same task, from the seeds that follow the question's.
-        examples = []
-        for i in range(self.num_shots):
-            after = (question.seed + 1 + i) % HELD_OUT_SEEDS.start
-            solved = first_solved_question(question.task, after)
-            examples.append(f"{solved.text}\n<answer>{solved.answer}</answer>\n\n")
-
-        # Drop whole examples until the prompt fits. The tokenizer may put a BOS before the text,
-        # without which models such as Llama know no text.
-        text = question.text + "\n"
-        ids = self.tokenizer("".join(examples) + text).input_ids
+        # Drop whole examples until the prompt fits.
         while len(ids) > self.max_prompt and examples:
             examples.pop(0)
-            ids = self.tokenizer("".join(examples) + text).input_ids
-        return ids[-self.max_prompt :]
+            ids = self.plain_prompt(examples, question)
+        if len(ids) > self.max_prompt:
+            text = f"a prompt of {len(ids)} tokens, of which {self.max_prompt} fit"
+            raise QuestionError(f"{question.task} has at seed {question.seed} {text}")
+        return ids
+
+    def fits(self, question: Question) -> bool:
+        """Whether a prompt can hold this question."""
+        with contextlib.suppress(QuestionError):
+            return bool(self.encode_prompt(question))
+        return False
+
+    def solved_examples(self, question: Question) -> list[str]:
+        """Solved questions of the same task, from the seeds that follow: never the question itself,
+        and none twice, so that a small file may give fewer than `num_shots`."""
+        examples = {question.text: ""}
+        for i in range(1, 50):
+            if len(examples) <= self.num_shots:
+                seed = (question.seed + i) % HELD_OUT_SEEDS.start
+                solved = first_solved_question(question.task, seed)
+                text = f"{solved.text}\n<answer>{solved.answer}</answer>\n\n"
+                examples.setdefault(solved.text, text)
+        return list(examples.values())[1:]
+
+    def plain_prompt(self, examples: list[str], question: Question) -> list[int]:
+        """Examples and question as ids. The tokenizer may put a BOS before the text, without which
+        models such as Llama know no text."""
+        return self.tokenizer("".join(examples) + question.text + "\n").input_ids
 
     def chat(self, text: str) -> list[int]:
         """System prompt and question in the model's template, in one turn if it has no system
@@ -1021,7 +1061,7 @@ class Codec:
         if not self.has_system_role:
             turns = [{"role": "user", "content": system + "\n" + text}]
         # EXERCISE: let a model that can think do so. It needs far more than 256 tokens.
-        ids = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             turns,
             chat_template=DATE_MACRO + self.tokenizer.get_chat_template(),
             add_generation_prompt=True,
@@ -1029,7 +1069,6 @@ class Codec:
             date_string=PROMPT_DATE,
             enable_thinking=False,
         )
-        return ids[-self.max_prompt :]
 
     @functools.cached_property
     def has_system_role(self) -> bool:
@@ -1089,6 +1128,11 @@ class Codec:
         return self.few_shot and "</answer>" in self.decode(ids[-9:])  # a token is at least a byte
 
     @functools.cached_property
+    def longest_token(self) -> int:
+        """The most characters that a token stands for: SmolLM2 has one of 81 spaces."""
+        return max(map(len, self.tokenizer.get_vocab()))
+
+    @functools.cached_property
     def pad_id(self) -> int:
         """Any real token. The embedding of a padding token may be zero."""
         return self.encode("1")[0]
@@ -1125,12 +1169,12 @@ def rehearse(model, codec: Codec, config, tasks) -> None:
     trained wrongly.
 
     Five questions of each task must be whole in their prompts, and their right answers, encoded as
-    a peer's are, must earn the full reward. With shared prompts, log-probabilities must be those of
-    the model's own plain forward pass.
+    a peer's are, must come back as right ones. With shared prompts, log-probabilities must be those
+    of the model's own plain forward pass.
     """
     for task in tasks:
         for seed in range(5):
-            question = first_solved_question(task, seed)
+            question = first_solved_question(task, seed, codec.fits)
             verifier_score(question, question.answer)  # a mistake in one of one's own raises here
             prompt = codec.encode_prompt(question)
             right = f"<answer>{question.answer}</answer>"
@@ -1179,8 +1223,6 @@ def check_tokens(codec: Codec, config, question: Question, prompt, answers) -> N
     text = "".join(codec.tokenizer.decode(prompt).split())
     if "".join(question.text.split()) not in text:
         advice = "mend its chat template or tokenizer, one of which changes it"
-        if len(prompt) == codec.max_prompt:
-            advice = "lower MAX_NEW_TOKENS or leave the task out of TASKS"
         lost = f"a question of {question.task} is not whole in its prompt"
         raise model_error(config, f"{lost} of {len(prompt)} tokens: {advice}")
     if prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template:
@@ -1191,7 +1233,8 @@ def check_tokens(codec: Codec, config, question: Question, prompt, answers) -> N
     # Some tokenizers drop tokens of the answer or put words apart.
     for ids in answers:
         text = codec.decode(ids)
-        if compute_reward(question, text) != 1:
+        answer = extract_tagged_answer(text)
+        if answer is None or not is_right(question, answer):
             reason = f"its tokenizer gives back the right answer {question.answer!r:.40} as"
             raise model_error(config, f"{reason} {text!r:.60}")
 
@@ -1248,6 +1291,24 @@ def model_error(config, reason: str) -> ModelError:
     return ModelError(
         f"MODEL_NAME={config.MODEL_NAME!r} cannot be used ({reason}): expected {expected}"
     )
+
+
+def misfits(codec: Codec, config, tasks) -> list[str]:
+    """What of one's own questions does not fit this model, a sentence for each file."""
+    sentences = []
+    for task in tasks:
+        questions = [pair for part in FILE_TASKS.get(task, ()) for pair in part]
+        made = [Question(task, 0, text, answer, None, {}) for text, answer in questions]
+        long = [question.text for question in made if not codec.fits(question)]
+        answers = codec.encode([f"<answer>{answer}</answer>" for _, answer in questions] or [""])
+        num_long_answers = sum(len(ids) >= config.MAX_NEW_TOKENS for ids in answers)
+        if long:
+            what = f"{len(long)} of {len(made)} questions are too long and are skipped"
+            sentences.append(f"{task}: {what}, such as {long[0]!r:.60}")
+        if num_long_answers:
+            what = f"{num_long_answers} right answers need more than MAX_NEW_TOKENS"
+            sentences.append(f"{task}: {what}={config.MAX_NEW_TOKENS} tokens")
+    return sentences
 
 
 def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
@@ -1448,7 +1509,7 @@ def warm_start_batches(codec: Codec, config, tasks, rng, batch_size: int, tag_sh
         answers = []
         for _ in range(16 * batch_size):
             task = rng.choice(tasks)
-            question = first_solved_question(task, rng.randrange(HELD_OUT_SEEDS.start))
+            question = first_solved_question(task, rng.randrange(HELD_OUT_SEEDS.start), codec.fits)
             is_rewarded = config.MODEL_NAME != "tiny" or rng.random() < tag_share
             template = ANSWER_TEMPLATES[0] if is_rewarded else rng.choice(ANSWER_TEMPLATES[1:])
             questions.append(question)
@@ -1477,12 +1538,12 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
     counts through WARM_START_VERSION.
     """
     names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
-    question = first_valid_question(tasks[0], 1)
+    question = first_valid_question(tasks[0], 1, codec.fits)
     answer = codec.encode_completions(["<answer>1</answer>"], [True])
     return {name: getattr(config, name) for name in names} | {
         "version of this recipe": WARM_START_VERSION,
         "TASKS": sorted(tasks),
-        "TASK_TABLE": task_hash(),
+        "TASK_TABLE": [TASK_TABLE.get(task) for task in sorted(tasks)],
         "ANSWER_STYLES": ANSWER_TEMPLATES,
         "reasoning-gym": REASONING_GYM_VERSION,
         "the model's weights": [zlib.crc32(p.detach().cpu().numpy()) for p in model.parameters()],

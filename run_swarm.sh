@@ -33,7 +33,6 @@ esac
 cores=$("$python" -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NUM_WORKERS ? cores / NUM_WORKERS : 1))}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 logs=${LOG_DIR:-$(mktemp -d "${TMPDIR:-/tmp}/swarm.XXXX")}
 mkdir -p "$logs"
 echo "run_swarm: all output is in $logs"
@@ -73,10 +72,11 @@ start() {  # NAME VAR=VALUE…: one process in the background, in a process grou
   if [ $stopping = 1 ]; then kill -INT $! 2>/dev/null || true; fi  # Ctrl-C came before pids+=
 }
 
-goodbye='import sys, drive_store, sapo, os
-env, _ = sapo.read_environment({**os.environ, "EXPERIMENT_NAME": sys.argv[1], "NODE_ROLE": "worker"})
-store, node = drive_store.DriveStore(env["GDRIVE_PATH"], sys.argv[1]), sys.argv[2]
-store.write_heartbeat(node, store.board().sessions[node], 0, "failed")'
+goodbye='import os, sys, drive_store
+root = os.path.expanduser(os.environ.get("GDRIVE_PATH", "").strip())
+root = drive_store.default_root() if root in ("", "auto") else root
+store, node = drive_store.DriveStore(root, sys.argv[1]), sys.argv[2]
+store.write_heartbeat(node, store.board().sessions[node], "failed")'
 
 report_failure() {  # EXPERIMENT NAME STATUS
   if [[ $2 = worker_[1-9]* ]]; then tail -n 5 "$logs/$2.log" | sed "s/^/[$2] /"; fi
@@ -129,11 +129,8 @@ run_experiment() {  # NAME VAR=VALUE…: prepare, then coordinator and workers, 
   elif [ $stopping = 0 ]; then
     start coordinator NODE_ROLE=coordinator EXPERIMENT_NAME="$name" "$@"
     for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do
-      if [ "${gpus:-0}" -ge 2 ] && [ -z "${CUDA_VISIBLE_DEVICES:-}${DEVICE:-}" ]; then
-        start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" CUDA_VISIBLE_DEVICES=$((i % gpus)) EXPERIMENT_NAME="$name" "$@"
-      else
-        start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" EXPERIMENT_NAME="$name" "$@"
-      fi
+      # Of several GPUs each worker takes the one of its local rank.
+      start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" LOCAL_RANK=$i EXPERIMENT_NAME="$name" "$@"
     done
   fi
   if [ ${#pids[@]} != 0 ]; then wait_for_all "$name" || exit 1; fi

@@ -21,6 +21,7 @@ import difflib
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import random
 import re
@@ -128,11 +129,12 @@ def derive_seed(config: "Config", node_id: str, at, purpose: str, i: int = 0) ->
 
 
 def make_questions(run: Run, seeds: list[int]) -> "list[grpo.Question]":
-    """For each seed a question of a task that the seed chooses."""
+    """For each seed a question of a task that the seed chooses. (Where none can be made or fits the
+    model, the next seed counts.)"""
     questions = []
     for seed in seeds:
         task = random.Random(seed).choice(run.config.tasks)
-        questions.append(grpo.first_valid_question(task, seed))
+        questions.append(grpo.first_valid_question(task, seed, run.codec.fits))
     return questions
 
 
@@ -383,7 +385,7 @@ def verify_all(run: Run, node: Node, peer: str, records: list[dict]) -> "list[gr
                 if time.thread_time() - started > MAX_VERIFY_SECONDS_PER_PEER:
                     raise Rejected("too slow to verify")
                 verified[key] = verify(run, record)
-            except Rejected as error:
+            except (Rejected, grpo.QuestionError) as error:
                 verified[key] = str(error)
         if isinstance(verified[key], str):
             reject(run, node, peer, verified[key])
@@ -399,10 +401,7 @@ def checked_question(run: Run, record: dict) -> "grpo.Question":
         raise Rejected("its task is not one of this experiment's")
     if record["seed"] in grpo.HELD_OUT_SEEDS:
         raise Rejected("its question is held-out")
-    try:
-        question = grpo.make_question(record["task"], record["seed"])
-    except grpo.QuestionError as error:
-        raise Rejected("its question cannot be made") from error
+    question = grpo.make_question(record["task"], record["seed"])
     if record["prompt"] != question.text:
         raise Rejected("its prompt differs from the question")
     return question
@@ -413,9 +412,8 @@ def checked_ids(
 ) -> list[list[int]]:
     """Completions encoded with this model's tokenizer. They must be what it could have written."""
     # At most twice MAX_NEW_TOKENS of this model's tokens: the peer's tokenizer may need fewer.
-    # (Tokens of more than 64 characters are runs of one sign.)
     longest = min(codec.max_completion, codec.positions - len(prompt))
-    if any(len(text) > 64 * longest for text in texts):
+    if any(len(text) > codec.longest_token * longest for text in texts):
         raise Rejected("a completion is too long")
     completions = codec.encode_completions(texts, finished)
     for ids in completions:
@@ -604,6 +602,8 @@ def external_metrics(run: Run, node: Node, at) -> dict:
 def update_metrics(run: Run, node: Node) -> dict:
     """Step 5 in numbers, among them how likely own and external completions were."""
     metrics = grpo.update_numbers(node.rows, node.steps, run.config)
+    if node.rows and len(node.steps) < run.config.NUM_ITERATIONS:
+        run.log.event("gradient", f"{node.id}: not finite, the rest of this update is skipped")
     logprobs = metrics.pop("logprobs")  # of the informative groups' completions, own ones first
     num_own = sum(row.group.key is None for row in node.rows)
     own = informative_first(node.groups)[: run.config.NUM_TRAIN_SAMPLES]
@@ -836,6 +836,7 @@ SECRET = "HUGGINGFACE_ACCESS_TOKEN"
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 DEFAULT_MODEL_GB = 10  # weights, gradients, Adam and activations of one node
 RANK_VARIABLES = ("SLURM_PROCID", "JOB_COMPLETION_INDEX", "SKYPILOT_NODE_RANK", "RANK")
+LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 
 
 def read_environment(environ) -> tuple[dict, list[str]]:
@@ -950,7 +951,7 @@ def check_names(environ, env: dict, mistakes: list[str]) -> list[str]:
 
 def choose_role_and_name(environ, env: dict, mistakes: list[str]) -> None:
     """Set NODE_ROLE and NODE_ID. An engine's rank makes both, so that a restarted task gets the
-    same ones again."""
+    same ones again; its local rank chooses the GPU."""
     # SLURM_PROCID counts in a job step only (the "step" of an interactive shell has ten digits): in
     # every interactive shell it is 0.
     in_job_step = 0 < len(environ.get("SLURM_STEP_ID", "")) < 10
@@ -959,6 +960,12 @@ def choose_role_and_name(environ, env: dict, mistakes: list[str]) -> None:
     rank = ranks[0] if ranks else None
     if env.setdefault("NODE_ROLE", "worker") == "auto":
         env["NODE_ROLE"] = "coordinator" if rank == "0" else "worker"
+
+    # Of several GPUs each process on a machine takes its own.
+    gpus = [name for name in grpo.available_devices() if ":" in name]
+    local = [environ[name] for name in LOCAL_RANK_VARIABLES if environ.get(name, "").isdecimal()]
+    if local and len(gpus) > 1:
+        env.setdefault("DEVICE", gpus[int(local[0]) % len(gpus)])
 
     # Without a rank the name is made up, and the line that resumes the node tells it.
     made_up = "node" if env.get("LOCAL_NODES", 1) > 1 else f"node_{secrets.token_hex(4)}"
@@ -1031,13 +1038,19 @@ def choose_model(env: dict, saved: dict, notes: list[str]) -> tuple[str, str]:
     if "MODEL_NAME" in env or env.get("TEST_MODE") or saved.get("MODEL_NAME") == "tiny":
         return env.get("MODEL_NAME", "tiny"), device
 
-    needed = DEFAULT_MODEL_GB * env.get("LOCAL_NODES", 1) * max(1, env.get("NUM_WORKERS", 1))
+    needed = DEFAULT_MODEL_GB * env.get("LOCAL_NODES", 1) * num_sharers(env.get("NUM_WORKERS", 1))
     fits = device != "cpu" and grpo.available_memory(device) / 1e9 > needed
     model = DEFAULT_MODEL if fits else "tiny"
     if env["NODE_ROLE"] in ("worker", "prepare"):
         reason = f"{DEFAULT_MODEL} needs an accelerator with {needed} GB"
         notes.append(f"MODEL_NAME=auto takes {model}: {reason}")
     return model, device
+
+
+def num_sharers(num_workers: int) -> int:
+    """How many processes share a device, if so many workers run on this machine."""
+    gpus = [name for name in grpo.available_devices() if ":" in name]
+    return max(1, math.ceil(num_workers / max(1, len(gpus))))
 
 
 def saved_settings(config: Config) -> dict:
@@ -1218,7 +1231,7 @@ def export_models(run: Run) -> None:
             try:
                 grpo.save_model(node.model, run.codec, card, folder)
             except Exception as error:
-                run.log.info(traceback.format_exc())
+                run.log.queue_traceback(error)
                 text = f"the model of {node.id} could not be written ({type(error).__name__})"
                 run.log.event("export", f"{text}; its checkpoint is complete")
                 return
@@ -1329,7 +1342,7 @@ def run_role(env: dict, warnings: list[str], signals: "Signals") -> str:
         log.bar.close()
         log.info(f"stopped without a checkpoint; to go on:\n  {start_command(env)}")
         return "stopped"
-    except Exception as error:
+    except BaseException as error:  # sys.exit() and what else is no Exception leaves a record, too
         log.bar.close()
         record_failure(member, log, error)
         raise
@@ -1349,16 +1362,15 @@ def end_process(member, log: "Log", outcome: str, env: dict) -> None:
     log.flush(member.store)
 
 
-def record_failure(member, log: "Log", error: Exception) -> None:
+def record_failure(member, log: "Log", error: BaseException) -> None:
     """Leave a record of what ends this process: in its logs, and as its last heartbeat.
 
     A process that has not registered yet leaves nothing.
     """
     if not member.session:
         return
-    text = "".join(traceback.format_exception(error))
-    log.queue(f"nodes/{log.node_id}/logs/stdout.log", text)
-    log.queue_event("error", f"{type(error).__name__}: {error}")
+    log.queue_traceback(error)
+    log.queue_event("error", traceback.format_exception_only(error)[-1].strip())
     member.beat("failed")
     log.flush(member.store)
 
@@ -1442,9 +1454,12 @@ def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals"
     apply_warm_start(config, model, codec, store, log, signals)
     copies = {node_id: copy.deepcopy(model).eval() for node_id in config.node_ids}
     nodes = [Node(name, own, grpo.make_optimizer(own, config)) for name, own in copies.items()]
-    available = grpo.available_memory(config.DEVICE) // max(1, config.NUM_WORKERS)
+    available = grpo.available_memory(config.DEVICE) // num_sharers(config.NUM_WORKERS)
     rows = grpo.estimate_micro_batch_size(model, config, available)
-    limits = grpo.RowLimit(rows, "the update"), grpo.RowLimit(2**30, "generation")
+    limits = (
+        grpo.RowLimit(rows, "the update", log.info),
+        grpo.RowLimit(2**30, "generation", log.info),
+    )
     run = Run(config, store, member, codec, nodes, Peers(), log, signals, *limits)
     for node in nodes:  # a step may take minutes: it shows signs of life at each forward pass
         node.model.base_model.register_forward_pre_hook(lambda *_: run.member.beat())
@@ -1566,7 +1581,7 @@ def run_reader(env: dict, signals: "Signals") -> str:
         pattern = env.get("EXPERIMENT_NAME", "*")
         experiments = read_experiments(path, fnmatch.filter(list_experiments(path), pattern))
         if not experiments:
-            print(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
+            coordinator.say(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
             return "invalid"
         coordinator.write_report(drive_store.DriveStore(path, ""), pattern, experiments)
         return "finished"
@@ -1577,11 +1592,11 @@ def run_reader(env: dict, signals: "Signals") -> str:
     if not once and name not in list_experiments(path):
         others = coordinator.join_names(list_experiments(path), 8) or "none"
         where = f"{path}/experiments/{name} (GDRIVE_PATH, EXPERIMENT_NAME)"
-        print(f"monitor: waiting for {where}; there are: {others}")
+        coordinator.say(f"monitor: waiting for {where}; there are: {others}")
         while name not in list_experiments(path):
             signals.sleep(2)
     store = drive_store.RetryingStore(
-        open_experiment(path, name), lambda _, text: print(f"{role}: {text}", flush=True), signals
+        open_experiment(path, name), lambda _, text: coordinator.say(f"{role}: {text}"), signals
     )
     if role == "monitor":
         coordinator.monitor(store, env.get("STALE_AFTER_SECONDS", 300.0), once, signals)
@@ -1595,19 +1610,26 @@ def run_reader(env: dict, signals: "Signals") -> str:
         num_nodes = max(experiment.setting("NUM_WORKERS"), experiment.setting("LOCAL_NODES"))
     problems = coordinator.validate(experiment, store, max_rounds, num_nodes)
     for problem in problems:
-        print(f"validate: {problem}")
-    print(f"validate: {store.dir}: {'FAILED' if problems else 'passed'}")
+        coordinator.say(f"validate: {problem}")
+    coordinator.say(f"validate: {store.dir}: {'FAILED' if problems else 'passed'}")
     return "invalid" if problems else "finished"
 
 
 # -------- Logging and signals ---------------------------------------------------------------------
 
+if os.name == "nt":
+    raise SystemExit("native Windows lacks what this program needs: run it in WSL")
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's limit
+
+
+def mask(text: str, secret: str | None) -> str:
+    """The text without the access token."""
+    return text.replace(secret, "***") if secret else text
 
 
 class Log:
     """Console lines and JSONL records, buffered in memory until `flush` appends them to their
-    files. On a terminal a progress bar stands below the lines."""
+    files. On a terminal a progress bar stands below the lines. The access token is in none."""
 
     def __init__(self, node_id: str, secret: str | None):
         self.node_id = node_id
@@ -1624,10 +1646,7 @@ class Log:
 
     def info(self, text: str) -> None:
         """A line for people, on the screen and in stdout.log."""
-        text = self.queue(f"nodes/{self.node_id}/logs/stdout.log", text)
-        # A full disk or a closed pipe is no reason to stop. On a terminal the bar makes room.
-        with contextlib.suppress(OSError, ValueError), tqdm.tqdm.external_write_mode():
-            print(text, flush=True)
+        coordinator.say(self.queue(f"nodes/{self.node_id}/logs/stdout.log", text))
 
     def event(self, kind: str, text: str) -> None:
         """A record in training_events.jsonl, and a line for people."""
@@ -1642,13 +1661,18 @@ class Log:
 
     def queue_event(self, kind: str, text: str) -> None:
         """The record alone."""
-        record = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text}
+        record = {"timestamp": time.time(), "event": kind, "node_id": self.node_id}
+        record["text"] = mask(text, self.secret)  # before JSON, which would escape signs in it
         self.queue(f"nodes/{self.node_id}/logs/training_events.jsonl", json.dumps(record))
+
+    def queue_traceback(self, error: BaseException) -> None:
+        """A traceback for stdout.log alone."""
+        text = "".join(traceback.format_exception(error))
+        self.queue(f"nodes/{self.node_id}/logs/stdout.log", text)
 
     def queue(self, path: str, text: str) -> str:
         """Mask the access token, queue the line for a file and return the masked line."""
-        if self.secret:
-            text = text.replace(self.secret, "***")
+        text = mask(text, self.secret)
         self.lines.append((path, text))
         return text
 
@@ -1691,8 +1715,8 @@ class Signals:
         self.last_at = now
         if self.requested > 1:
             raise KeyboardInterrupt
-        with contextlib.suppress(OSError, RuntimeError):  # a closed terminal; an interrupted print
-            print("\nstopping (a round is finished first); once more to exit at once", flush=True)
+        with contextlib.suppress(RuntimeError):  # it may have interrupted a print
+            coordinator.say("\nstopping (a round is finished first); once more to exit at once")
 
     def sleep(self, seconds: float) -> None:
         """Sleep in small steps. Raises KeyboardInterrupt if the user wants to stop."""
@@ -1745,9 +1769,10 @@ def get_experiment_metrics(path, name: str):
     rows = coordinator.read_experiment(open_experiment(path, name)).rows
     try:
         import pandas
-    except ImportError:
+
+        return pandas.DataFrame(rows)
+    except Exception:  # it is missing or broken
         return rows
-    return pandas.DataFrame(rows)
 
 
 def read_experiments(path, names: list[str]) -> "list[coordinator.Experiment]":
@@ -1758,7 +1783,7 @@ def read_experiments(path, names: list[str]) -> "list[coordinator.Experiment]":
         try:
             experiment = coordinator.read_experiment(store)
         except OSError as error:
-            print(f"{store.dir} cannot be read: {drive_store.printable(error)}")
+            coordinator.say(f"{store.dir} cannot be read: {drive_store.printable(error)}")
             continue
         if experiment.rows:
             experiments.append(experiment)
@@ -1784,29 +1809,24 @@ def main(environ=None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
 
+    secret = environ.get(SECRET, "").strip()
+    num_threads = torch.get_num_threads()
     signals = Signals()
     try:
         env, warnings = read_environment(environ)
         is_reader = env["NODE_ROLE"] in ("monitor", "report", "validate")
         outcome = run_reader(env, signals) if is_reader else run_role(env, warnings, signals)
-        sys.stdout.flush()
-
-    # Everything that is no mistake of the program is one of these.
     except KeyboardInterrupt:
         outcome = "stopped"
-    except BrokenPipeError:  # nobody reads it any more, as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is buffered
-        outcome = "finished"
     except (ConfigError, grpo.ModelError, drive_store.StoreError) as error:
-        print(str(error).replace(environ.get(SECRET) or "\0", "***"), flush=True)
+        coordinator.say(mask(str(error), secret))
         outcome = "refused"
-
-    # A mistake in the program shows its traceback.
-    except Exception:
-        print(traceback.format_exc().replace(environ.get(SECRET) or "\0", "***"), flush=True)
+    except Exception:  # a mistake in the program shows its traceback
+        coordinator.say(mask(traceback.format_exc(), secret))
         outcome = "failed"
     finally:
         signals.uninstall()
+        torch.set_num_threads(num_threads)  # a notebook may go on with another model
 
     statuses = {"finished": 0, "invalid": 1, "failed": 1, "refused": 2, "superseded": 3}
     return statuses.get(outcome, 130)  # "stopped"
@@ -1821,5 +1841,7 @@ if __name__ == "__main__":
         print("settings are environment variables, such as MAX_ROUNDS=5 python sapo.py (--help)")
         sys.exit(2)
     status = main()
-    if not coordinator.in_notebook():  # in a notebook the cell just ends
+    if not coordinator.in_notebook():
         sys.exit(status)
+    if status not in (0, 130):  # "Run all" must not go on; a stop is no mistake
+        raise RuntimeError(f"the run has ended with status {status}, see above")

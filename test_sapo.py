@@ -697,8 +697,7 @@ def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(
         (good | {"rollouts": []}, "type"),
     ]  # fmt: skip
     for name, value, reason in [
-        ("task", 1, "type"), ("seed", 2**53, "range"), ("prompt", "x" * 40_000, "long"),
-        ("completions", [], "range"),
+        ("task", 1, "type"), ("seed", 2**53, "range"), ("completions", [], "range"),
     ]:  # fmt: skip
         broken.append((good | {"rollouts": {"0": group_by_hand(1) | {name: value}}}, reason))
 
@@ -1014,8 +1013,9 @@ def test_F3_a_killed_run_resumes_as_if_nothing_had_happened(
     name = f"killed_in_{step}"
     call = 2 if step == "save_checkpoint" else 6
 
-    # SystemExit stands for a kill: nothing in the program handles it.
+    # SystemExit stands for a kill, of which the program cannot leave a record.
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(sapo, "record_failure", lambda *_: None)
         at_call(patch, step, call, sys.exit)
         run_swarm(drive, name)
     nodes = drive / "experiments" / name / "nodes"

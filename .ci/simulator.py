@@ -196,7 +196,8 @@ class World:
         if process is None or not args or not str(args[0]).startswith(str(self.drive)):
             return function(*args, **kwargs)
         process.num_calls += 1
-        if process.num_calls == process.kill_at:
+        process.is_killed |= process.num_calls == process.kill_at
+        if process.is_killed:
             raise Killed
         self.sleep(self.call_seconds)
 
@@ -335,7 +336,7 @@ def world(tmp_path, monkeypatch, tiny):
         monkeypatch.setattr(module, "time", world)
         monkeypatch.setattr(module, "print", world.print, raising=False)
     monkeypatch.setattr(sapo, "Signals", Signals)
-    monkeypatch.setattr(coordinator, "draw", lambda panels: b"a picture")
+    monkeypatch.setattr(coordinator, "plot", lambda panels: b"a picture")
     monkeypatch.setattr(sapo, "sample_answers", lambda run: [])
     fakes = {
         "load_model": lambda config, tasks: (sapo.copy.deepcopy(model), codec),

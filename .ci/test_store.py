@@ -191,7 +191,7 @@ def test_F2_a_drive_that_is_unmounted_while_the_picture_is_drawn_is_not_made_aga
         world.drive.rename(away)
         return b"a picture"
 
-    monkeypatch.setattr(coordinator, "draw", unmount_and_draw)
+    monkeypatch.setattr(coordinator, "plot", unmount_and_draw)
     process = world.start(MAX_ROUNDS=1)
     world.run(away.exists)
     world.wait(60)
@@ -207,7 +207,7 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(w
     for peer in "pq":
         rollouts = {"format": 1, "rollouts": {"0": group_by_hand(ord(peer))}}
         store.publish("rollouts", peer, At(0, 0), rollouts)
-        store.write_heartbeat(peer, store.sessions[peer], "done")
+        store.write_heartbeat(peer, store.session, "done")
 
     # The first two reads of p's file fail.
     reads = itertools.count()
@@ -297,7 +297,7 @@ def test_F3_in_a_swarm_a_nodes_total_counts_each_of_its_rewards_once_whatever_wa
 
     def open_round(t):
         store.move_marker("open", "coordinator", At(t))
-        store.write_heartbeat("coordinator", store.sessions["coordinator"])
+        store.write_heartbeat("coordinator", store.session)
         world.run(lambda: t in rounds_of(world.drive, "n"))
 
     def assert_each_counts_once():
@@ -475,7 +475,7 @@ def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(world, 
     for t in (0, 4, 7):
         rollouts = {"format": 1, "rollouts": {"0": group_by_hand(t)}}
         store.publish("rollouts", "human", At(t, 0), rollouts)
-    store.write_heartbeat("human", store.sessions["human"], "done")
+    store.write_heartbeat("human", store.session, "done")
 
     settings = dict(MAX_ROUNDS=9, LOCAL_NODES=2, CHECKPOINT_INTERVAL=2, ROLLOUT_MAX_AGE=1)
     settings |= dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1)
@@ -596,7 +596,7 @@ def test_F6_of_two_that_take_the_place_of_a_maker_that_was_killed_one_config_cou
     register = DriveStore.register
 
     def replace_config_and_register(store, *args):
-        if not store.sessions:
+        if not store.session:
             store.write("config.json", others)
         return register(store, *args)
 

@@ -134,12 +134,12 @@ def test_S1_the_coordinator_waits_for_all_living_workers_and_at_each_start_for_a
     # n1 is alive and has not submitted. When it exits it is not waited for.
     submit(store, 1, "n2")
     assert_waits_in(1)
-    store.write_heartbeat("n1", store.sessions["n1"], "stopped")
+    store.write_heartbeat("n1", store.session, "stopped")
     world.run(lambda: now(world) == 2)
 
     # All stop: n2 after round 2, n1 before it. Started again, n2 is there first.
     submit(store, 2, "n2")
-    store.write_heartbeat("n2", store.sessions["n2"], "stopped")
+    store.write_heartbeat("n2", store.session, "stopped")
     leader.interrupt()
     world.run()
     assert leader.status == 130
@@ -314,7 +314,7 @@ def test_S3_a_round_waits_for_peers_once_and_only_for_those_that_published_the_r
     for peer, round_ in (("slow", 1), ("dead", 2)):
         for stage in range(3) if frequency == "stage" else [2]:
             store.publish("rollouts", peer, At(round_, stage), {"format": 1, "rollouts": {}})
-    store.write_heartbeat("dead", store.sessions["dead"], "failed")
+    store.write_heartbeat("dead", store.session, "failed")
     world.start("n", LOCAL_NODES=2, MAX_STAGES=3, MAX_ROUNDS=4, ROLLOUT_PUBLISH_FREQUENCY=frequency)
     world.run()
 
@@ -335,7 +335,7 @@ def test_X3_a_peer_that_only_claims_to_publish_costs_its_timeout_and_no_more(wor
     process = world.start(MAX_ROUNDS=5)
     began = world.now
     while process.status is None:
-        store.write_heartbeat("liar", store.sessions["liar"])
+        store.write_heartbeat("liar", store.session)
         world.wait(5)
     assert process.status == 0
     waits = [row["wait_seconds"] for row in read_log(world.drive, "n")]
