@@ -124,7 +124,7 @@ def run_coordinator(config, member, log, signals) -> None:
             round_ends.append(now)
             history += log_round_of_swarm(store, config, log, current, board, round_ends)
             if current >= last_round:
-                log.event("end", diagnose(history))
+                log.event("end", verdict(config, history))
                 write_picture(store, log)
                 return
         member.sleep()
@@ -201,7 +201,7 @@ class Experiment:
     name: str
     config: dict  # the settings that it began with
     board: "drive_store.Board"
-    status: dict  # worker -> alive, exited, failed or dead
+    status: dict  # node, also the coordinator -> alive, exited, failed or dead
     rows: list  # every reward with its metrics, in order
 
     def setting(self, name: str) -> int:
@@ -232,7 +232,11 @@ class Experiment:
 
     def with_status(self, status: str) -> list[str]:
         """The workers that are alive, exited, failed or dead."""
-        return [node for node in self.status if self.status[node] == status]
+        return [node for node in self.workers if self.status[node] == status]
+
+    @property
+    def workers(self) -> list[str]:
+        return [node for node in self.status if node != drive_store.COORDINATOR_ID]
 
     @property
     def is_finished(self) -> bool:
@@ -264,7 +268,7 @@ def read_experiment(store, stale_after: float = 300.0, cache: dict | None = None
     cache = {} if cache is None else cache
     board = store.board()
     status = {}
-    for node in natural_sort(board.workers):
+    for node in natural_sort(board.sessions):
         # Status first: a node that has exited has all its rewards there.
         status[node] = store.node_status(node, board.sessions[node], stale_after)
         for at in store.list_stages("rewards", node, lenient=True):
@@ -309,6 +313,7 @@ def experiment_status(exp: Experiment, store) -> dict:
         "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
         "num_active_peers": len(exp.with_status("alive")),
         "peer_ids": exp.board.workers,
+        "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None: there was never one
         "last_updated": max(times, default=None),
         "cumulative_rewards": {node: exp.total(node) for node in exp.board.workers},
         "latest_checkpoint": max(checkpoints)[1] if checkpoints else None,
@@ -324,6 +329,13 @@ def has_signal(rows: list[dict]) -> bool:
     return any(row.get("informative_groups") for row in rows)
 
 
+def verdict(config, rows: list[dict]) -> str:
+    """What is said at the end of a run."""
+    if config.TEST_MODE:
+        return "everything ran; NODE_ROLE=validate, with the same settings, checks what is there"
+    return diagnose(rows)
+
+
 def diagnose(rows: list[dict]) -> str:
     """What happened in these rows, in a sentence with the curve, and the variable that may help."""
     if all(row["reward"] is None for row in rows):
@@ -333,8 +345,10 @@ def diagnose(rows: list[dict]) -> str:
             text += f"; held-out accuracy {measured[0]:.2f} -> {measured[-1]:.2f}"
         return text
 
-    # The last 20 rounds against the first 20, or one half against the other.
-    curve = list(round_means(rows).values())
+    # The last 20 rounds against the first 20, or one half against the other; only rounds that have
+    # rewards.
+    by_round = column_by("round", rows)
+    curve = [mean(by_round[round_]) or 0.0 for round_ in sorted(by_round)]
     part = min(20, (len(curve) + 1) // 2)
     first, last = mean(curve[:part]) or 0.0, mean(curve[-part:]) or 0.0
     change = f"mean reward {first:.2f} -> {last:.2f}"
@@ -388,12 +402,15 @@ def validate(exp: Experiment, store, max_rounds: int, num_nodes: int) -> list[st
 # -------- The monitor -----------------------------------------------------------------------------
 
 
-def monitor(store, stale_after: float, once: bool, signals) -> None:
-    """Show the dashboard every 10 s until the run is over, or a single time."""
+def monitor(store, stale_after: float, others: list[str], once: bool, signals) -> None:
+    """Show the dashboard every 10 s until the run is over, or a single time. others: the other
+    experiments of this folder."""
     cache = {}
     while True:
         exp = read_experiment(store, stale_after, cache)
         text = dashboard(exp, store)
+        if others:
+            text += f"\nother experiments, the newest first: {join_names(others, 5)}"
 
         # Replace what was shown before.
         if in_notebook():
@@ -410,21 +427,27 @@ def monitor(store, stale_after: float, once: bool, signals) -> None:
 def dashboard(exp: Experiment, store) -> str:
     """An experiment as text that fits the terminal: rounds, nodes, tasks, warnings, one group."""
     screen = shutil.get_terminal_size((100, 40))
-    workers = f"{len(exp.with_status('alive'))} of {len(exp.status)} workers alive"
+    workers = f"{len(exp.with_status('alive'))} of {len(exp.workers)} workers alive"
     lines = [f"{store.dir.absolute()}: round {exp.board.open_round} of {exp.num_rounds}, {workers}"]
     if exp.rows:
         newest = exp.rows[-1]
         reward = exp.curve()[-1]
         lines.append(f"reward {reward:.2f} in round {newest['round']}, {age(newest)} ago")
 
-    # A line for each node: its status, its rewards and their curve.
+    # A line for each node: its status, the age of its session, its rewards and their curve.
     for node, status in exp.status.items():
+        started = {"timestamp": int(exp.board.sessions[node][:13]) / 1000}
+        line = f"{node:16.16} {status:6} {age(started):>6}  "
         rows = exp.select(node_id=node)
-        rewards = [row["reward"] or 0.0 for row in rows]
-        line = f"{node:16.16} {status:6} {len(rows):5} rewards, in all {sum(rewards):8.2f}, "
-        line += f"last {age(rows[-1]):>4} ago  " if rows else "none yet  "
-        width = max(8, min(24, screen.columns - len(line)))
-        lines.append(line + sparkline(moving_average(rewards), width))
+        if node == drive_store.COORDINATOR_ID:
+            opened = exp.board.progress.get(("open", node), drive_store.At(0)).round
+            lines.append(f"{line}has opened round {opened}")
+        else:
+            rewards = [row["reward"] or 0.0 for row in rows]
+            line += f"{len(rows):5} rewards, in all {sum(rewards):8.2f}, "
+            line += f"last {age(rows[-1]):>4} ago  " if rows else "none yet  "
+            width = max(8, min(24, screen.columns - len(line)))
+            lines.append(line + sparkline(moving_average(rewards), width))
 
     # Rewards by task, and what looks wrong.
     recent = exp.rounds(exp.board.open_round - 9, exp.board.open_round + 1)
@@ -522,6 +545,7 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
     for members in arms.values():
         # The paper's metric, divided by the number of nodes.
         totals = [mean(map(exp.total, exp.nodes)) or 0.0 for exp in members]
+        pairs = zip(members, totals, strict=True)
         held_out = [mean_of("held_out", exp.last_rounds) for exp in members]
         rows.append(
             {
@@ -533,21 +557,34 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
                 "sd": statistics.stdev(totals) if len(totals) > 1 else None,
                 "held-out": mean(held_out),
                 "gain": None,
+                "interval": None,
+                "by seed": {exp.setting("SEED"): total for exp, total in pairs},
                 "completions": mean(sum(exp.curve("completions")) for exp in members),
                 "experiments": [exp.name for exp in members],
                 "curves": [exp.curve() for exp in members],
             }
         )
 
-    # The baseline trains on as many groups, all its own.
-    totals = {key: row["reward per node"] for key, row in zip(arms, rows, strict=True)}
+    # The baseline trains on as many groups, all its own. Runs of equal seeds are compared; fewer
+    # than two of them, or a baseline near 0, would say nothing.
+    totals = {key: row["by seed"] for key, row in zip(arms, rows, strict=True)}
     for (family, arm), row in zip(arms, rows, strict=True):
-        # "4/4 unfiltered" -> 4, 4 -> the total of "8/0"
+        # "4/4 unfiltered" -> 4, 4 -> the totals of "8/0"
         own, _, external = arm.split()[0].partition("/")
-        baseline = totals.get((family, f"{int(own) + int(external)}/0"))
-        if baseline and external != "0":
-            row["gain"] = row["reward per node"] / baseline - 1
+        baseline = totals.get((family, f"{int(own) + int(external)}/0"), {})
+        seeds = row["by seed"].keys() & baseline.keys() if external != "0" else ()
+        if len(seeds) > 1 and min(baseline[seed] for seed in seeds) > 0.01 * common:
+            gains = [row["by seed"][seed] / baseline[seed] - 1 for seed in sorted(seeds)]
+            margin = t_95(len(gains)) * statistics.stdev(gains) / math.sqrt(len(gains))
+            row["gain"] = mean(gains)
+            row["interval"] = (row["gain"] - margin, row["gain"] + margin)
     return sorted(rows, key=lambda row: -row["reward per node"])
+
+
+def t_95(num_pairs: int) -> float:
+    """Student's t for a 95% interval of the mean of so many values, 2 or more."""
+    table = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+    return table[num_pairs - 2] if num_pairs <= 10 else 2.2
 
 
 def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
@@ -566,7 +603,10 @@ def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
     columns = ["I/J", "nodes", "runs", "reward per node", "sd", "held-out", "completions", "gain"]
     cells = []
     for row in rows:
-        gain = None if row["gain"] is None else f"{row['gain']:+.0%}"
+        gain = None
+        if row["gain"] is not None:
+            low, high = row["interval"]
+            gain = f"{row['gain']:+.0%} ({low:+.0%} to {high:+.0%})"
         names = join_names(row["experiments"], 1)
         cells.append([*(row[name] for name in columns[:-1]), gain, names])
     tables.append(f"Over the first {rows[0]['rounds']} rounds, which all of them have:")
@@ -660,7 +700,7 @@ def plot(panels: dict) -> bytes:
             low = [mean(values) - statistics.pstdev(values) for values in rounds]
             high = [mean(values) + statistics.pstdev(values) for values in rounds]
 
-            label = drive_store.printable(label, 24).replace("$", "")
+            label = drive_store.printable(label, 32).replace("$", "")
             width = 2.5 if len(curves) > 1 else 1.2
             (line,) = axis.plot(center, label=label, alpha=0.7, linewidth=width)
             if len(curves) > 1:
@@ -741,6 +781,11 @@ def sparkline(values: list[float], width: int = 24) -> str:
 def natural_sort(names) -> list[str]:
     """Names in order, numbers by their value. ["n_10", "n_2"] -> ["n_2", "n_10"]."""
     return sorted(names, key=lambda name: [f"{part:0>12}" for part in re.split(r"(\d+)", name)])
+
+
+def plural(number: int, noun: str) -> str:
+    """(1, "node") -> "1 node", (2, "node") -> "2 nodes"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def join_names(names: list[str], limit: int = 20) -> str:

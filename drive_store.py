@@ -433,14 +433,16 @@ class DriveStore(SwarmFolder):
             advice = "restore it, or take another EXPERIMENT_NAME"
             raise StoreError(f"{self.dir}/config.json: {error}; {advice}") from error
 
-        # Earlier versions and the program that this one replaces kept rollouts/ here.
+        # Until its maker writes config.json the folder holds board/ and nodes/ alone. What else is
+        # there comes from earlier versions or from the program that this one replaces.
         if config is None:
-            is_foreign = any(self.dir.glob("rollouts/*"))
+            names = [path.name for path in self.dir.glob("*") if not path.name.startswith(".")]
+            is_foreign = not {*names} <= {"board", "nodes"}
         else:
             is_foreign = config.get("layout") != LAYOUT
         if is_foreign:
             advice = "take another EXPERIMENT_NAME; nothing was changed"
-            raise StoreError(f"{self.dir}: made by another version of this program; {advice}")
+            raise StoreError(f"{self.dir}: made by another version or program; {advice}")
         return config
 
     def create_node(self, node: str) -> None:
@@ -642,7 +644,8 @@ def is_finite_number(value) -> bool:
 
 def printable(value, width: int = 100) -> str:
     """Text from a stranger, safe for a terminal: cut to `width`, control characters as "?"."""
-    return "".join(char if char.isprintable() else "?" for char in str(value)[:width])
+    text = "".join(char if char.isprintable() else "?" for char in str(value)[: width + 1])
+    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def dump_json(data: dict, indent: int | None = None) -> bytes:
@@ -691,13 +694,14 @@ def parse_reward(data: dict, node: str, at: At) -> dict:
 
 def parse_checkpoint(text: bytes) -> tuple[str, int, dict]:
     """The text of a checkpoint: the model's name, the round, and {node: (total reward, keys of the
-    external groups used)}. Raises InvalidFileError."""
+    external groups used, {when: held-out accuracy})}. Raises InvalidFileError."""
     data = parse_json(text)
     nodes = {}
     try:
         for node, saved in data["nodes"].items():
             used = {(int(t), int(s), str(peer), int(i)) for t, s, peer, i in saved["trained"]}
-            nodes[node] = float(saved["total_reward"]), used
+            held_out = {str(when): float(value) for when, value in saved["held_out"].items()}
+            nodes[node] = float(saved["total_reward"]), used, held_out
         return data["model_name"], data["round"], nodes
     except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
         raise InvalidFileError("its text is not a checkpoint's") from error

@@ -73,13 +73,14 @@ def train(run: "Run") -> None:
 
 @dataclass
 class Node:
-    """One learner. Checkpoints hold the first five of these fields."""
+    """One learner. Checkpoints hold the first six of these fields."""
 
     id: str
     model: "torch.nn.Module"
     optimizer: "torch.optim.Optimizer"
     total_reward: float = 0.0
     used_external: set = field(default_factory=set)  # keys of the groups it was trained on
+    held_out: dict = field(default_factory=dict)  # {"before training": accuracy, …}
 
     # Of the current stage: own groups, those still to be shared, external ones, the candidates that
     # these were drawn from, and what the update returned.
@@ -438,7 +439,10 @@ def enter_round(run: Run, own: int, t: int) -> None:
         end = min(t, run.config.MAX_ROUNDS)
         text = f"rounds {own} to {end - 1} were opened by the swarm meanwhile; going on with {end}"
         if run.log.history:
-            text += "; if steps are slow, raise COORDINATOR_ROUND_INTERVAL or STALE_AFTER_SECONDS"
+            helps = "raise COORDINATOR_ROUND_INTERVAL or STALE_AFTER_SECONDS"
+            if drive_store.COORDINATOR_ID not in run.member.board.sessions:
+                helps = "start a coordinator with ROUND_ADVANCE=completion"
+            text += f"; if steps are slow, {helps}"
         run.log.event("skip", text)
         # After a kill: add the rewards that a node had submitted in rounds that it now skips.
         for node in run.nodes:
@@ -528,13 +532,23 @@ def stage_metrics(run: Run, node: Node, at) -> dict:
 
 
 def held_out_accuracy(run: Run, node: Node, t: int) -> float:
-    """pass@1 on EVAL_SAMPLES questions with reserved seeds, the same for all nodes."""
+    """Mean reward of one answer (pass@1 with REWARD=exact) to each of EVAL_SAMPLES questions with
+    reserved seeds, the same for all nodes."""
     start = drive_store.At(0)
     indices = range(run.config.EVAL_SAMPLES)
     seeds = [derive_seed(run.config, "", start, "held-out", i) for i in indices]
     questions = make_questions(run, [grpo.HELD_OUT_SEEDS.start + seed for seed in seeds])
     seed = derive_seed(run.config, node.id, drive_store.At(t), "evaluate")
     return mean_reward(answer_questions(run, node, questions, 1, seed))
+
+
+def evaluate(run: Run, when: str) -> None:
+    """With EVAL_INTERVAL: the held-out accuracy "before training" or "after training", for an event
+    and for the card of the model. A resumed run does not repeat it."""
+    for node in run.nodes if run.config.EVAL_INTERVAL else ():
+        if when not in node.held_out:
+            node.held_out[when] = held_out_accuracy(run, node, run.last_round)
+            run.log.event("held-out", f"{node.id} {when}: {node.held_out[when]:.2f}")
 
 
 def collect(groups: "list[grpo.Group]", name: str) -> list:
@@ -848,7 +862,7 @@ def read_environment(environ) -> tuple[dict, list[str]]:
     mistakes = []
     env = parse_settings(environ, mistakes)
     warnings = check_names(environ, env, mistakes)
-    choose_role_and_name(environ, env, mistakes)
+    choose_role_and_name(environ, env, mistakes, warnings)
 
     # Names become parts of paths. The report takes a pattern of experiments instead of a name.
     last_id = Config(**env).node_ids[-1]
@@ -949,7 +963,7 @@ def check_names(environ, env: dict, mistakes: list[str]) -> list[str]:
     return warnings
 
 
-def choose_role_and_name(environ, env: dict, mistakes: list[str]) -> None:
+def choose_role_and_name(environ, env: dict, mistakes: list[str], warnings: list[str]) -> None:
     """Set NODE_ROLE and NODE_ID. An engine's rank makes both, so that a restarted task gets the
     same ones again; its local rank chooses the GPU."""
     # SLURM_PROCID counts in a job step only (the "step" of an interactive shell has ten digits): in
@@ -971,6 +985,8 @@ def choose_role_and_name(environ, env: dict, mistakes: list[str]) -> None:
     made_up = "node" if env.get("LOCAL_NODES", 1) > 1 else f"node_{secrets.token_hex(4)}"
     env.setdefault("NODE_ID", f"node_{rank}" if rank else made_up)
     if env["NODE_ROLE"] == "coordinator":
+        if environ.get("NODE_ID", "").strip() not in ("", "auto", drive_store.COORDINATOR_ID):
+            warnings.append("NODE_ID is not used: a coordinator is always called coordinator")
         env["NODE_ID"] = drive_store.COORDINATOR_ID
     elif env["NODE_ID"].lower() == drive_store.COORDINATOR_ID:
         mistakes.append(f"NODE_ID={env['NODE_ID']!r}: this is the coordinator's name")
@@ -1020,7 +1036,9 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> Config:
         mistakes.append("NUM_TRAIN_SAMPLES=0 needs NUM_TRANSPLANT_TREES: nothing to train on")
     if mistakes:
         listed = "\n  ".join(mistakes)
-        raise ConfigError(f"change this, or take another EXPERIMENT_NAME:\n  {listed}")
+        folder = f"{env['GDRIVE_PATH']}/experiments/{env.get('EXPERIMENT_NAME', 'default')}"
+        anew = f"another EXPERIMENT_NAME or, if nothing was trained there, delete {folder}"
+        raise ConfigError(f"change this, or take {anew}:\n  {listed}")
 
     if inherited:
         notes.append("from the experiment: " + " ".join(inherited))
@@ -1113,7 +1131,7 @@ def save_checkpoint(run: Run) -> None:
     metadata = {"model_name": config.MODEL_NAME, "round": run.last_round, "nodes": {}}
     for node in run.nodes:
         saved = {"total_reward": node.total_reward, "trained": sorted(node.used_external)}
-        metadata["nodes"][node.id] = saved
+        metadata["nodes"][node.id] = saved | {"held_out": node.held_out}
     upload_tensors(
         run.store,
         checkpoint_path(config, run.last_round),
@@ -1215,7 +1233,7 @@ def load_checkpoint(run: Run, path: str, round_: int) -> bool:
         # Nothing is changed before all of it has been read.
         saved = grpo.load_tensors(file, tensors)
     for node in run.nodes:
-        node.total_reward, node.used_external = nodes[node.id]
+        node.total_reward, node.used_external, node.held_out = nodes[node.id]
     grpo.copy_tensors(tensors, saved)
     return True
 
@@ -1237,7 +1255,8 @@ def export_models(run: Run) -> None:
                 return
             run.store.upload_model(Path(folder), f"nodes/{node.id}/model")
             if config.HUGGINGFACE_ACCESS_TOKEN:
-                push_model(run, f"{config.HF_REPO or config.EXPERIMENT_NAME}-{node.id}", folder)
+                repo = f"{config.HF_REPO or config.EXPERIMENT_NAME}-{node.id}"
+                push_model(run, repo, folder, str(run.store.dir / "nodes" / node.id / "model"))
 
     # A chat model is asked by turns, another one by the prompt that it was trained with.
     question = make_questions(run, [1])[0]
@@ -1250,15 +1269,16 @@ def export_models(run: Run) -> None:
     run.log.info(f"final model: {folder}\n  try it: python -c {shlex.quote(code)}")
 
 
-def push_model(run: Run, repo: str, folder: str) -> None:
-    """Push a model to the Hub. A push that fails changes nothing else."""
+def push_model(run: Run, repo: str, folder: str, target: str) -> None:
+    """Push a model to the Hub. A push that fails changes nothing else. target: where it lies."""
     try:
         hub = huggingface_hub.HfApi(token=run.config.HUGGINGFACE_ACCESS_TOKEN)
         repo_id = hub.create_repo(repo, private=True, exist_ok=True).repo_id
         hub.upload_folder(repo_id=repo_id, folder_path=folder)
         run.log.event("hub", f"pushed to {repo_id} (private, unless it was there before)")
     except Exception as error:  # its text may contain the token
-        run.log.event("hub", f"push failed ({type(error).__name__}); the run is complete")
+        text = f"push failed ({type(error).__name__}), the run is complete; to push later:"
+        run.log.event("hub", f"{text}\n  hf upload --private {repo} {shlex.quote(target)}")
 
 
 def model_card(run: Run, node: Node) -> str:
@@ -1274,8 +1294,7 @@ def model_card(run: Run, node: Node) -> str:
 
     # For people.
     sharing = f"I = {config.NUM_TRAIN_SAMPLES} own questions and J = {config.NUM_TRANSPLANT_TREES}"
-    rows = [row for row in run.log.history if row["node_id"] == node.id]
-    held_out = rows[-1].get("held_out") if rows else None
+    held_out = ", ".join(f"{value:.2f} {when}" for when, value in node.held_out.items())
     lines = [
         f"---\n{yaml}\n---\n# {config.EXPERIMENT_NAME}-{node.id}\n",
         "Trained with SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): GRPO on own and",
@@ -1284,7 +1303,7 @@ def model_card(run: Run, node: Node) -> str:
         f"  G = {config.NUM_GENERATIONS} completions of a question",
         f"- tasks (reasoning-gym): {', '.join(config.tasks)}",
         f"- cumulative reward: {node.total_reward:.2f}",
-        f"- held-out accuracy (pass@1): {'not measured' if held_out is None else held_out}",
+        f"- held-out accuracy (pass@1): {held_out or 'not measured'}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -1310,7 +1329,7 @@ def run_role(env: dict, warnings: list[str], signals: "Signals") -> str:
     member = drive_store.Member(store, config.node_ids, config.STALE_AFTER_SECONDS)
     try:
         if config.NODE_ROLE == "prepare":
-            model, codec = load_checked_model(config, log)
+            model, codec = load_checked_model(config, log, signals)
             apply_warm_start(config, model, codec, store, log, signals)
             log.info(f"{config.MODEL_NAME} is ready")
             return "finished"
@@ -1340,7 +1359,9 @@ def run_role(env: dict, warnings: list[str], signals: "Signals") -> str:
         return outcome
     except KeyboardInterrupt:  # while it starts, in an outage, or the second Ctrl-C
         log.bar.close()
-        log.info(f"stopped without a checkpoint; to go on:\n  {start_command(env)}")
+        begun = "without a checkpoint; to go on"
+        how = begun if member.session else "before the first round; to start"
+        log.info(f"stopped {how}:\n  {start_command(env)}")
         return "stopped"
     except BaseException as error:  # sys.exit() and what else is no Exception leaves a record, too
         log.bar.close()
@@ -1422,14 +1443,20 @@ def is_finished(config: Config, store, board) -> bool:
     return bool(nodes)
 
 
-def load_checked_model(config: Config, log: "Log"):
-    """Check the tasks, then load and check the model. Returns it and its Codec."""
+def load_checked_model(config: Config, log: "Log", signals: "Signals"):
+    """Load and check the model and the tasks. Returns the model and its Codec."""
     grpo.keep_freed_memory()
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # with 0.14 M parameters a second thread costs more than it gains
     else:
-        log.info(f"loading {config.MODEL_NAME} (a download may take minutes)")
-    return grpo.load_model(config, config.tasks)
+        is_local = os.path.isdir(config.MODEL_NAME)
+        hint = "" if is_local else " (a download may take minutes)"
+        log.info(f"loading {config.MODEL_NAME}{hint}")
+    model, codec = grpo.load_model(config, config.tasks)
+    for sentence in grpo.misfits(codec, config, config.tasks):
+        log.info(f"note: {sentence}")
+    signals.sleep(0)  # a stop while the model was loading must not begin an experiment
+    return model, codec
 
 
 def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals") -> None:
@@ -1439,7 +1466,7 @@ def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals"
     refused because of its checkpoints has changed nothing.
     """
     store = member.store
-    model, codec = load_checked_model(config, log)
+    model, codec = load_checked_model(config, log, signals)
 
     # If another process has begun the experiment meanwhile, its settings count.
     saved = store.create(saved_settings(config))
@@ -1472,6 +1499,7 @@ def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals"
         return run_worker(config, env, member, log, signals)
     log.info(f"to resume: {start_command(env)}")
     log_samples(run)
+    evaluate(run, "before training")
 
     log.show_bar(config.MAX_ROUNDS, run.last_round + 1, "round")
     try:
@@ -1544,6 +1572,7 @@ def register(run: Run) -> None:
     info = {"model": config.MODEL_NAME, "device": device, "host": os.uname().nodename}
     info |= grpo.VERSIONS
     run.member.register(info)
+    run.signals.what_follows = "a round is finished first"
 
     for node_id in config.node_ids:
         store.write(f"nodes/{node_id}/logs/system_info.json", drive_store.dump_json(info))
@@ -1552,8 +1581,9 @@ def register(run: Run) -> None:
 
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.info("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
-    what = f"{len(run.nodes)} node(s), {config.MODEL_NAME} on {device} ({config.DTYPE})"
-    run.log.event("start", f"{what}, round {run.last_round + 1}")
+    what = f"{config.MODEL_NAME} on {device} ({config.DTYPE})"
+    first = max(run.last_round + 1, run.member.board.open_round if run.member.others() else 0)
+    run.log.event("start", f"{coordinator.plural(len(run.nodes), 'node')}, {what}, round {first}")
 
 
 def finish_run(run: Run) -> None:
@@ -1561,10 +1591,18 @@ def finish_run(run: Run) -> None:
     if run.last_round not in (-1, *list_checkpoints(run)):  # it may have missed the last rounds
         save_checkpoint(run)
     log_samples(run, is_last=True)
-    if run.log.history:
+    rows = []  # of all sessions
+    for node in run.nodes:
+        submitted = run.store.list_stages("rewards", node.id)
+        rows += [run.store.read_reward(node.id, at) for at in submitted]
+    rows = [row for row in rows if row is not None]
+    if rows:
         total = coordinator.mean(node.total_reward for node in run.nodes)
-        text = f"{coordinator.diagnose(run.log.history)}; cumulative reward {total:.2f} per node"
-        run.log.event("end", text)
+        num_rounds = len({row["round"] for row in rows})
+        text = f"trained {num_rounds} of {run.config.MAX_ROUNDS} rounds"
+        text = f"{coordinator.verdict(run.config, rows)}; {text}"
+        run.log.event("end", f"{text}; cumulative reward {total:.2f} per node")
+    evaluate(run, "after training")
     export_models(run)
     # One process draws the picture for all: the coordinator, or the one of the first worker.
     board = run.member.board
@@ -1599,7 +1637,10 @@ def run_reader(env: dict, signals: "Signals") -> str:
         open_experiment(path, name), lambda _, text: coordinator.say(f"{role}: {text}"), signals
     )
     if role == "monitor":
-        coordinator.monitor(store, env.get("STALE_AFTER_SECONDS", 300.0), once, signals)
+        folder = Path(path, "experiments")
+        others = set(list_experiments(path)) - {name}
+        others = sorted(others, key=lambda other: -(folder / other / "board").stat().st_mtime)
+        coordinator.monitor(store, env.get("STALE_AFTER_SECONDS", 300.0), others, once, signals)
         return "finished"
 
     # Validate against what is set here, or else against what the experiment says.
@@ -1609,6 +1650,8 @@ def run_reader(env: dict, signals: "Signals") -> str:
     if num_nodes is None:
         num_nodes = max(experiment.setting("NUM_WORKERS"), experiment.setting("LOCAL_NODES"))
     problems = coordinator.validate(experiment, store, max_rounds, num_nodes)
+    status = experiment.status.get(drive_store.COORDINATOR_ID, "there was none")
+    coordinator.say(f"validate: coordinator: {status}")
     for problem in problems:
         coordinator.say(f"validate: {problem}")
     coordinator.say(f"validate: {store.dir}: {'FAILED' if problems else 'passed'}")
@@ -1697,6 +1740,7 @@ class Signals:
 
     def __init__(self):
         self.requested = 0
+        self.what_follows = "nothing was begun"
         self.last_at = 0.0
         self.old_handlers = {}
         if threading.current_thread() is not threading.main_thread():
@@ -1716,7 +1760,7 @@ class Signals:
         if self.requested > 1:
             raise KeyboardInterrupt
         with contextlib.suppress(RuntimeError):  # it may have interrupted a print
-            coordinator.say("\nstopping (a round is finished first); once more to exit at once")
+            coordinator.say(f"\nstopping ({self.what_follows}); once more to exit at once")
 
     def sleep(self, seconds: float) -> None:
         """Sleep in small steps. Raises KeyboardInterrupt if the user wants to stop."""
