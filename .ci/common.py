@@ -1,10 +1,14 @@
 """What the proofs share: settings, a run in this process, and what a run leaves in the folder. More
 helpers stand in test_sapo.py; simulator.py has those of a simulated swarm."""
 
+import contextlib
 import json
 import re
+import signal
 import time
 from pathlib import Path
+
+import pytest
 
 import drive_store
 import sapo
@@ -115,3 +119,21 @@ def rewards_of(drive, node="*", name="default") -> list[dict]:
     paths = folder_of(drive, "", name).glob(f"{node}/rewards/*.json")
     paths = sorted(paths, key=lambda path: (path.name, path.parent.parent.name))
     return [without_times(json.loads(path.read_bytes())) for path in paths]
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float = 30):
+    """Fail the test if the block takes longer. (A TimeoutError would be an OSError, which the
+    program retries.)"""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"held up for {seconds} s"))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def is_safe_to_print(text: str) -> bool:
+    """Whether it holds no control characters, no endless lines and no traceback."""
+    is_printable = text.replace("\n", "").isprintable()
+    return is_printable and max(map(len, text.split("\n"))) < 2000 and "Traceback" not in text

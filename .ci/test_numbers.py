@@ -22,6 +22,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from common import time_limit
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
@@ -32,8 +33,15 @@ import coordinator
 import grpo
 import sapo
 from grpo import HELD_OUT_SEEDS, PAPER_TASKS, TASK_TABLE, TINY_TASKS, Codec, make_question
-from test_sapo import assert_close, config_error, flat_weights, make_config, new_store, our_update
-from test_sapo import ragged_groups, reference_logprobs, small_gpt2, update_settings
+from test_sapo import (
+    assert_close,
+    config_error,
+    flat_weights,
+    group_by_hand,
+    make_config,
+    new_store,
+)
+from test_sapo import our_update, ragged_groups, reference_logprobs, small_gpt2, update_settings
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
@@ -575,6 +583,19 @@ def test_L3_hostile_answers_cost_less_than_a_second_each():
         started = time.process_time()
         assert grpo.compute_reward(question, text) == 0
         assert time.process_time() - started < 1, f"{question.task}: {text[:60]}"
+
+
+@pytest.mark.parametrize("task, seed", [
+    ("basic_arithmetic", 721121905971561), ("decimal_arithmetic", 1488473454406226),
+])  # fmt: skip
+def test_L3_a_seed_at_which_a_generator_fails_or_computes_for_minutes_costs_nobody_anything(
+    task, seed
+):
+    run = SimpleNamespace(config=make_config(TASKS=task), codec=tiny_codec())
+    with time_limit(10):
+        with pytest.raises(sapo.Rejected, match="its question cannot be made"):
+            sapo.verify(run, group_by_hand(1) | {"task": task, "seed": seed})
+        assert grpo.first_valid_question(task, seed).seed == seed + 1
 
 
 def test_L3_rewards_are_in_zero_to_one_and_repeated_texts_of_a_group_are_scored_once():
