@@ -651,7 +651,7 @@ def write_picture(store, log) -> None:
         show_in_notebook(picture)
 
 
-def plot_run(exp: Experiment, log) -> bytes | None:
+def plot_run(exp: Experiment, log=None) -> bytes | None:
     """One experiment as PNG: reward of the nodes with their mean and spread, reward per task, and
     the shares that explain it."""
     # Each node begins at its own first round; a late joiner's curve is drawn from 0.

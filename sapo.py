@@ -1455,7 +1455,8 @@ def load_checked_model(config: Config, log: "Log", signals: "Signals"):
     model, codec = grpo.load_model(config, config.tasks)
     for sentence in grpo.misfits(codec, config, config.tasks):
         log.info(f"note: {sentence}")
-    signals.sleep(0)  # a stop while the model was loading must not begin an experiment
+    if signals.requested:  # a stop while the model was loading must not begin an experiment
+        raise KeyboardInterrupt
     return model, codec
 
 

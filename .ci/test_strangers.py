@@ -23,7 +23,7 @@ import coordinator
 import drive_store
 import grpo
 import sapo
-from drive_store import DriveStore, InvalidFileError
+from drive_store import At, DriveStore, InvalidFileError
 from test_sapo import at_call, contents, group_by_hand, make_config, put, write_peer
 
 SHORT = LEARNING | {"WARM_START_STEPS": 8, "MAX_ROUNDS": 4, "MAX_NEW_TOKENS": 5}
@@ -37,7 +37,7 @@ def run_roles(drive, *roles, seconds=30, draw=lambda *_: b"a picture", **more) -
     """Run these roles one after another. Nothing that strangers wrote holds one up, ends it in a
     mistake or reaches the terminal raw. Returns the exit statuses and the output."""
     screen = io.StringIO()
-    with time_limit(seconds), contextlib.redirect_stdout(screen), patch("coordinator.draw", draw):
+    with time_limit(seconds), contextlib.redirect_stdout(screen), patch("coordinator.plot", draw):
         statuses = [run(drive, SHORT, NODE_ROLE=role, **more) for role in roles]
     assert is_safe_to_print(screen.getvalue())
     return statuses, screen.getvalue()
@@ -48,12 +48,12 @@ def store_with_peers(drive, publishing="pq") -> DriveStore:
     with patch("time.time", lambda: 1e9):
         DriveStore(drive, "default").create(CONFIG_JSON)
         store = play(drive, "q", "p", "coordinator")
-        for name, session in store.sessions.items():
-            store.write_heartbeat(name, session, 0)
+        for name in ("q", "p", "coordinator"):
+            store.write_heartbeat(name, store.session)
         for name, t in itertools.product(publishing, range(3)):
             groups = [group_by_hand(10 * t + i + ord(name)) for i in range(3)]
             write_peer(drive, "default", name, groups, t)
-            store.publish("rewards", name, t, 0, {"reward": 0.5})
+            store.publish("rewards", name, At(t), {"reward": 0.5})
     return store
 
 
@@ -217,16 +217,16 @@ def test_X1_X3_absurd_texts_and_numbers_neither_stop_nor_deceive_a_reader(honest
         metrics = {"groups": absurd[t % 6], "held_out": -9, "reward": 0.5, "reward_$\\frac{$": 0.5}
         metrics |= dict.fromkeys(["informative_local", "completions"], absurd[t % 6 - 1])
         metrics |= {f"reward_{t}_{i}": 0.5 for i in range(55)}
-        store.publish("rewards", "p", t, 0, metrics)
+        store.publish("rewards", "p", At(t), metrics)
 
     # A group whose texts would control the terminal.
     evil = "\x1b]0;x\x07\u202e\r"
     completions = [{"response": evil, "reward": 1e299, "finished": True}] * 4
     group = dict(task=evil, seed=1, prompt=evil, answer=evil, completions=completions)
-    store.publish("rollouts", "p", 39, 0, {"format": 1, "rollouts": {"0": group}})
-    store.move_marker("open", "p", 39)
+    store.publish("rollouts", "p", At(39), {"format": 1, "rollouts": {"0": group}})
+    store.move_marker("open", "p", At(39))
 
-    assert run_roles(drive, *READERS, seconds=20, draw=coordinator.draw)[0] == [0, 1, 0]
+    assert run_roles(drive, *READERS, seconds=20, draw=coordinator.plot)[0] == [0, 1, 0]
     assert (drive / "reports/report_all.png").stat().st_size > 9999
     with time_limit(20):
         assert coordinator.plot_run(coordinator.read_experiment(store))
@@ -285,7 +285,7 @@ def test_X3_every_reader_copes_with_a_damaged_file(honest_run, data, name):
         put(store, name, data.draw(damaged(valid)))
         assert {*run_roles(store.root, *READERS, MAX_ROUNDS=None, LOCAL_NODES=None)[0]} <= {0, 1, 2}
         assert sapo.get_experiment_status(store.root, "default")["current_round"] == 3
-        row = store.read_reward("p", 0, 0) or {"reward": None}
+        row = store.read_reward("p", At(0)) or {"reward": None}
         assert row["reward"] is None or 0 <= row["reward"] <= 1
         session = store.board().sessions["p"]
         assert store.node_status("p", session, 300.0) in ("alive", "exited", "dead")
@@ -326,11 +326,11 @@ def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_few_s
 )
 def test_X3_a_strangers_tensors_fit_and_are_finite_or_are_refused(tmp_path, header, times, numbers):
     """times: the file claims that its header is this many times as long as it is."""
-    store = DriveStore(tmp_path, "default")
     length = min(len(header) * times, 2**64 - 1)
-    put(store, "weights", length.to_bytes(8, "little") + header + numbers)
-    with contextlib.suppress(InvalidFileError):
-        saved = store.load_file("weights", lambda path: grpo.load_tensors(path, TENSORS))
+    path = tmp_path / "weights"
+    path.write_bytes(length.to_bytes(8, "little") + header + numbers)
+    with contextlib.suppress(grpo.InvalidTensorsError):
+        saved = grpo.load_tensors(path, TENSORS)
         for name, tensor in TENSORS.items():
             assert (saved[name].shape, saved[name].dtype) == (tensor.shape, tensor.dtype)
             assert saved[name].isfinite().all()
@@ -359,7 +359,7 @@ def verifier():
         codec.encode_prompt(question)
         for text in (question.answer, "1", "x ∧ y", "1/2", "[[1]]"):
             grpo.compute_reward(question, f"<answer>{text}</answer>")
-    return Mock(["config", "codec", "verified"], config=config, codec=codec, verified={})
+    return Mock(["config", "codec"], config=config, codec=codec)
 
 
 @settings(max_examples=500, **REPEATABLE)
@@ -371,17 +371,20 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(verifi
     text = data.draw(st.sampled_from(FORMS)).format(*data.draw(st.tuples(piece, piece)))
     responses = [f"<answer>{text}</answer>", text + "x"]
     completions = [{"response": response, "finished": True} for response in responses]
-    group = group_by_hand(key[1], key[0], completions=completions, key=len(verifier.verified))
+    group = group_by_hand(key[1], key[0], completions=completions, key=(0, 0, "p", 0))
 
     # Verification and scoring make no watched call.
     SEEN.clear()
     with time_limit(5):
-        verified = sapo.verify_once(verifier, group, is_slow=False)
+        try:
+            verified = sapo.verify(verifier, group)
+        except (sapo.Rejected, grpo.QuestionError) as error:
+            verified = error
         cases = itertools.product([question], responses, ("exact", "verifier"))
         rewards = list(itertools.starmap(grpo.compute_reward, cases))
     assert not SEEN
     assert all(0 <= reward <= 1 for reward in rewards)
-    if isinstance(verified, sapo.Rejected):
+    if isinstance(verified, Exception):
         assert is_safe_to_print(str(verified))
     else:
         assert len(verified.texts) == len(verified.rewards) == 2
@@ -408,7 +411,7 @@ def test_X3_verifying_a_peer_takes_a_bounded_time_whatever_the_others_need(tmp_p
 
 
 def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch, capfd):
-    secret = "hf_0123456789abcdefSECRET"
+    secret = 'hf_0123456789abcdef"éSECRET'  # JSON escapes some of its signs
     drive = tmp_path / "drive"
 
     def fail(*args, token=secret, **kwargs):
@@ -424,14 +427,17 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
         ({"NODE_ROLE": "monitor"}, 0), ({"NODE_ROLE": "report"}, 0), ({"HUGGINGFACE_ACCES_TOKEN": secret}, 0),
         ({"MAX_ROUNDS": 3}, 1),  # a mistake in the program, whose traceback is logged
     ):  # fmt: skip
-        settings = {"HUGGINGFACE_ACCESS_TOKEN": secret, "MAX_ROUNDS": 2}
+        settings = {"HUGGINGFACE_ACCESS_TOKEN": f" {secret} ", "MAX_ROUNDS": 2}
         assert run(drive, SHORT, settings, more) == status, more
     log = (folder_of(drive, "n_0") / "logs/stdout.log").read_text()
     assert "push failed (ValueError)" in log and "Bearer ***" in log
     assert not (tmp_path / "new").exists()
 
     # An error whose text holds the token. It is shown for each checkpoint and at the end.
-    monkeypatch.setattr(grpo, "load_tensors", fail)
+    def refuse(*_):
+        raise grpo.InvalidTensorsError(f"Bearer {secret}")
+
+    monkeypatch.setattr(grpo, "load_tensors", refuse)
     assert run(drive, SHORT, settings, MAX_ROUNDS=4) == 2
     shown = [*capfd.readouterr(), str(contents(drive)), str(sorted(drive.rglob("*")))]
     shown.append(repr(sapo.Config(HUGGINGFACE_ACCESS_TOKEN=secret)))
