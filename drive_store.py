@@ -536,7 +536,7 @@ class DriveStore(SwarmFolder):
                 copy.flush()
                 os.fsync(copy.fileno())
             if target.is_dir() and not target.is_symlink():
-                remove(target)  # a file replaces no folder
+                self.delete(path)  # a file replaces no folder
             os.replace(temp, target)
 
     def upload_model(self, folder: Path, path: str) -> None:

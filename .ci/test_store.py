@@ -6,9 +6,12 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -157,6 +160,68 @@ def test_F2_a_disk_that_fills_up_within_a_write_loses_and_doubles_nothing(tmp_pa
     assert store.read_reward("n", At(0))["reward"] == 0.5
 
 
+HOPELESS = (errno.ENOTEMPTY, errno.EROFS, errno.EACCES, errno.EOPNOTSUPP, errno.ENAMETOOLONG)
+
+
+@pytest.mark.parametrize("code", HOPELESS, ids=errno.errorcode.get)
+def test_F2_what_waiting_cannot_mend_is_refused_before_a_process_registers_and_waits_later(
+    world, undisturbed, code
+):
+    def fault(process, name, path):
+        return OSError(code, os.strerror(code), path) if name in ("mkdir", "replace") else None
+
+    world.fault = fault
+    process = world.finish(**SIX)
+    assert process.status == 2
+    assert f"cannot be used ([Errno {code}]" in process.output
+    assert "mount options" in process.output
+
+    # Once it has registered it is an outage, and the line that says so names what to look at.
+    world.fault = lambda *_: None
+    process = world.start(**SIX)
+    world.run(lambda: "start:" in process.output)
+    world.fault = fault
+    world.wait(60)
+    assert process.status is None
+    assert len(re.findall("outage: .*: look at permissions", process.output)) == 1
+    world.fault = lambda *_: None
+    world.run()
+    assert process.status == 0
+    assert results(world.drive) == undisturbed
+
+
+def test_F2_every_method_of_the_store_may_be_called_twice(tmp_path):
+    """A retry repeats a call whose work was done."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "README.md"):
+        (model / name).write_text(name)
+    group = {"format": 1, "rollouts": {"0": group_by_hand(1)}}
+    settings = {"layout": drive_store.LAYOUT, "maker": "n"}
+    calls = [
+        ("create", settings), ("create_node", "n"), ("register", ["n"], {}), ("board",),
+        ("publish", "rollouts", "n", At(0), group), ("publish", "rewards", "n", At(0), {"reward": 0.5}),
+        ("move_marker", "open", "n", At(1)), ("move_marker", "open", "n", At(2)),
+        ("write_heartbeat", "n", "session"), ("write", "nodes/n/logs/a.json", b"{}"),
+        ("upload", model / "config.json", "nodes/n/checkpoints/round_000001.safetensors"),
+        ("upload_model", model, "nodes/n/model"), ("append", "nodes/n/logs/b", "1\n"),
+        ("delete", "nodes/n/checkpoints/round_000001.safetensors", True),
+        ("prune_rollouts", "n", 1, True), ("remove_leftovers", "n"), ("make_dir", "nodes/n/logs"),
+    ]  # fmt: skip
+    once = DriveStore(tmp_path / "once", "x")
+    twice = DriveStore(tmp_path / "twice", "x")
+    for name, *args in calls:
+        getattr(once, name)(*args)
+        for _ in range(1 if name == "append" else 2):  # a failed append is cut off, see above
+            getattr(twice, name)(*args)
+
+    def left(store):
+        return {re.sub(r"\d{13}-\w{8}", "ID", path) for path in paths_below(store.root)}
+
+    assert left(once) == left(twice)
+    assert len([*twice.dir.glob("board/session.*")]) == 1
+
+
 @pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("what", ["experiments/default", ""], ids=["experiment", "drive"])
 def test_F2_training_waits_for_a_missing_folder_and_goes_on_unless_it_is_stopped(
@@ -223,6 +288,25 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(w
     assert found == [(1, 1), (0, 1), (1, 0)]
     assert len(events_of(world.drive, "n", "reject")) == 1
     assert events_of(world.drive, "n", "outage") == []
+
+
+def test_F2_L5_an_error_while_a_node_reads_another_one_of_its_process_waits(world):
+    settings = {"LOCAL_NODES": 2, "MAX_ROUNDS": 4, "NUM_TRANSPLANT_TREES": 2}
+    assert world.finish(**settings).status == 0
+    expected = results(world.drive)
+    world.drive = world.drive.with_name("broken")
+    reads = itertools.count()
+
+    def fault(process, name, path):
+        is_read = name == "open" and path.endswith("n_1/rollouts/round_000002.stage_0.json")
+        return OSError(errno.ESTALE, "stale") if is_read and next(reads) == 1 else None
+
+    world.fault = fault
+    process = world.finish(**settings)
+    assert next(reads) > 2
+    assert results(world.drive) == expected
+    assert events_of(world.drive, "n_0", "reject") == []
+    assert process.output.count("outage:") == 1
 
 
 # -------- F3: a kill at any call ------------------------------------------------------------------
@@ -469,6 +553,74 @@ def test_F5_a_checkpoint_is_emptied_before_it_is_deleted_but_never_one_with_anot
         assert json.loads(file.read())["peer_id"] == "n"
 
 
+STRANGE = (
+    "rollouts/round_000000.stage_0.txt", "rollouts/round_000000.stage_00.json", "rollouts/notes",
+    "rewards/round_000001.stage_0.json.bak", "rewards/round_1.stage_0.json",
+    "checkpoints/round_000001.x", "checkpoints/round_999999.bak", "checkpoints/round_00001.safetensors",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_F5_what_the_user_or_a_stranger_put_beside_a_nodes_files_stays_and_stops_nothing(
+    world, archive
+):
+    settings = SIX | {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_KEEP_LAST_N_ROUNDS": 1}
+    settings |= {"ROLLOUT_MAX_AGE": 0, "ROLLOUT_ARCHIVE_OLD": archive}
+    assert world.finish(**settings | {"MAX_ROUNDS": 3}).status == 0
+    node = folder_of(world.drive, "n")
+    for name in STRANGE:
+        (node / name).write_text("mine")
+    blocking = node / "rollouts/round_000001.stage_7.json"
+    blocking.mkdir()
+    (blocking / "in").write_text("mine")
+    garbage = node / "checkpoints/round_000002.safetensors"  # in the place of its newest one
+    garbage.write_text("garbage")
+    deep = node / "model/config.json"
+    deep.unlink()
+    deep.mkdir()
+    for _ in range(30):  # deeper than Python's stack
+        deep = deep / "/".join(["d"] * 40)
+        os.makedirs(deep)
+        os.chdir(deep)
+        deep = Path(".")
+    os.chdir("/")
+
+    process = world.finish(**settings | {"MAX_ROUNDS": 9})
+    assert process.status == 0, process.output
+    for name in STRANGE:
+        assert (node / name).read_text() == "mine"
+        (node / name).unlink()
+    assert (node / "model/config.json").read_text().startswith("config.json")
+    rewards = [row["reward"] for row in rewards_of(world.drive, "n")]
+    assert read_log(world.drive, "n")[-1]["total_reward"] == pytest.approx(sum(rewards))
+    if not archive:
+        assert (blocking / "in").read_text() == "mine"
+        assert process.output.count("round_000001.stage_7.json stays") == 1
+    subprocess.run(["rm", "-rf", node], check=True)
+
+
+def test_F5_U8_an_export_replaces_its_own_files_and_keeps_what_else_lies_there(world):
+    assert world.finish(MAX_ROUNDS=2).status == 0
+    folder = folder_of(world.drive, "n") / "model"
+    outside = world.drive / "outside"
+    outside.write_text("thesis")
+    mine = {".git/config": "git", "model.gguf": "converted", "notes.md": "notes", ".hidden": "x"}
+    for name, text in mine.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    before = {name: (folder / name).read_text() for name in ("config.json", "model.safetensors")}
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(outside)
+
+    # At each call of the export a process may be killed: the folder loads, or says what it lacks.
+    assert world.finish(MAX_ROUNDS=4).status == 0
+    after = contents(folder)
+    assert {name: after.pop(name).decode() for name in mine} == mine
+    assert sorted(after) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert all(after[name].decode() != text for name, text in before.items())
+    assert outside.read_text() == "thesis"
+
+
 @pytest.mark.parametrize("archive", [False, True])
 def test_F5_a_node_deletes_or_archives_its_own_rounds_that_no_node_needs(world, archive):
     store = play(world.drive, "human")
@@ -552,6 +704,20 @@ def test_F6_a_setting_that_cannot_be_used_is_named_and_leaves_nothing(
     if source == "environment":
         assert world.finish(**settings | {"GDRIVE_PATH": world.drive / "new"}).status == 2
         assert not (world.drive / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["state/round", "peers/a", "logs/x.log", "round_0/n", "rollouts/r"]
+)
+def test_F6_a_folder_of_another_program_is_refused_and_stays_as_it_is(world, name):
+    path = experiment(world) / name
+    path.parent.mkdir(parents=True)
+    path.write_text("theirs")
+    before = contents(world.drive)
+    process = world.finish()
+    assert process.status == 2
+    assert "another version or program; take another EXPERIMENT_NAME" in process.output
+    assert contents(world.drive) == before
 
 
 def test_F6_a_shared_folder_that_is_a_file_is_refused_and_no_outage(world):
@@ -676,11 +842,24 @@ def test_F7_a_folder_that_was_dropped_is_made_again_by_its_maker_alone(world):
 # -------- U10: mistakes in the program's own code -------------------------------------------------
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+MISTAKES = [
+    FileNotFoundError(errno.ENOENT, "No such file", "my_notes.txt"), BrokenPipeError("mine"),
+    KeyError("mine"), MemoryError(), Unprintable(), SystemExit(7), GeneratorExit(),
+]  # fmt: skip
+PLACES = [
+    (sapo, "submit_reward"), (sapo, "mean_reward"), (grpo, "update_policy"), (grpo, "save_tensors"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("module, step, error", [
-    (sapo, "submit_reward", FileNotFoundError(errno.ENOENT, "No such file", "my_notes.txt")),
-    (sapo, "mean_reward", KeyError("mine")), (grpo, "update_policy", MemoryError()),
+    *((*PLACES[0], error) for error in MISTAKES), *((*place, MISTAKES[0]) for place in PLACES[1:]),
 ])  # fmt: skip
-def test_U10_a_mistake_of_any_type_shows_its_traceback_and_says_goodbye(
+def test_U10_a_mistake_of_any_type_and_place_shows_its_traceback_and_says_goodbye(
     world, undisturbed, monkeypatch, module, step, error
 ):
     def my_own_line():
@@ -694,11 +873,18 @@ def test_U10_a_mistake_of_any_type_shows_its_traceback_and_says_goodbye(
             my_own_line()
         return original(*args, **more)
 
+    # What is no Exception ends Python as it does elsewhere.
     with monkeypatch.context() as patch:
         patch.setattr(module, step, edited)
-        process = world.finish(**SIX)
-    assert process.status == 1
-    for text in (process.output, (folder_of(world.drive, "n") / "logs/stdout.log").read_text()):
+        process = world.start(**SIX)
+        if isinstance(error, Exception):
+            world.run()
+            assert process.status == 1
+        else:
+            with pytest.raises(type(error)):
+                world.run()
+    texts = [(folder_of(world.drive, "n") / "logs/stdout.log").read_text()]
+    for text in texts + [process.output] * isinstance(error, Exception):
         assert text.count("Traceback (most recent call last)") == 1
         assert "in my_own_line" in text
         assert type(error).__name__ in text
