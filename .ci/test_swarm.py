@@ -202,6 +202,47 @@ def test_S1_a_storage_that_shows_new_names_late_or_never_stops_nobody_and_loses_
     assert {path: names for path, names in world.writers.items() if len(names) > 1} == {}
 
 
+@pytest.mark.parametrize("with_coordinator", [False, True])
+def test_S1_nodes_of_unequal_speed_train_nearly_all_rounds_together(world, with_coordinator):
+    """Steps of 0.3, 3 and 20 s, half of each for sampling, and a process that comes late."""
+    settings = {"MAX_ROUNDS": 20, "FETCH_TIMEOUT_SECONDS": 30, "COORDINATOR_ROUND_INTERVAL": 120}
+    names = ("fast", "medium", "slow") + (("coordinator",) if with_coordinator else ())
+    for name, seconds in zip(names, (0.15, 1.5, 10.0, 0.0), strict=False):
+        world.start(name, **settings).step_seconds = seconds
+    world.run(lambda: rounds_of(world.drive, "slow"))
+    world.start("late", **settings).step_seconds = 1.5
+    world.run()
+    came = rounds_of(world.drive, "late")[0]
+    for name in (*names[:3], "late"):
+        assert len(rounds_of(world.drive, name)) >= 0.9 * (20 - (came if name == "late" else 0))
+
+
+def test_S1_S3_a_node_of_a_hundred_seconds_a_step_costs_the_others_one_timeout_when_it_comes(world):
+    settings = {"MAX_ROUNDS": 10**5, "FETCH_TIMEOUT_SECONDS": 30}
+    for name, seconds in (("a", 1.0), ("b", 1.0), ("snail", 50.0)):
+        world.start(name, **settings).step_seconds = seconds
+    world.wait(1000)
+    rows = read_log(world.drive, "a")
+    entered = len(rounds_of(world.drive, "snail", "rollouts"))
+    assert 5 < entered < 11
+    assert all(row["wait_seconds"] < 32 for row in rows)
+    assert sum(row["wait_seconds"] > 5 for row in rows) <= entered + 1
+    assert len(rows) > 200
+
+
+def test_S2_a_step_that_takes_longer_than_stale_shows_signs_of_life(world):
+    """Heartbeats go out at each forward pass."""
+    slow = world.start(STALE_AFTER_SECONDS=60, MAX_ROUNDS=2)
+    slow.step_seconds = 400.0
+    world.run(lambda: "start:" in slow.output)
+    store = DriveStore(world.drive, "default")
+    while slow.status is None:
+        session = store.board().sessions["n"]
+        assert store.node_status("n", session, 60.0) in ("alive", "exited")
+        world.wait(10)
+    assert slow.status == 0
+
+
 @pytest.mark.parametrize("late", ["w0", "coordinator"])
 def test_S1_a_clock_that_stands_200_seconds_behind_disturbs_nobody(world, late):
     settings = {"MAX_ROUNDS": 8, "NUM_WORKERS": 3, "COORDINATOR_ROUND_INTERVAL": 600}
