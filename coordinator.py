@@ -558,7 +558,7 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
                 "held-out": mean(held_out),
                 "gain": None,
                 "interval": None,
-                "by seed": {exp.setting("SEED"): total for exp, total in pairs},
+                "by seed": [[exp.setting("SEED"), total] for exp, total in pairs],
                 "completions": mean(sum(exp.curve("completions")) for exp in members),
                 "experiments": [exp.name for exp in members],
                 "curves": [exp.curve() for exp in members],
@@ -567,17 +567,18 @@ def compare_arms(experiments: list[Experiment]) -> list[dict]:
 
     # The baseline trains on as many groups, all its own. Runs of equal seeds are compared; fewer
     # than two of them, or a baseline near 0, would say nothing.
-    totals = {key: row["by seed"] for key, row in zip(arms, rows, strict=True)}
+    totals = {key: dict(row["by seed"]) for key, row in zip(arms, rows, strict=True)}
     for (family, arm), row in zip(arms, rows, strict=True):
         # "4/4 unfiltered" -> 4, 4 -> the totals of "8/0"
         own, _, external = arm.split()[0].partition("/")
+        ours = totals[family, arm]
         baseline = totals.get((family, f"{int(own) + int(external)}/0"), {})
-        seeds = row["by seed"].keys() & baseline.keys() if external != "0" else ()
+        seeds = ours.keys() & baseline.keys() if external != "0" else ()
         if len(seeds) > 1 and min(baseline[seed] for seed in seeds) > 0.01 * common:
-            gains = [row["by seed"][seed] / baseline[seed] - 1 for seed in sorted(seeds)]
+            gains = [ours[seed] / baseline[seed] - 1 for seed in sorted(seeds)]
             margin = t_95(len(gains)) * statistics.stdev(gains) / math.sqrt(len(gains))
             row["gain"] = mean(gains)
-            row["interval"] = (row["gain"] - margin, row["gain"] + margin)
+            row["interval"] = [row["gain"] - margin, row["gain"] + margin]
     return sorted(rows, key=lambda row: -row["reward per node"])
 
 

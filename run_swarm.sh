@@ -55,6 +55,7 @@ show() {  # NAME: a process's output to its file, and to the screen where it say
     printf '%s\n' "$line" >> "$logs/$1.log" || true
     case $1:$line in
       worker_0:worker_0\ [0-9]*/* | worker_[1-9]*) ;;  # rounds are the coordinator's, for all
+      *:"to resume: "* | *:"stopped; to go on:" | *" python sapo.py") ;;  # this script's command resumes all
       *) printf '%s\n' "[$1] $line" || true ;;
     esac
   done
@@ -127,6 +128,7 @@ run_experiment() {  # NAME VAR=VALUE…: prepare, then coordinator and workers, 
   if [ "${LOCAL_NODES:-1}" != 1 ] && [ $stopping = 0 ]; then
     start swarm NODE_ROLE=worker EXPERIMENT_NAME="$name" "$@"  # its nodes keep step by themselves
   elif [ $stopping = 0 ]; then
+    echo "run_swarm: starting $((NUM_WORKERS + 1)) processes"
     start coordinator NODE_ROLE=coordinator EXPERIMENT_NAME="$name" "$@"
     for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do
       # Of several GPUs each worker takes the one of its local rank.
