@@ -1,18 +1,18 @@
 """The shared folder is the swarm's only means of communication. Every path of an experiment has one
-writer. A node is alive if it gave a sign of life in the last STALE_AFTER_SECONDS (300), exited if
-its newest session said goodbye, else dead.
+writer. A node has exited if its newest session said goodbye. Else it is alive if it registered,
+wrote its heartbeat or moved a marker in the last STALE_AFTER_SECONDS (300), or else dead.
 
 experiments/NAME/
     config.json      the settings that the experiment began with; its maker writes it last
     board/           the names of its files are the state of the swarm; a node renames its own
         session.anna.1795300037123-ab12cd34      anna's newest process (the only ones with contents)
         open.coordinator.000012.0                the coordinator has opened round 12
+        open.anna.000012.0                       anna has entered round 12
         rollouts.anna.000012.0                   anna has published up to round 12, stage 0
         rewards.anna.000012.0                    … and has submitted its reward
         checkpoint.anna.000009.0                 … and has written a checkpoint after round 9
     nodes/anna/      everything that anna writes: heartbeat.json, rollouts/, rewards/, checkpoints/,
                      logs/, model/
-warmstart/  reports/  archives/NAME/             beside the experiments; also made by the maker
 """
 
 import contextlib
@@ -37,16 +37,14 @@ class At(NamedTuple):
     stage: int = 0
 
 
-# The names on the board. The id of a session begins with its time: the last one is the newest.
+# A node's name, kind.node.round.stage, and session.node.id: the last id is the newest.
 NODE = r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?"
 MARKER = rf"(open|rollouts|rewards|checkpoint)\.({NODE})\.(\d{{6}})\.(0|[1-9]\d?)"
 SESSION = rf"session\.({NODE})\.(\d{{13}}-[0-9a-f]{{8}})"
 
 
 @dataclass
-class Board:
-    """The state of the swarm."""
-
+class Board:  # the state of the swarm
     open_round: int = -1
     sessions: dict = field(default_factory=dict)  # node -> its newest session id
     progress: dict = field(default_factory=dict)  # (kind, node) -> At, how far it has got
@@ -78,11 +76,9 @@ def parse_board(names: list[str]) -> Board:
 
 
 class SwarmFolder:
-    """What the nodes of a swarm do in it. `DriveStore`, below, is this class with all that makes it
-    safe."""
+    """What nodes do in it. `DriveStore`, below, is this class with all that makes it safe."""
 
     def board(self) -> Board:
-        """What the swarm is doing."""
         board = parse_board(os.listdir(self.resolve_dir("board")))
         self.note_signs_of_life(board)
         return board
@@ -110,7 +106,7 @@ class SwarmFolder:
 
     def fetch_rollouts(self, node: str, at: At) -> list[dict] | None:
         """A peer's groups; None if there is no file. One that is broken, too large or a link raises
-        InvalidFileError: it is counted, skipped, and read again in the next round."""
+        InvalidFileError: it is counted, skipped, and read again if a later round needs it."""
         data = self.read_json(stage_file("rollouts", node, at), MAX_JSON_BYTES)
         return None if data is None else parse_rollouts(data, node, at)
 

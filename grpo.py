@@ -1,8 +1,8 @@
 """GRPO for one learner: sample completions of questions, score them, and turn the rewards into a
 gradient. The heart comes first: all of GRPO, as it runs.
 
-`config` holds the settings under their names, `codec` the tokenizer with its conventions, and
-`limit` how many rows fit into memory at once. Symbols in the comments:
+`config`: the settings; `codec`: the tokenizer with its conventions; `limit`: how many rows fit into
+memory at once. Symbols in the comments:
     N  questions (groups) in a batch        P  tokens of the longest prompt in the batch
     G  completions of one question          T  tokens of its longest completion, or MAX_NEW_TOKENS
     B  rows: completions in the batch       S  tokens that are scored
@@ -66,7 +66,7 @@ class Group:
     rewards: list[float]  # (G,) in [0, 1]; computed in this process, never a peer's claim
     question: "Question | None" = None
     texts: list[str] = field(default_factory=list)  # (G,)
-    finished: list[bool] = field(default_factory=list)  # (G,) did its model end it? A peer's claim
+    finished: list[bool] = field(default_factory=list)  # (G,) whether its writer says it ended
     key: tuple | None = None  # of a group that a peer wrote: (round, stage, node_id, index)
 
     @property
@@ -158,11 +158,9 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit):
 
     model.eval()  # dropout off: log-probabilities of one policy must not depend on chance
     for _ in range(config.NUM_ITERATIONS):
-        # Once more, in smaller batches, if memory runs out.
-        loss, num_clipped = limit.run(
-            lambda: accumulate_gradients(
-                model, optimizer, rows, config, codec, limit, is_first_step=not steps
-            )
+        is_first_step = not steps
+        loss, num_clipped = limit.run(  # again, in smaller batches, if memory runs out
+            accumulate_gradients, model, optimizer, rows, config, codec, limit, is_first_step
         )
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if not torch.isfinite(grad_norm):  # a step on it would destroy the weights for good
@@ -174,8 +172,8 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit):
 
 
 def make_rows(groups: list[Group], config) -> list[Row]:
-    """The completions of informative groups. The others cost no forward pass, but their tokens
-    count in the denominator of the loss: the weights come from all completions."""
+    """The completions of informative groups. The weights are made for all, so the tokens of the
+    others count in the denominator of the loss; then these are dropped: they give no gradient."""
     lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])  # (B,)
     weights = iter(loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS).tolist())
     rows = []
@@ -188,11 +186,10 @@ def make_rows(groups: list[Group], config) -> list[Row]:
 
 
 def accumulate_gradients(model, optimizer, rows, config, codec, limit, is_first_step: bool):
-    """Compute the gradient of all rows, in micro-batches that fit into memory. Returns [loss,
-    number of clipped tokens]."""
+    """Add up all rows' gradients in micro-batches. Returns [loss, number of clipped tokens]."""
     optimizer.zero_grad()
     totals = torch.zeros(2, dtype=torch.float64)
-    for batch in limit.split(by_length(rows)):  # B rows
+    for batch in limit.split(by_length(rows)):  # B rows of similar length, a group's together
         prompts = [row.group.prompt for row in batch]
         completions = [row.completion for row in batch]
         with autocast(config.DTYPE, model):
@@ -249,11 +246,11 @@ def token_logprobs(model, hidden, targets, temperature: float):
 
 def prefill(model, prompts: list[list[int]], rows_per_prompt, pad_id: int):
     """Run N prompts through the model, and repeat the results for their B rows: the last hidden
-    states (B, H), the KV cache, and the mask (B, P)."""
-    # Padded on the left, so that nothing stands between a prompt and its completion. Positions
-    # count real tokens only.
+    states (B, H), the KV cache, and the mask (B, P). rows_per_prompt: a number for all or for each.
+    """
+    # Padded on the left, so that nothing stands between a prompt and its completion.
     ids, mask = pad(prompts, pad_id, model.device, "left")  # (N, P)
-    hidden, cache, mask = forward_prompts(model, ids, mask)  # (N, P, H), (N, P)
+    hidden, cache, mask = forward_prompts(model, ids, mask)  # (N, …, H): the last one counts
 
     cache.batch_repeat_interleave(rows_per_prompt)
     mask = mask.repeat_interleave(rows_per_prompt, 0)
@@ -272,38 +269,38 @@ def generate(model, codec, prompts: list[list[int]], num_generations: int, confi
     rng = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(config.MAX_NEW_TOKENS, num_rows, generator=rng).to(model.device)  # (T, B)
     model.eval()  # dropout off
-    rows = []
+    done = []  # completions
 
     def sample_rest() -> None:
-        num_done = len(rows) // num_generations
-        for batch in limit.split(prompts[num_done:], num_generations):  # prompts that fit
-            columns = uniforms[:, len(rows) : len(rows) + len(batch) * num_generations]
+        num_prompts = len(done) // num_generations
+        for batch in limit.split(prompts[num_prompts:], num_generations):
+            columns = uniforms[:, len(done) : len(done) + len(batch) * num_generations]
             with autocast(config.DTYPE, model):
-                rows.extend(sample_completions(model, codec, batch, columns, config.TEMPERATURE))
+                done.extend(sample_completions(model, codec, batch, columns, config.TEMPERATURE))
 
-    limit.run(sample_rest)  # goes on in smaller batches if memory runs out
-    return [rows[i : i + num_generations] for i in range(0, num_rows, num_generations)]
+    limit.run(sample_rest)  # it goes on in smaller batches if memory runs out
+    return [done[i : i + num_generations] for i in range(0, num_rows, num_generations)]
 
 
 def sample_completions(model, codec, prompts, uniforms, temperature: float) -> list[list[int]]:
     """Sample G completions of each prompt, token by token. One ends with an EOS id, which is kept,
-    or after T tokens; without a chat template also with </answer>."""
+    or after T tokens; after solved examples in the prompt also with </answer>."""
     max_tokens, num_rows = uniforms.shape  # T, B
     hidden, cache, mask = prefill(model, prompts, num_rows // len(prompts), codec.pad_id)
     tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: none
-    rows = torch.arange(num_rows, device=model.device)  # those that are not finished
+    active = torch.arange(num_rows, device=model.device)  # the rows that are not finished
 
     for i in range(max_tokens):
-        logits = scaled_logits(model, hidden, temperature)  # (rows, V)
-        token = sample_tokens(logits, uniforms[i, rows])  # (rows,)
-        tokens[rows, i] = token
-        goes_on = ~codec.ended(tokens[rows, : i + 1])
+        logits = scaled_logits(model, hidden, temperature)  # (active, V)
+        token = sample_tokens(logits, uniforms[i, active])  # (active,)
+        tokens[active, i] = token
+        goes_on = ~codec.ended(tokens[active, : i + 1])
         num_left = int(goes_on.sum())
         if num_left == 0 or i == max_tokens - 1:
             break
 
-        if num_left < len(rows):
-            mask, rows, token = drop_finished(cache, goes_on, mask, rows, token)
+        if num_left < len(active):  # finished rows leave the batch and its cache
+            mask, active, token = drop_finished(cache, goes_on, mask, active, token)
         mask = F.pad(mask, (0, 1), value=1)
         hidden, cache = forward_hidden(model, token.unsqueeze(1), mask, cache)
         hidden = hidden[:, -1]
@@ -327,15 +324,14 @@ def sample_tokens(logits, uniforms):
 # -------- What is asked, and what is rewarded -----------------------------------------------------
 # reasoning-gym makes a question from (task, seed). The prompt, in the model's chat template, is a
 # system prompt that asks for <answer>…</answer> and the question. A model without a template reads
-# two solved examples, "2 + 2?\n<answer>4</answer>\n\n", and the question.
+# solved examples, "2 + 2?\n<answer>4</answer>\n\n" (tiny: none), and the question.
 
 
 def compute_reward(question: "Question", text: str, kind: str = "exact") -> float:
     """Reward in [0, 1] of a completion, by reasoning-gym's verifier.
 
-    exact: 1 if the verifier's score is at least 0.99, else 0. Verifiers pay small sums for garbage,
-    and the normalisation within a group would turn these into full-size advantages.
-    verifier: the raw score.
+    exact: 1 if the verifier's score is at least 0.99, else 0: the small sums that verifiers pay for
+    garbage would become full-size advantages. verifier: the raw score.
     """
     # EXERCISE: a reward of your own, any number in 0 to 1. The text may be a stranger's: never
     # evaluate it, and let nothing in it raise an error or take long.
@@ -345,8 +341,7 @@ def compute_reward(question: "Question", text: str, kind: str = "exact") -> floa
 
 
 def extract_tagged_answer(text: str) -> str | None:
-    """The text between the last </answer> and the last <answer> before it, None without both. (A
-    model may mention the tag before it uses it.)"""
+    """The text between the last </answer> and the last <answer> before it, None without both."""
     text = text[-MAX_SCORED_CHARS:]
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
@@ -1297,17 +1292,18 @@ def misfits(codec: Codec, config, tasks) -> list[str]:
     """What of one's own questions does not fit this model, a sentence for each file."""
     sentences = []
     for task in tasks:
-        questions = [pair for part in FILE_TASKS.get(task, ()) for pair in part]
-        made = [Question(task, 0, text, answer, None, {}) for text, answer in questions]
-        long = [question.text for question in made if not codec.fits(question)]
-        answers = codec.encode([f"<answer>{answer}</answer>" for _, answer in questions] or [""])
-        num_long_answers = sum(len(ids) >= config.MAX_NEW_TOKENS for ids in answers)
+        pairs = [pair for part in FILE_TASKS.get(task, ()) for pair in part]
+        questions = [Question(task, 0, *pair, None, {}) for pair in pairs]
+        long = [question.text for question in questions if not codec.fits(question)]
         if long:
-            what = f"{len(long)} of {len(made)} questions are too long and are skipped"
-            sentences.append(f"{task}: {what}, such as {long[0]!r:.60}")
-        if num_long_answers:
-            what = f"{num_long_answers} right answers need more than MAX_NEW_TOKENS"
-            sentences.append(f"{task}: {what}={config.MAX_NEW_TOKENS} tokens")
+            share = f"{len(long)} of {len(questions)}"
+            sentences.append(f"{task}: {share} questions are too long, such as {long[0]!r:.60}")
+
+        answers = codec.encode([f"<answer>{answer}</answer>" for _, answer in pairs] or [""])
+        num_long = sum(len(ids) >= config.MAX_NEW_TOKENS for ids in answers)
+        if num_long:
+            limit = f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS}"
+            sentences.append(f"{task}: {num_long} right answers are longer than {limit} tokens")
     return sentences
 
 

@@ -5,13 +5,10 @@
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721).
 
 N nodes, each with its own language model, learn by GRPO on reasoning-gym questions. They share
-decoded rollouts, plain text, through one shared folder. Settings are environment variables:
+decoded rollouts, plain text, through one shared folder. Settings are environment variables
+(`python sapo.py --help`). By default J is 0: a node learns from no peer (plain GRPO).
 
-    EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py     one node
-    bash run_swarm.sh                                                      a swarm on this machine
-    python sapo.py --help                                                  all variables
-
-`train` is the paper's Algorithm 1, and its six steps follow it. That is SAPO, the heart.
+    EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py
 """
 
 import contextlib
@@ -82,8 +79,7 @@ class Node:
     used_external: set = field(default_factory=set)  # keys of the groups it was trained on
     held_out: dict = field(default_factory=dict)  # {"before training": accuracy, …}
 
-    # Of the current stage: own groups, those still to be shared, external ones, the candidates that
-    # these were drawn from, and what the update returned.
+    # Of the current stage. `external` was drawn from `candidates`; rows and steps: of the update.
     groups: "list[grpo.Group]" = field(default_factory=list)
     unshared: "list[grpo.Group]" = field(default_factory=list)
     external: "list[grpo.Group]" = field(default_factory=list)
@@ -111,7 +107,8 @@ class Run:
 
 
 # -------- The six steps of a round ----------------------------------------------------------------
-# `at` is a stage of a round, an At(round, stage). (Below, `timed` wraps three of the steps.)
+# `at` is a stage of a round, an At(round, stage). Below the banner three of the steps are timed,
+# and what submit_reward returns is logged.
 
 
 def sample_batch(run: Run, node: Node, at) -> "list[grpo.Question]":
@@ -207,15 +204,15 @@ def sample_external(run: Run, node: Node, at) -> "list[grpo.Group]":
 
 def wait_for_peers(run: Run, node: Node, at) -> None:
     """Step 4a: wait for the peers that will be read, at most FETCH_TIMEOUT_SECONDS (30) in a round,
-    and no longer when a later round opens."""
+    for all stages and nodes of this process, and no longer when a later round opens."""
     late = late_peers(run, node, at)
     while late and may_wait(run, late, at):  # it sleeps until the next look
         late = late_peers(run, node, at)
 
 
 def late_peers(run: Run, node: Node, at) -> set[str]:
-    """The peers that are waited for now, as long as one of them is alive: they published all of the
-    round before or have entered this one, so one that dies costs the swarm at most one timeout."""
+    """The chosen peers whose file is not here, of those that published all of the round before or
+    have entered this one: one that dies costs one timeout. Nobody, if none of them is alive."""
     board = run.member.refresh()
     in_step = drive_store.in_step(board, "rollouts", at.round, run.config)
     late = set(choose_peers(run, node, at, in_step)) - set(run.config.node_ids)
@@ -224,8 +221,8 @@ def late_peers(run: Run, node: Node, at) -> set[str]:
 
 
 def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
-    """At most FETCH_MAX_PEERS (10) of these peers, so that the cost of a round does not grow with
-    the swarm: those that a hash puts first, for five rounds the same ones."""
+    """At most FETCH_MAX_PEERS (10) of these peers, for each age: the cost of a round does not grow
+    with the swarm. Each node ranks its peers by a hash that changes every five rounds."""
     draw = drive_store.At(at.round // 5)
     others = set(peers) - {node.id}
     rank = {peer: derive_seed(run.config, node.id, draw, f"read {peer}") for peer in others}
@@ -245,8 +242,8 @@ def external_candidates(run: Run, node: Node, at, age: int, rng) -> "list[grpo.G
         records = []
         for file in files:
             records += fetch_groups(run, node, peer, file) or []
-        # A fair share of each peer, I or J where I = 0, chosen before its groups are verified:
-        # nobody gains by publishing thousands.
+        # A fair share of each peer for each age, I or J where I = 0, chosen before its groups are
+        # verified: nobody gains by publishing thousands.
         records = [record for record in records if record["key"] not in node.used_external]
         if len(records) > config.max_groups_per_peer:
             records = rng.sample(records, config.max_groups_per_peer)
@@ -258,8 +255,8 @@ def external_candidates(run: Run, node: Node, at, age: int, rng) -> "list[grpo.G
 
 def verify(run: Run, record: dict) -> "grpo.Group":
     """A peer's group, its question made again, its texts tokenized and scored here. Rejected are a
-    foreign task, a held-out seed, another prompt, an empty or too long completion, one with an EOS
-    inside, and what takes too long."""
+    foreign task, a held-out seed, another prompt, a completion that is empty, too long or has an
+    EOS inside, what takes too long, and the like."""
     codec = run.codec
     question = checked_question(run, record)  # from its task and seed
     prompt = codec.encode_prompt(question)
@@ -293,10 +290,10 @@ def submit_reward(run: Run, node: Node, at) -> dict:
 
 
 def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one. A coordinator opens rounds; where none has
-    been alive for 2 s, whoever has finished opens its own next one. A node that was away or slow
-    goes on with the newest open round; one that is alone repeats the rounds since its checkpoint.
-    """
+    """The round to work on now, None after the last one. A coordinator opens rounds; where none is
+    alive, whoever has finished opens its own next one, at once, or after 2 s if there ever was one.
+    A node that was away or slow goes on with the newest open round; one that is alone repeats those
+    since its checkpoint."""
     own = run.last_round + 1
     if own >= run.config.MAX_ROUNDS:
         return None
