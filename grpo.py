@@ -812,7 +812,7 @@ def load_task_file(path: str) -> str:
     digest = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     by_hash = sorted(rows.items(), key=lambda row: hashlib.sha256(row[0].encode()).digest())
     num_held_out = max(1, len(rows) // 10)
-    name = f"file:{os.path.basename(path)}#{digest[:8]}"
+    name = f"file:{re.sub('[ ,]', '_', os.path.basename(path))}#{digest[:8]}"
     FILE_TASKS[name] = (by_hash[num_held_out:], by_hash[:num_held_out])
     return name
 

@@ -13,6 +13,7 @@ decoded rollouts, plain text, through one shared folder. Settings are environmen
 
 import contextlib
 import copy
+import csv
 import dataclasses
 import difflib
 import fnmatch
@@ -913,7 +914,7 @@ def parse_settings(values, mistakes: list[str], where: str = "") -> dict:
             mistakes.append(f"{name}={drive_store.printable(repr(text))}{where}: {error}")
 
     if "TASKS" in parsed:
-        tasks = re.findall(r"[^\s,]+", parsed["TASKS"]) or [""]
+        tasks = split_tasks(parsed["TASKS"])
         refused = []
         for task in tasks:
             try:
@@ -921,8 +922,12 @@ def parse_settings(values, mistakes: list[str], where: str = "") -> dict:
             except ValueError as error:
                 refused.append(f"TASKS{where}: {error}")
         mistakes += refused[:5]
-        parsed["TASKS"] = ",".join(tasks)
     return parsed
+
+
+def split_tasks(text: str) -> list[str]:
+    """The tasks of a comma list. Quotes hold a path together, as in CSV: '"file:a, b.txt",gcd'."""
+    return [task.strip() for task in next(csv.reader([text], skipinitialspace=True), [])]
 
 
 def parse_value(row, text: str):
@@ -998,7 +1003,7 @@ def resolve_config(env: dict, saved: dict, notes: list[str]) -> Config:
     """
     mistakes = []
     if "TASKS" in env:
-        names = [grpo.task_name(task, True) for task in env["TASKS"].split(",")]
+        names = [grpo.task_name(task, True) for task in split_tasks(env["TASKS"])]
         env = {**env, "TASKS": ",".join(names)}
     saved = parse_settings(saved, mistakes, where=" (in config.json)")
     model, device = choose_model(env, saved, notes)
