@@ -1169,8 +1169,13 @@ def rehearse(model, codec: Codec, config, tasks) -> None:
     """
     for task in tasks:
         for seed in range(5):
-            question = first_solved_question(task, seed, codec.fits)
-            verifier_score(question, question.answer)  # a mistake in one of one's own raises here
+            question = first_solved_question(task, seed)  # a mistake in one of one's own raises
+            verifier_score(question, question.answer)  # here, or here
+            try:
+                question = first_solved_question(task, seed, codec.fits)
+            except QuestionError as error:
+                advice = "lower MAX_NEW_TOKENS or leave the task out of TASKS"
+                raise model_error(config, f"{error}: {advice}") from error
             prompt = codec.encode_prompt(question)
             right = f"<answer>{question.answer}</answer>"
             answers = codec.encode_completions([right, f"It is {right}"], [True, True])

@@ -166,10 +166,10 @@ def our_update(model, groups, lr=0.5, pad_id=0, max_rows=2**30, **changes):
     return flat_weights(model), grpo.update_numbers(rows, steps, config)
 
 
-def our_generate(model, prompts, num_generations, config, seed, eos_ids, max_rows=2**30):
+def our_generate(model, prompts, num_generations, config, seed, eos_ids, pad_id=0, max_rows=2**30):
     """`generate` of a model without a tokenizer."""
     limit = grpo.RowLimit(max_rows, "generation")
-    codec = small_codec(eos_ids)
+    codec = small_codec(eos_ids, pad_id)
     return grpo.generate(model, codec, prompts, num_generations, config, seed, limit)
 
 
