@@ -962,9 +962,9 @@ def test_L4_the_largest_file_that_an_honest_peer_publishes_is_read(tmp_path):
 
 
 def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch, capsys):
-    """The README's peer: it writes right answers, most of them in forms that earn nothing."""
-    readme = (ROOT / "README.md").read_text()
-    script = readme.split("<!-- peer -->\n```python\n")[1].split("```")[0]
+    """The manual's peer: it writes right answers, most of them in forms that earn nothing."""
+    manual = (ROOT / ".github/MANUAL.md").read_text()
+    script = manual.split("<!-- peer -->\n```python\n")[1].split("```")[0]
     oracle = [sys.executable, "-c", script]
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
     settings = {
