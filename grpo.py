@@ -1252,6 +1252,9 @@ def load_pretrained(config):
     Raises ModelError with the reason if that fails.
     """
     name = config.MODEL_NAME
+    if os.path.isfile(os.path.join(name, "adapter_config.json")):  # which would be ignored
+        raise model_error(config, "it is an adapter (LoRA): merge it into its base model first")
+
     access = {"token": config.HUGGINGFACE_ACCESS_TOKEN or None, "trust_remote_code": False}
     try:
         stored = transformers.AutoConfig.from_pretrained(name, **access)
@@ -1268,6 +1271,8 @@ def load_pretrained(config):
     # Weights that are missing would be random, and different in each process.
     if info["missing_keys"]:
         raise model_error(config, f"its files lack {min(info['missing_keys'])}")
+    if model.base_model is model:
+        raise model_error(config, "it gives no hidden states")
     if not all(p.requires_grad and p.is_floating_point() for p in model.parameters()):
         advice = "take the model in full precision"
         raise model_error(config, f"its weights are quantized or frozen: {advice}")

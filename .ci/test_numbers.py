@@ -160,7 +160,7 @@ CHATML = "{% for m in messages %}" + TURN + "{% endfor %}" + END
 CLOSING = TemplateProcessing(single="$A <eos>", special_tokens=[("<eos>", 0)])
 ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}  # fmt: skip
 REFUSALS = [  # what is said, and a change of a sound model's folder
-    (".", lambda folder: (folder / "adapter_config.json").write_text("{}")),
+    ("adapter .LoRA.: merge it", lambda folder: (folder / "adapter_config.json").write_text("{}")),
     (".", lambda folder: (folder / "config.json").unlink()), (".", shutil.rmtree),
     ("no EOS token", rebuild(eos_token_id=None, change=lambda tokenizer: setattr(tokenizer, "eos_token", None))),
     ("its files lack lm_head.weight", rebuild(lacks="lm_head.weight")),
@@ -773,8 +773,9 @@ def test_L4_the_largest_file_that_an_honest_peer_publishes_is_read(tmp_path):
 
 
 def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch, capsys):
-    """The README's peer: it writes right answers, most of them in forms that earn nothing."""
-    script = (ROOT / "README.md").read_text().split("<!-- peer -->\n```python\n")[1].split("```")[0]
+    """The manual's peer: it writes right answers, most of them in forms that earn nothing."""
+    manual = (ROOT / ".github/MANUAL.md").read_text()
+    script = manual.split("<!-- peer -->\n```python\n")[1].split("```")[0]
     peer = [sys.executable, "-c", script.replace("time.sleep(0.2)", "time.sleep(0.02)")]
     options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}, "text": True}
     monkeypatch.chdir(tmp_path)
