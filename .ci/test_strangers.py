@@ -180,6 +180,7 @@ def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_pa
 
 
 WAITS = "waiting for the shared folder"
+CLEANUP = {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_KEEP_LAST_N_ROUNDS": 1, "ROLLOUT_MAX_AGE": 0, "ROLLOUT_ARCHIVE_OLD": True}  # fmt: skip
 LINKED = [  # folders that are links; roles, their exit status, and what one says
     ("nodes/p/rollouts nodes/q/rewards ../../reports", "worker report", 0, "the report cannot be written"),
     ("nodes/p nodes/q ../../reports", "worker report", 0, "the report cannot be written"),
@@ -200,8 +201,8 @@ def test_X2_nothing_happens_in_a_folder_that_is_a_link(tmp_path, outside, monkey
     store = store_with_peers(tmp_path / "drive")
     folders, roles, status, text = row
     plant(store, folders.split(), kind, outside)
-    cleanup = dict(ROLLOUT_CLEANUP_ENABLED=True, ROLLOUT_KEEP_LAST_N_ROUNDS=1, ROLLOUT_MAX_AGE=0)
-    statuses, output = run_roles(store.root, *roles.split(), **cleanup, ROLLOUT_ARCHIVE_OLD=True)
+    warm_start = {"WARM_START_STEPS": 8 if "warmstart" in folders else 0}
+    statuses, output = run_roles(store.root, *roles.split(), **CLEANUP, **warm_start)
     assert {*statuses} == {status}
     assert text in output
     assert (WAITS in output) == (text == WAITS)
@@ -339,9 +340,8 @@ def test_X3_a_strangers_tensors_fit_and_are_finite_or_are_refused(tmp_path, head
 # -------- X1, X3, X4, L3: a peer's groups, and the access token -----------------------------------
 
 PAYLOADS = [
-    "__import__('os').system('touch PWNED')", "open('PWNED','w')", "().__class__.__base__.__subclasses__()", "{{7*7}}",
-    "${jndi:ldap://x}", "[x for x in [1]]", "lambda: 1", "$(touch PWNED)", "`id`", "%n%s", "exec('1')", "9**9**9",
-    "!!python/object/apply:os.system ['id']", "cos\nsystem\n(S'id'\ntR.",
+    "__import__('os').system('touch PWNED')", "open('PWNED','w')", "().__class__.__base__.__subclasses__()", "{{7*7}}", "${jndi:ldap://x}", "lambda: 1",
+    "[x for x in [1]]", "$(touch PWNED)", "`id`", "%n%s", "exec('1')", "9**9**9", "cos\nsystem\n(S'id'\ntR.", "!!python/object/apply:os.system ['id']",
 ]  # fmt: skip
 FORMS = "{}|{} {}|[[{}]]|({})|{}+{}|{}∧{}|'{}'|\\frac{{{}}}{{{}}}|print({})|<answer>{}".split("|")
 WATCHED = "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import"
