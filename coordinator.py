@@ -392,10 +392,11 @@ def validate(exp: Experiment, store, max_rounds: int, num_nodes: int) -> list[st
 
     # Each node leaves a log and a model.
     for node in exp.nodes:
-        names = store.list_names(f"nodes/{node}/model", lenient=True)
-        names += store.list_names(f"nodes/{node}/logs", lenient=True)
-        wanted = {"config.json", "tokenizer.json", "model.safetensors", "metrics.jsonl"}
-        claims[f"{node} has written its log and its model"] = wanted <= set(names)
+        names = set(store.list_names(f"nodes/{node}/model", lenient=True))
+        names |= set(store.list_names(f"nodes/{node}/logs", lenient=True))
+        has_weights = names & {"model.safetensors", "model.safetensors.index.json"}
+        has_all = has_weights and names >= {"config.json", "tokenizer.json", "metrics.jsonl"}
+        claims[f"{node} has written its log and its model"] = has_all
     return [f"not true: {claim}" for claim, holds in claims.items() if not holds]
 
 

@@ -429,11 +429,11 @@ class DriveStore(SwarmFolder):
             advice = "restore it, or take another EXPERIMENT_NAME"
             raise StoreError(f"{self.dir}/config.json: {error}; {advice}") from error
 
-        # Until its maker writes config.json the folder holds board/ and nodes/ alone. What else is
-        # there comes from earlier versions or from the program that this one replaces.
+        # Until its maker writes config.json only board/ and nodes/ hold anything. Other folders
+        # that do come from earlier versions or from the program that this one replaces.
         if config is None:
-            names = [path.name for path in self.dir.glob("*") if not path.name.startswith(".")]
-            is_foreign = not {*names} <= {"board", "nodes"}
+            folders = {path.parent.name for path in self.dir.glob("[!.]*/*")}
+            is_foreign = not folders <= {"board", "nodes"}
         else:
             is_foreign = config.get("layout") != LAYOUT
         if is_foreign:
@@ -817,6 +817,7 @@ class Member:
         self.nodes = nodes
         self.stale_after = stale_after
         self.board = Board()  # as of the last `refresh`
+        self.alive = {}  # the nodes asked for since then: a question costs a read of a file
         self.session = ""  # of this process, once it has registered
         self.next_heartbeat = 0.0
         self.poll_started = self.changed_at = 0.0  # when the last look began, when one saw a change
@@ -833,6 +834,7 @@ class Member:
         self.poll_started = time.monotonic()
         before = self.board
         self.board = self.store.board()
+        self.alive.clear()
         if self.board != before:
             self.changed_at = self.poll_started
         return self.board
@@ -856,11 +858,12 @@ class Member:
             self.next_heartbeat = time.monotonic() + min(10.0, self.stale_after / 8)
 
     def is_alive(self, node: str) -> bool:
-        """Whether a node of the swarm is alive."""
-        session = self.board.sessions.get(node)
-        if session is None:
-            return False
-        return self.store.node_status(node, session, self.stale_after) == "alive"
+        """Whether a node of the swarm was alive at the last look."""
+        if node not in self.alive:
+            session = self.board.sessions.get(node)
+            status = session and self.store.node_status(node, session, self.stale_after)
+            self.alive[node] = status == "alive"
+        return self.alive[node]
 
     def others(self) -> set[str]:
         """All nodes of the swarm but those of this process."""

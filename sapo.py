@@ -787,7 +787,7 @@ class Config:
     ROLLOUT_MAX_AGE: int = setting(4,
         "how many rounds back groups of peers may come from", (0, 1000), "swarm")
     FETCH_MAX_PEERS: int = setting(10,
-        "peers to read in one draw, chosen at random, for each age", (1, 1000))
+        "peers to read in one draw, for each age; others are chosen every five rounds", (1, 1000))
     FETCH_TIMEOUT_SECONDS: float = setting(30.0,
         "longest wait for peers' rollouts in a round", (0, 3600))
     STALE_AFTER_SECONDS: float = setting(300.0,

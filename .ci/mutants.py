@@ -64,7 +64,7 @@ MUTANTS = [  # promise, module, text, what stands there instead
     ("F5", "drive_store", "            if at.round >= before_round:", "            if at.round >= before_round + 3:"),
     ("F5", "drive_store", r'r"\.safetensors" if kind == "checkpoints" else r"\.stage_(0|[1-9]\d?)\.json"', r'r"\..*"'),
     ("F6", "sapo", 'if columns.get("agree") and values[name]', "if False and values[name]"),
-    ("F6", "drive_store", 'is_foreign = not {*names} <= {"board", "nodes"}', "is_foreign = False"),
+    ("F6", "drive_store", 'is_foreign = not folders <= {"board", "nodes"}', "is_foreign = False"),
     ("F7", "drive_store", 'if saved is None or saved.get("maker") == settings["maker"]:', "if True:"),
     ("X1", "drive_store", 'char if char.isprintable() else "?"', "char"),
     ("X2", "drive_store", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK"),
