@@ -232,11 +232,7 @@ class Experiment:
 
     def with_status(self, status: str) -> list[str]:
         """The workers that are alive, exited, failed or dead."""
-        return [node for node in self.workers if self.status[node] == status]
-
-    @property
-    def workers(self) -> list[str]:
-        return [node for node in self.status if node != drive_store.COORDINATOR_ID]
+        return natural_sort(node for node in self.board.workers if self.status[node] == status)
 
     @property
     def is_finished(self) -> bool:
@@ -428,7 +424,7 @@ def monitor(store, stale_after: float, others: list[str], once: bool, signals) -
 def dashboard(exp: Experiment, store) -> str:
     """An experiment as text that fits the terminal: rounds, nodes, tasks, warnings, one group."""
     screen = shutil.get_terminal_size((100, 40))
-    workers = f"{len(exp.with_status('alive'))} of {len(exp.workers)} workers alive"
+    workers = f"{len(exp.with_status('alive'))} of {len(exp.board.workers)} workers alive"
     lines = [f"{store.dir.absolute()}: round {exp.board.open_round} of {exp.num_rounds}, {workers}"]
     if exp.rows:
         newest = exp.rows[-1]
