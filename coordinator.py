@@ -213,9 +213,12 @@ class Experiment:
         """The rows with these values."""
         return [row for row in self.rows if columns.items() <= row.items()]
 
-    def curve(self, metric: str = "reward") -> list[float]:
-        """The metric's mean over nodes and stages, for each round. 0 where nobody was there."""
-        return list(round_means(self.rows, metric).values())
+    def curve(self, metric: str = "reward", **columns) -> list[float]:
+        """The metric's mean over the rows with these values, for each round from their first to
+        their last. 0 where nobody was there."""
+        by_round = column_by("round", self.select(**columns), metric)
+        rounds = range(min(by_round, default=0), max(by_round, default=-1) + 1)
+        return [mean(by_round.get(round_, [])) or 0.0 for round_ in rounds]
 
     def total(self, node: str) -> float:
         """A node's cumulative reward."""
@@ -276,13 +279,6 @@ def read_experiment(store, stale_after: float = 300.0, cache: dict | None = None
     rows = [cache[key] for key in sorted(cache)]
     config = store.read_valid("config.json") or {}
     return Experiment(store.dir.name, config, board, status, rows)
-
-
-def round_means(rows: list[dict], metric: str = "reward") -> dict[int, float]:
-    """{round: mean of the metric over these rows}, from the first round to the last."""
-    by_round = column_by("round", rows, metric)
-    rounds = range(min(by_round, default=0), max(by_round, default=-1) + 1)
-    return {round_: mean(by_round.get(round_, [])) or 0.0 for round_ in rounds}
 
 
 def column_by(name: str, rows: list[dict], metric: str = "reward") -> dict:
@@ -653,8 +649,7 @@ def plot_run(exp: Experiment, log=None) -> bytes | None:
     """One experiment as PNG: reward of the nodes with their mean and spread, reward per task, and
     the shares that explain it."""
     # Each node begins at its own first round; a late joiner's curve is drawn from 0.
-    own_rows = {node: exp.select(node_id=node) for node in exp.nodes}
-    curves = {node: [list(round_means(rows).values())] for node, rows in own_rows.items()}
+    curves = {node: [exp.curve(node_id=node)] for node in exp.nodes}
     curves["mean ± sd over nodes"] = [curve for [curve] in curves.values()]
 
     tasks = {task: [exp.curve(f"reward_{task}")] for task in reward_per_task(exp.rows)}
