@@ -83,8 +83,6 @@ def run_coordinator(config, member, log, signals) -> None:
     opened_at = time.monotonic()
     current = -1
     is_waiting = config.NUM_WORKERS > 0
-    round_ends = []
-    history = []  # the rewards of each round that ended
 
     while True:
         log.flush(store)
@@ -121,10 +119,10 @@ def run_coordinator(config, member, log, signals) -> None:
             # Nobody waits for the log: open the next round first.
             if current < last_round:
                 store.move_marker("open", drive_store.COORDINATOR_ID, drive_store.At(current + 1))
-            round_ends.append(now)
-            history += log_round_of_swarm(store, config, log, current, board, round_ends)
+            log.round_ends.append(now)
+            log.history += log_round_of_swarm(store, config, log, current, board)
             if current >= last_round:
-                log.event("end", verdict(config, history))
+                log.event("end", verdict(config, log.history))
                 write_picture(store, log)
                 return
         member.sleep()
@@ -145,7 +143,7 @@ def should_advance(config, elapsed: float, is_pending: bool, is_submitted: bool)
 # ==== Below: the line of a round, and the readers of an experiment ================================
 
 
-def log_round_of_swarm(store, config, log, round_: int, board, round_ends: list) -> list[dict]:
+def log_round_of_swarm(store, config, log, round_: int, board) -> list[dict]:
     """Log the line of a round that has ended, and write its winners, the best first, for people.
     Returns its rewards."""
     stages = [drive_store.At(round_, stage) for stage in range(config.MAX_STAGES)]
@@ -159,7 +157,7 @@ def log_round_of_swarm(store, config, log, round_: int, board, round_ends: list)
     path = f"nodes/{drive_store.COORDINATOR_ID}/winners/round_{round_:06d}.json"
     store.write(path, drive_store.dump_json(winners))
 
-    log.info(format_round(round_, config.MAX_ROUNDS, rows, round_ends))
+    log.info(format_round(round_, config.MAX_ROUNDS, rows, log.round_ends))
     return rows
 
 

@@ -1682,8 +1682,8 @@ class Log:
         self.secret = secret
         self.lines = []  # (path, text)
         self.warned = set()  # texts of `once`
-        # Of a worker: the metrics of every stage of every node, when each round ended, the seconds
-        # of each node's last steps, and what the model answered before any round.
+        # The metrics of every stage of every node and when each round ended; of a worker also the
+        # seconds of each node's last steps, and what the model answered before any round.
         self.history = []
         self.round_ends = []
         self.seconds = defaultdict(dict)
