@@ -1680,7 +1680,7 @@ class Log:
     def __init__(self, node_id: str, secret: str | None):
         self.node_id = node_id
         self.secret = secret
-        self.lines = []  # (path, text)
+        self.queued = defaultdict(list)  # path of a file -> its lines
         self.warned = set()  # texts of `once`
         # The metrics of every stage of every node and when each round ended; of a worker also the
         # seconds of each node's last steps, and what the model answered before any round.
@@ -1719,16 +1719,14 @@ class Log:
     def queue(self, path: str, text: str) -> str:
         """Mask the access token, queue the line for a file and return the masked line."""
         text = mask(text, self.secret)
-        self.lines.append((path, text))
+        self.queued[path].append(f"{text}\n")
         return text
 
     def flush(self, store) -> None:
         """Append the queued lines to their files."""
-        by_path = {}
-        for path, text in self.lines:
-            by_path.setdefault(path, []).append(f"{text}\n")
-        self.lines = []
-        for path, lines in by_path.items():
+        queued = self.queued
+        self.queued = defaultdict(list)  # while it waits for the folder, lines may be added
+        for path, lines in queued.items():
             store.append(path, "".join(lines))
 
     def show_bar(self, total: int, done: int, unit: str) -> None:
