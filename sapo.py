@@ -972,8 +972,7 @@ def choose_role_and_name(environ, env: dict, mistakes: list[str], warnings: list
     # every interactive shell it is 0.
     in_job_step = 0 < len(environ.get("SLURM_STEP_ID", "")) < 10
     names = RANK_VARIABLES if in_job_step else RANK_VARIABLES[1:]
-    ranks = [environ[name] for name in names if environ.get(name, "").isdecimal()]
-    rank = ranks[0] if ranks else None
+    rank = next((environ[name] for name in names if environ.get(name, "").isdecimal()), None)
     if env.setdefault("NODE_ROLE", "worker") == "auto":
         env["NODE_ROLE"] = "coordinator" if rank == "0" else "worker"
 
@@ -1313,16 +1312,15 @@ def model_card(run: Run, node: Node) -> str:
 # -------- Starting --------------------------------------------------------------------------------
 
 
-def run_role(env: dict, warnings: list[str], signals: "Signals") -> str:
+def run_role(env: dict, notes: list[str], signals: "Signals") -> str:
     """Run a worker, the coordinator or prepare. Returns how it ended: "finished", "stopped" or
-    "superseded"."""
+    "superseded". notes: what the user must be told first."""
     # The settings: of this process, and of the experiment if there is one.
     log = Log(Config(**env).node_ids[0], env.get(SECRET))
     node = "" if env["NODE_ROLE"] == "prepare" else log.node_id
     experiment = env.get("EXPERIMENT_NAME", "default")
     store = drive_store.DriveStore(env["GDRIVE_PATH"], experiment, node)
     store = drive_store.RetryingStore(store, log.event, signals)
-    notes = list(warnings)
     saved = store.load_config()
     config = resolve_config(env, saved or {}, notes)
     for note in notes:
@@ -1731,8 +1729,14 @@ class Log:
 
     def show_bar(self, total: int, done: int, unit: str) -> None:
         """Show a progress bar on a terminal. A file or a notebook gets plain lines only."""
-        how = {"dynamic_ncols": True, "leave": False, "disable": not sys.stdout.isatty()}
-        self.bar = tqdm.tqdm(total=total, initial=done, unit=unit, **how)
+        self.bar = tqdm.tqdm(
+            total=total,
+            initial=done,
+            unit=unit,
+            dynamic_ncols=True,
+            leave=False,
+            disable=not sys.stdout.isatty(),
+        )
 
 
 class Signals:
