@@ -1622,8 +1622,9 @@ def read_metadata(path) -> str:
         return (file.metadata() or {}).get("about", "")
 
 
-def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Read tensors with the names, shapes and types of `ours`, in this order.
+@torch.no_grad()
+def load_tensors(path, ours: dict[str, torch.Tensor]) -> None:
+    """Read tensors with the names, shapes and types of `ours` into these.
 
     A stranger may have written the file. Raises InvalidTensorsError if it is damaged or does not
     fit.
@@ -1639,11 +1640,7 @@ def load_tensors(path, ours: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
                 raise InvalidTensorsError(f"{name}: its type does not match the model's")
             if not saved[name].isfinite().all():
                 raise InvalidTensorsError(f"{name}: it holds values that are not finite")
-    return saved
 
-
-@torch.no_grad()
-def copy_tensors(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
-    """Copy saved tensors into those of the same names."""
+    # Nothing is changed before all of it has been read.
     for name, tensor in ours.items():
         tensor.copy_(saved[name])

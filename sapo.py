@@ -1231,11 +1231,9 @@ def load_checkpoint(run: Run, path: str, round_: int) -> bool:
         if saved_round != round_:
             raise drive_store.InvalidFileError("of another round")
 
-        # Nothing is changed before all of it has been read.
-        saved = grpo.load_tensors(file, tensors)
+        grpo.load_tensors(file, tensors)
     for node in run.nodes:
         node.total_reward, node.used_external, node.held_out = nodes[node.id]
-    grpo.copy_tensors(tensors, saved)
     return True
 
 
@@ -1554,7 +1552,7 @@ def load_weights(store, path: str, model, log: "Log") -> bool:
     try:
         with local_copy(store, path, weights) as file:
             if file is not None:
-                grpo.copy_tensors(weights, grpo.load_tensors(file, weights))
+                grpo.load_tensors(file, weights)
             return file is not None
     except UNUSABLE as error:
         log.info(f"{path} cannot be used ({drive_store.printable(error, 200)}); it is made again")
