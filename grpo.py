@@ -1575,10 +1575,6 @@ def training_state(nodes) -> dict[str, torch.Tensor]:
     return tensors
 
 
-class InvalidTensorsError(ValueError):
-    """A file of tensors that is damaged or does not fit. The text is a short reason."""
-
-
 def save_tensors(tensors: dict[str, torch.Tensor], metadata: str, path) -> None:
     """Write a safetensors file with a text."""
     saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
@@ -1604,20 +1600,17 @@ def save_model(model, codec: Codec, card: str, folder) -> None:
 
 @contextlib.contextmanager
 def open_tensors(path):
-    """A safetensors file, opened. Raises InvalidTensorsError if it is damaged, or if its header is
-    too long to be parsed in a moment."""
+    """A safetensors file, opened. Raises SafetensorError if it is damaged, or if its header is too
+    long to be parsed in a moment."""
     with open(path, "rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
-            raise InvalidTensorsError("its header is too long")
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise InvalidTensorsError(str(error)) from error
+            raise SafetensorError("its header is too long")
+    with safetensors.safe_open(path, framework="pt") as file:
+        yield file
 
 
 def read_metadata(path) -> str:
-    """The text of a safetensors file, "" without one. Raises InvalidTensorsError."""
+    """The text of a safetensors file, "" without one. Raises SafetensorError."""
     with open_tensors(path) as file:
         return (file.metadata() or {}).get("about", "")
 
@@ -1626,20 +1619,19 @@ def read_metadata(path) -> str:
 def load_tensors(path, ours: dict[str, torch.Tensor]) -> None:
     """Read tensors with the names, shapes and types of `ours` into these.
 
-    A stranger may have written the file. Raises InvalidTensorsError if it is damaged or does not
-    fit.
+    A stranger may have written the file. Raises SafetensorError if it is damaged or does not fit.
     """
     saved = {}
     with open_tensors(path) as file:
         for name, tensor in ours.items():
             # Compare the shape before the tensor is read: a wrong one may be enormous.
             if file.get_slice(name).get_shape() != list(tensor.shape):
-                raise InvalidTensorsError(f"{name}: its shape does not match the model's")
+                raise SafetensorError(f"{name}: its shape does not match the model's")
             saved[name] = file.get_tensor(name)
             if saved[name].dtype != tensor.dtype:
-                raise InvalidTensorsError(f"{name}: its type does not match the model's")
+                raise SafetensorError(f"{name}: its type does not match the model's")
             if not saved[name].isfinite().all():
-                raise InvalidTensorsError(f"{name}: it holds values that are not finite")
+                raise SafetensorError(f"{name}: it holds values that are not finite")
 
     # Nothing is changed before all of it has been read.
     for name, tensor in ours.items():

@@ -1121,7 +1121,7 @@ def start_command(env: dict, **changes) -> str:
 
 
 # What a file of tensors raises that is damaged, or that is of another model.
-UNUSABLE = (drive_store.InvalidFileError, grpo.InvalidTensorsError)
+UNUSABLE = (drive_store.InvalidFileError, grpo.SafetensorError)
 
 
 def save_checkpoint(run: Run) -> None:

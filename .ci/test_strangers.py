@@ -330,7 +330,7 @@ def test_X3_a_strangers_tensors_fit_and_are_finite_or_are_refused(tmp_path, head
     length = min(len(header) * times, 2**64 - 1)
     path = tmp_path / "weights"
     path.write_bytes(length.to_bytes(8, "little") + header + numbers)
-    with contextlib.suppress(grpo.InvalidTensorsError):
+    with contextlib.suppress(grpo.SafetensorError):
         grpo.load_tensors(path, TENSORS)
         saved = safetensors.torch.load_file(path)
         for name, tensor in TENSORS.items():
@@ -436,7 +436,7 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
 
     # An error whose text holds the token. It is shown for each checkpoint and at the end.
     def refuse(*_):
-        raise grpo.InvalidTensorsError(f"Bearer {secret}")
+        raise grpo.SafetensorError(f"Bearer {secret}")
 
     monkeypatch.setattr(grpo, "load_tensors", refuse)
     assert run(drive, SHORT, settings, MAX_ROUNDS=4) == 2

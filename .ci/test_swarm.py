@@ -411,7 +411,7 @@ def test_S4_a_start_that_is_finished_or_refused_supersedes_nobody_and_removes_no
 ):
 
     def refuse(*_):
-        raise grpo.InvalidTensorsError("damaged")
+        raise grpo.SafetensorError("damaged")
 
     running = world.start("anna")
     world.run(lambda: (world.drive / "experiments").exists() and checkpoint_of(world.drive, "anna"))
