@@ -774,11 +774,6 @@ def natural_sort(names) -> list[str]:
     return sorted(names, key=lambda name: [f"{part:0>12}" for part in re.split(r"(\d+)", name)])
 
 
-def plural(number: int, noun: str) -> str:
-    """(1, "node") -> "1 node", (2, "node") -> "2 nodes"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
 def join_names(names: list[str], limit: int = 20) -> str:
     """The first names, for a sentence. (["a", "b", "c"], 2) -> "a, b and 1 more"."""
     text = ", ".join(names[:limit])

@@ -1580,9 +1580,10 @@ def register(run: Run) -> None:
 
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.info("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
+    nodes = "1 node" if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
     what = f"{config.MODEL_NAME} on {device} ({config.DTYPE})"
     first = max(run.last_round + 1, run.member.board.open_round if run.member.others() else 0)
-    run.log.event("start", f"{coordinator.plural(len(run.nodes), 'node')}, {what}, round {first}")
+    run.log.event("start", f"{nodes}, {what}, round {first}")
 
 
 def finish_run(run: Run) -> None:
@@ -1645,9 +1646,8 @@ def run_reader(env: dict, signals: "Signals") -> str:
     # Validate against what is set here, or else against what the experiment says.
     experiment = coordinator.read_experiment(store)
     max_rounds = env.get("MAX_ROUNDS") or experiment.setting("MAX_ROUNDS")
-    num_nodes = env.get("NUM_WORKERS") or env.get("LOCAL_NODES")
-    if num_nodes is None:
-        num_nodes = max(experiment.setting("NUM_WORKERS"), experiment.setting("LOCAL_NODES"))
+    begun_with = max(experiment.setting("NUM_WORKERS"), experiment.setting("LOCAL_NODES"))
+    num_nodes = env.get("NUM_WORKERS") or env.get("LOCAL_NODES") or begun_with
     problems = coordinator.validate(experiment, store, max_rounds, num_nodes)
     status = experiment.status.get(drive_store.COORDINATOR_ID, "there was none")
     coordinator.say(f"validate: coordinator: {status}")
