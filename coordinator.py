@@ -151,9 +151,8 @@ def log_round_of_swarm(store, config, log, round_: int, board) -> list[dict]:
     rows = [row for row in rows if row is not None]
 
     # A node's reward of a round is the mean over its stages.
-    rewards = column_by("node_id", rows)
-    best_first = sorted(rewards, key=lambda node: -(mean(rewards[node]) or 0.0))
-    winners = {node: mean(rewards[node]) for node in best_first}
+    means = {node: mean(rewards) for node, rewards in column_by("node_id", rows).items()}
+    winners = dict(sorted(means.items(), key=lambda item: -(item[1] or 0.0)))
     path = f"nodes/{drive_store.COORDINATOR_ID}/winners/round_{round_:06d}.json"
     store.write(path, drive_store.dump_json(winners))
 
@@ -747,9 +746,8 @@ def mean_of(metric: str, rows: list[dict]) -> float | None:
 
 def reward_per_task(rows: list[dict]) -> dict[str, float]:
     """{task: mean reward}, the best first, 20 at most."""
-    means = {}
-    for name in sorted({name for row in rows for name in row if name.startswith("reward_")})[:20]:
-        means[name.removeprefix("reward_")] = mean_of(name, rows)
+    names = sorted({name for row in rows for name in row if name.startswith("reward_")})[:20]
+    means = {name.removeprefix("reward_"): mean_of(name, rows) for name in names}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 

@@ -578,9 +578,7 @@ def generation_metrics(groups: "list[grpo.Group]") -> dict:
         "mean_length": coordinator.mean(lengths),
         "generated_tokens": sum(lengths),
     }
-    for name, of_task in by_task.items():
-        metrics[name] = mean_reward(of_task)
-    return metrics
+    return metrics | {name: mean_reward(of_task) for name, of_task in by_task.items()}
 
 
 def rollout_file(config: "Config", rollouts: dict) -> dict:
