@@ -1088,9 +1088,6 @@ def help_text() -> str:
         text = row.metadata["help"]
         if "tiny" in row.metadata and name != "TASKS":
             text += f"; for tiny {row.metadata['tiny']}"
-        words = row.metadata["allowed"] if row.type is str else None
-        if not all(word in text for word in words or ()):  # the help does not explain each word
-            text = f"{', '.join(words)}: {text}"
         default = "auto" if name == "TASKS" else row.default
         head = f"  {name:27} {default!s:8.8} "
         lines += textwrap.wrap(text, 100, initial_indent=head, subsequent_indent=" " * len(head))
