@@ -290,13 +290,12 @@ class DriveStore(SwarmFolder):
     def read_bytes(self, path: str, max_bytes: int) -> bytes:
         """The contents of a file. Raises InvalidFileError if it is no regular file or too large."""
         try:
-            file = self.open(path)
+            with self.open(path) as file:
+                data = file.read(max_bytes + 1)
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.EINVAL):  # a link, or not a regular file
                 raise InvalidFileError("not a regular file") from error
             raise
-        with file:
-            data = file.read(max_bytes + 1)
         if len(data) > max_bytes:
             raise InvalidFileError(f"larger than {max_bytes} bytes")
         return data
