@@ -1558,8 +1558,6 @@ def register(run: Run) -> None:
     """Register this process's nodes, and write down on what they run."""
     config = run.config
     store = run.store
-    run.member.refresh()
-    others_run = any(map(run.member.is_alive, config.node_ids))
     for node_id in config.node_ids:
         store.create_node(node_id)
     device = grpo.device_name(config.DEVICE)
@@ -1570,8 +1568,7 @@ def register(run: Run) -> None:
 
     for node_id in config.node_ids:
         store.write(f"nodes/{node_id}/logs/system_info.json", drive_store.dump_json(info))
-        if not others_run:  # an older process may be writing; its leftovers go at the end
-            store.remove_leftovers(node_id)
+        store.remove_leftovers(node_id)  # an older process that still writes one tries again
 
     if config.NUM_TRANSPLANT_TREES == 0:
         run.log.info("NUM_TRANSPLANT_TREES=0: nothing is learned from peers (plain GRPO)")
