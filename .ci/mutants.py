@@ -18,7 +18,7 @@ MUTANTS = [  # promise, module, text, what stands there instead
     ("L1", "grpo", "r.std(unbiased=True)", "r.std(unbiased=False)"),
     ("L1", "grpo", '"dapo": lengths.sum()', '"dapo": lengths.sum() * 2'),
     ("L1", "grpo", "-torch.min(unclipped, clipped)", "-torch.max(unclipped, clipped)"),
-    ("L1", "grpo", "is_first_step=not steps", "is_first_step=True"),
+    ("L1", "grpo", "is_first_step = not steps", "is_first_step = True"),
     ("L1", "grpo", "mask.cumsum(-1) - 1).clamp(min=0)", "torch.ones_like(mask).cumsum(-1) - 1)"),
     ("L1", "grpo", "model.eval()  # dropout off: log", "model.train()  # dropout off: log"),
     ("L1", "grpo", "    if not rows:  # even", "    if False:  # even"),

@@ -90,6 +90,8 @@ STAND_IN = """#!/bin/bash
 if [[ $2 = *cpu_count* ]]; then echo 2; exit; fi
 trap 'echo "$name was stopped"; exit 130' INT
 ARGUMENTS="$*" env -0 > "$STARTS/$EPOCHREALTIME"
+wait_for_starts() { while [[ $(ls "$STARTS" | wc -l) -lt $1 ]]; do sleep 0.1; done; }
+say() { echo "$*"; until grep -q "$*" "$LOG_DIR/$name.log"; do sleep 0.1; done; }
 press_ctrl_c() { kill -INT -- -$PPID; until_ctrl_c; }  # a terminal signals the process group
 until_ctrl_c() { while :; do sleep 0.1; done; }
 name=$NODE_ROLE
@@ -124,9 +126,9 @@ def processes_with(*words: str) -> list[int]:
     return pids
 
 
-def run_command(folder: Path, *command, cases=None, act=lambda group: None, **settings):
-    """Run a command as a terminal does, in a session of its own, and do `act(group)` meanwhile. All
-    that it starts must end. With `cases`, python is a stand-in.
+def run_command(folder: Path, *command, cases=None, act=lambda _: None, seconds=60, **settings):
+    """Run a command as a terminal does, in a session of its own, and do `act(group)` first. All that
+    it starts must then end in time. With `cases`, python is a stand-in.
 
     Returns its status, its screen, {process: log} and the starts of the stand-in.
     """
@@ -136,7 +138,7 @@ def run_command(folder: Path, *command, cases=None, act=lambda group: None, **se
     process = subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, **PIPES)
     try:
         act(process.pid)
-        screen, _ = process.communicate(timeout=150)  # until nobody is left who could write
+        screen, _ = process.communicate(timeout=seconds)  # until nobody is left who could write
         assert not processes_with(f"LOG_DIR={folder}/logs")
     finally:
         for pid in processes_with(f"LOG_DIR={folder}/logs"):
@@ -228,12 +230,13 @@ def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_delays_no_other_node(tmp_pat
 
 
 # What each process does, how the script ends, what failed, how many workers were started, what the
-# screen shows. First Ctrl-C is pressed, then a worker fails, at last the preparation.
+# screen shows. All ends well, Ctrl-C is pressed, a worker fails, and the preparation.
 @pytest.mark.parametrize("cases, status, failed, num_workers, words", [
+    ("prepare) ;;", 0, [], (3,), []),
     ("prepare) press_ctrl_c ;;", 130, [], (0,), ["[prepare] prepare was stopped"]),
     ("prepare) ;; coordinator) press_ctrl_c ;; *) until_ctrl_c ;;", 130, [], range(4), ["[coordinator] coordinator was stopped"]),
-    ("prepare) ;; worker_2) press_ctrl_c ;; *) until_ctrl_c ;;", 130, [], (3,), ["run_swarm: stopped; to go on"]),
-    ("worker_1) echo no such luck; exit 7 ;; coordinator) until_ctrl_c ;;", 1, [("worker_1", "7")], (3,), ["[worker_1] no such luck", "[coordinator] coordinator was stopped"]),
+    ("prepare) ;; worker_2) wait_for_starts 5; press_ctrl_c ;; *) until_ctrl_c ;;", 130, [], (3,), ["[coordinator] coordinator was stopped", "[worker_0] worker_0 was stopped"]),
+    ("worker_1) say no such luck; exit 7 ;; coordinator) until_ctrl_c ;;", 1, [("worker_1", "7")], (3,), ["[worker_1] no such luck", "[coordinator] coordinator was stopped"]),
     ("prepare) echo there is no such model; exit 2 ;;", 1, [("prepare", "2")], (0,), ["[prepare] there is no such model"]),
 ])  # fmt: skip
 def test_U2_L6_run_swarm_names_what_failed_ends_all_and_shares_out_the_gpus(
@@ -267,7 +270,7 @@ def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_wa
         os.killpg(group, SIGINT)
 
     def press_after_rewards(group):
-        wait_until(lambda: all(rounds_of(drive, name) for name in workers))
+        wait_until(lambda: all(rounds_of(drive, name) for name in workers), 300)
         os.killpg(group, SIGINT)
 
     loading = run_command(tmp_path / "1", *RUN_SWARM, act=press_while_loading, **settings)
@@ -284,12 +287,12 @@ def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_wa
 
     # The third time worker_1 is killed. The script says "failed" in its name, and how to resume it.
     def kill_worker_1(group):
-        wait_until(lambda: rounds_of(drive, "worker_1")[-1] > last + 3)
+        wait_until(lambda: rounds_of(drive, "worker_1")[-1] > last + 3, 300)
         for pid in processes_with(f"GDRIVE_PATH={drive}", "NODE_ID=worker_1"):
             os.kill(pid, SIGKILL)
 
     settings["MAX_ROUNDS"] = last + 100
-    killed = run_command(tmp_path / "3", *RUN_SWARM, act=kill_worker_1, **settings)
+    killed = run_command(tmp_path / "3", *RUN_SWARM, act=kill_worker_1, seconds=150, **settings)
     assert killed.status == 1 and heartbeat_of(drive, "worker_1") == "failed"
     assert rounds_of(drive, "worker_0")[-1] == last + 99
     assert rounds_of(drive, "worker_1")[-1] < last + 90
@@ -487,7 +490,7 @@ def test_U3_U5_no_terminal_and_no_pipe_ends_a_role_with_a_traceback(finished, tm
             cases.append((reader, settings))
     command = (sys.executable, "-c", ROLES_AND_READERS, repr(cases))
     more = {"COLUMNS": 10, "PYTHONIOENCODING": "ascii", "PYTHONPATH": ROOT}
-    done = run_command(tmp_path, *command, **more)
+    done = run_command(tmp_path, *command, seconds=300, **more)
     assert done.status == 0, done.screen
     assert "Traceback" not in done.screen and "Exception ignored" not in done.screen
 
@@ -903,6 +906,7 @@ def test_U9_the_printed_cells_run_in_a_notebook_and_draw(tmp_path, kernel):
         cell = cell.replace("gpt2", "tiny").replace("3/1 2/2 1/3", "")
         cell = cell.replace("NUM_WORKERS=4", "NUM_WORKERS=2")
         outputs += kernel.run_cell(cell)
+    kernel.run_cell("assert _exit_code == 0, 'run_swarm.sh has failed'")
     assert "finished; " in outputs and outputs.count("image/png") >= 2
 
     # Do here what the last cell asked for, the coordinator after the workers.
