@@ -264,13 +264,15 @@ def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_wa
     settings |= {"FETCH_TIMEOUT_SECONDS": 3600, "NUM_WORKERS": 2, "MAX_ROUNDS": 10**5}
     settings = {**QUICK, **FROZEN, **settings, "GDRIVE_PATH": drive}
 
-    # Ctrl-C is pressed while the first process imports torch, and then when both have rewards.
+    # Ctrl-C is pressed while the first process imports torch, and then when both have rewards that
+    # the coordinator, which may be the last to start, has seen.
     def press_while_loading(group):
         wait_until(lambda: processes_with(f"GDRIVE_PATH={drive}", "libtorch"))
         os.killpg(group, SIGINT)
 
     def press_after_rewards(group):
-        wait_until(lambda: all(rounds_of(drive, name) for name in workers), 300)
+        wait_until(lambda: rounds_of(drive, "coordinator", "winners"), 300)
+        wait_until(lambda: all(rounds_of(drive, name) for name in workers))
         os.killpg(group, SIGINT)
 
     loading = run_command(tmp_path / "1", *RUN_SWARM, act=press_while_loading, **settings)
