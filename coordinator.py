@@ -581,8 +581,9 @@ def t_95(num_pairs: int) -> float:
 def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
     """Two tables in Markdown: the experiments and the arms."""
     headers = ["experiment", "rounds", "nodes", "I/J", "model", "last", "reward at the end"]
-    cells = []
+
     # The experiments.
+    cells = []
     for exp in experiments:
         model = drive_store.printable(exp.config.get("MODEL_NAME"), 24)
         end = mean_of("reward", exp.last_rounds)
@@ -591,6 +592,7 @@ def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
         cells.append([exp.name, num_rounds, len(exp.nodes), exp.arm, model, last, end])
     tables = [markdown_table(cells, headers)]
 
+    # The arms.
     columns = ["I/J", "nodes", "runs", "reward per node", "sd", "held-out", "completions", "gain"]
     cells = []
     for row in rows:

@@ -1515,7 +1515,7 @@ def apply_warm_start(config: Config, model, codec, store, log: "Log", signals: "
     recipe = json.dumps(grpo.warm_start_recipe(model, codec, config, config.tasks))
     path = f"/warmstart/{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.safetensors"
     if config.NODE_ROLE == "prepare":
-        store.root.mkdir(exist_ok=True)
+        store.retry(store.root.mkdir, exist_ok=True)
         store.make_dir("/warmstart")
         store.remove_leftovers()
     if load_weights(store, path, model, log):
