@@ -1,11 +1,11 @@
 """The shared folder is the swarm's only means of communication. Every path of an experiment has one
-writer. A node has exited if its newest session said goodbye. Else it is alive if it registered,
-wrote its heartbeat or moved a marker in the last STALE_AFTER_SECONDS (300), or else dead.
+writer. A node whose newest session said goodbye has exited (or failed). Any other is alive if it
+registered, wrote its heartbeat or moved a marker in the last STALE_AFTER_SECONDS (300), else dead.
 
 experiments/NAME/
     config.json      the settings that the experiment began with; its maker writes it last
     board/           the names of its files are the state of the swarm; a node renames its own
-        session.anna.1795300037123-ab12cd34      anna's newest process (the only ones with contents)
+        session.anna.1795300037123-ab12cd34      anna's newest process (only sessions have contents)
         open.coordinator.000012.0                the coordinator has opened round 12
         open.anna.000012.0                       anna has entered round 12
         rollouts.anna.000012.0                   anna has published up to round 12, stage 0
@@ -56,12 +56,12 @@ class Board:  # the state of the swarm
 
     def reached(self, kind: str, at: At) -> list[str]:
         """The nodes that have got as far as this stage, sorted."""
-        return sorted(node for (k, node), own in self.progress.items() if k == kind and own >= at)
+        return sorted(n for (k, n), reached in self.progress.items() if k == kind and reached >= at)
 
 
 def parse_board(names: list[str]) -> Board:
-    """One listing of board/ tells the state. Of several markers of one kind and node the newest
-    counts, other names do not."""
+    """One listing of board/ tells the state. Where a node has several markers of a kind the newest
+    counts. Names of any other form are ignored."""
     board = Board()
     for name in sorted(names):
         if session := re.fullmatch(SESSION, name, re.ASCII):
@@ -69,7 +69,7 @@ def parse_board(names: list[str]) -> Board:
         elif marker := re.fullmatch(MARKER, name, re.ASCII):
             kind, node, round_, stage = marker.groups()
             at = At(int(round_), int(stage))
-            board.progress[kind, node] = max(at, board.progress.get((kind, node), at))
+            board.progress[kind, node] = max(at, board.progress.get((kind, node), At(-1)))
             if kind == "open":
                 board.open_round = max(board.open_round, at.round)
     return board
@@ -94,8 +94,8 @@ class SwarmFolder:
         self.markers[kind, node] = name
 
     def publish(self, kind: str, node: str, at: At, data: dict) -> dict:
-        """Write a node's rollouts or reward of a stage. Returns what stands in the file: it never
-        changes once peers may have read it, so what was written before a kill stays."""
+        """Write a node's rollouts or reward of a stage, unless a valid file from before a kill is
+        there: peers may have read it, so it never changes. Returns what the file holds."""
         published = self.already_published(kind, node, at)
         if published is None:
             published = header(kind, node, at) | data

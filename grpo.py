@@ -4,7 +4,7 @@ gradient. The heart comes first: all of GRPO, as it runs.
 `config`: the settings; `codec`: the tokenizer with its conventions; `limit`: how many rows fit into
 memory at once. Symbols in the comments:
     N  questions (groups) in a batch        P  tokens of the longest prompt in the batch
-    G  completions of one question          T  tokens of its longest completion, or MAX_NEW_TOKENS
+    G  completions of one question          T  tokens of the batch's longest completion
     B  rows: completions in the batch       S  tokens that are scored
     H  hidden size                          V  vocabulary
 
@@ -107,8 +107,8 @@ def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> 
     lengths = lengths.to(torch.float64)
     divisors = {
         "dapo": lengths.sum(),  # a mean over all tokens
-        "grpo": len(lengths) * lengths,  # over completions, of the mean over their tokens
-        "dr_grpo": len(lengths) * max_new_tokens,
+        "grpo": len(lengths) * lengths,  # over completions, of each one's mean over its tokens
+        "dr_grpo": len(lengths) * max_new_tokens,  # the longest length in place of each one's
     }
     return torch.ones_like(lengths) / divisors[loss_type]
 
@@ -150,7 +150,7 @@ class Row:
 
 def update_policy(model, optimizer, groups: list[Group], config, codec, limit):
     """One GRPO update on own and external groups alike: NUM_ITERATIONS optimizer steps on the same
-    rows. Returns these and, for each step, (loss, number of clipped tokens, gradient's norm)."""
+    rows. Returns the rows and, of each step, (loss, number of clipped tokens, gradient's norm)."""
     rows = make_rows(groups, config)
     steps = []
     if not rows:  # even with a zero gradient Adam's momentum would move the weights
@@ -159,7 +159,7 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit):
     model.eval()  # dropout off: log-probabilities of one policy must not depend on chance
     for _ in range(config.NUM_ITERATIONS):
         is_first_step = not steps
-        loss, num_clipped = limit.run(  # again, in smaller batches, if memory runs out
+        loss, num_clipped = limit.run(  # anew, in smaller batches, if memory runs out
             accumulate_gradients, model, optimizer, rows, config, codec, limit, is_first_step
         )
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
@@ -189,7 +189,7 @@ def accumulate_gradients(model, optimizer, rows, config, codec, limit, is_first_
     """Add up all rows' gradients in micro-batches. Returns [loss, number of clipped tokens]."""
     optimizer.zero_grad()
     totals = torch.zeros(2, dtype=torch.float64)
-    for batch in limit.split(by_length(rows)):  # B rows of similar length, a group's together
+    for batch in limit.split(by_length(rows)):  # B rows of similar length
         prompts = [row.group.prompt for row in batch]
         completions = [row.completion for row in batch]
         with autocast(config.DTYPE, model):
@@ -229,11 +229,11 @@ def completion_logprobs(model, prompts, completions, temperature: float = 1.0, p
     hidden = last.unsqueeze(1)  # (B, 1, H)
     if targets.shape[1] > 1:
         inputs = targets[:, :-1]  # (B, T-1)
-        seen = F.pad(prompt_mask, (0, inputs.shape[1]), value=1)  # (B, P+T-1)
+        seen = F.pad(prompt_mask, (0, inputs.shape[1]), value=1)  # (B, P+T-1), may be attended to
         rest, _ = forward_hidden(model, inputs, seen, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
 
-    # Only real tokens are scored. In their order they fill the mask again.
+    # Only real tokens are scored; masked_scatter puts the values back in their places.
     scored = token_logprobs_in_chunks(model, hidden[mask], targets[mask], temperature)  # (S,)
     return scored.new_zeros(mask.shape).masked_scatter(mask, scored), mask
 
@@ -245,12 +245,12 @@ def token_logprobs(model, hidden, targets, temperature: float):
 
 
 def prefill(model, prompts: list[list[int]], rows_per_prompt, pad_id: int):
-    """Run N prompts through the model, and repeat the results for their B rows: the last hidden
-    states (B, H), the KV cache, and the mask (B, P). rows_per_prompt: a number for all or for each.
+    """Run N prompts through the model, and repeat the results for B rows. Returns the last hidden
+    states (B, H), the KV cache and the mask (B, P). rows_per_prompt: one number, or one per prompt.
     """
     # Padded on the left, so that nothing stands between a prompt and its completion.
     ids, mask = pad(prompts, pad_id, model.device, "left")  # (N, P)
-    hidden, cache, mask = forward_prompts(model, ids, mask)  # (N, …, H): the last one counts
+    hidden, cache, mask = forward_prompts(model, ids, mask)  # (N, up to P, H)
 
     cache.batch_repeat_interleave(rows_per_prompt)
     mask = mask.repeat_interleave(rows_per_prompt, 0)
@@ -271,14 +271,14 @@ def generate(model, codec, prompts: list[list[int]], num_generations: int, confi
     model.eval()  # dropout off
     done = []  # completions
 
-    def sample_rest() -> None:
-        num_prompts = len(done) // num_generations
-        for batch in limit.split(prompts[num_prompts:], num_generations):
+    def sample_rest() -> None:  # runs again if memory ran out: `done` says where to go on
+        rest = prompts[len(done) // num_generations :]
+        for batch in limit.split(rest, num_generations):  # whole prompts, G rows of each
             columns = uniforms[:, len(done) : len(done) + len(batch) * num_generations]
             with autocast(config.DTYPE, model):
                 done.extend(sample_completions(model, codec, batch, columns, config.TEMPERATURE))
 
-    limit.run(sample_rest)  # it goes on in smaller batches if memory runs out
+    limit.run(sample_rest)
     return [done[i : i + num_generations] for i in range(0, num_rows, num_generations)]
 
 
@@ -322,16 +322,16 @@ def sample_tokens(logits, uniforms):
 
 
 # -------- What is asked, and what is rewarded -----------------------------------------------------
-# reasoning-gym makes a question from (task, seed). The prompt, in the model's chat template, is a
-# system prompt that asks for <answer>…</answer> and the question. A model without a template reads
-# solved examples, "2 + 2?\n<answer>4</answer>\n\n" (tiny: none), and the question.
+# reasoning-gym makes a question from (task, seed). A model with a chat template reads a system
+# prompt that asks for <answer>…</answer>, and then the question. Another model reads some solved
+# examples, "2 + 2?\n<answer>4</answer>\n\n" (tiny reads none), and then the question.
 
 
 def compute_reward(question: "Question", text: str, kind: str = "exact") -> float:
     """Reward in [0, 1] of a completion, by reasoning-gym's verifier.
 
-    exact: 1 if the verifier's score is at least 0.99, else 0: the small sums that verifiers pay for
-    garbage would become full-size advantages. verifier: the raw score.
+    exact: 1 if the verifier's score is at least 0.99, else 0. Verifiers give even garbage a small
+    score, and dividing by the std would make full-size advantages of it. verifier: the raw score.
     """
     # EXERCISE: a reward of your own, any number in 0 to 1. The text may be a stranger's: never
     # evaluate it, and let nothing in it raise an error or take long.

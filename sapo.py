@@ -51,8 +51,8 @@ import tqdm  # also
 def train(run: "Run") -> None:
     """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process, until the last round.
 
-    Every node publishes before any node trains, so that sharing among them is fully synchronous and
-    a run repeats bit for bit on a CPU.
+    Every node publishes before any node trains, so that sharing among them is fully synchronous. A
+    run of one process repeats bit for bit on a CPU.
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):  # 1 by default
@@ -77,12 +77,12 @@ class Node:
     model: "torch.nn.Module"
     optimizer: "torch.optim.Optimizer"
     total_reward: float = 0.0
-    used_external: set = field(default_factory=set)  # keys of the groups it was trained on
+    used_external: set = field(default_factory=set)  # keys of drawn groups: none is drawn twice
     held_out: dict = field(default_factory=dict)  # {"before training": accuracy, …}
 
-    # Of the current stage. `external` was drawn from `candidates`; rows and steps: of the update.
+    # Of the current stage. `external` was drawn from `candidates`; rows and steps are the update's.
     groups: "list[grpo.Group]" = field(default_factory=list)
-    unshared: "list[grpo.Group]" = field(default_factory=list)
+    unshared: "list[grpo.Group]" = field(default_factory=list)  # not yet published
     external: "list[grpo.Group]" = field(default_factory=list)
     candidates: "list[grpo.Group]" = field(default_factory=list)
     rows: "list[grpo.Row]" = field(default_factory=list)
@@ -108,12 +108,12 @@ class Run:
 
 
 # -------- The six steps of a round ----------------------------------------------------------------
-# `at` is a stage of a round, an At(round, stage). Below the banner three of the steps are timed,
-# and what submit_reward returns is logged.
+# `at` is a stage of a round, an At(round, stage). Below the banner three of the steps are replaced
+# by timed versions, and submit_reward by one that logs what it returns.
 
 
 def sample_batch(run: Run, node: Node, at) -> "list[grpo.Question]":
-    """Step 1: draw I questions."""
+    """Step 1: draw I questions (k x I with LOCAL_OVERSAMPLE)."""
     config = run.config
     seeds = [derive_seed(config, node.id, at, "question", i) for i in range(config.num_questions)]
     return make_questions(run, seeds)
@@ -185,8 +185,8 @@ def shared_form(group: "grpo.Group") -> dict:
 
 
 def sample_external(run: Run, node: Node, at) -> "list[grpo.Group]":
-    """Step 4: draw J of the peers' groups of this stage, all that may be drawn with equal chances.
-    What is missing is drawn from up to ROLLOUT_MAX_AGE (4) rounds back."""
+    """Step 4: wait for the peers, and draw J of their groups of this stage, each candidate with the
+    same chance. What is missing is drawn from one round back, and so on to ROLLOUT_MAX_AGE (4)."""
     config = run.config
     if config.NUM_TRANSPLANT_TREES > 0:
         wait_for_peers(run, node, at)
@@ -204,29 +204,30 @@ def sample_external(run: Run, node: Node, at) -> "list[grpo.Group]":
 
 
 def wait_for_peers(run: Run, node: Node, at) -> None:
-    """Step 4a: wait for the peers that will be read, at most FETCH_TIMEOUT_SECONDS (30) in a round,
-    for all stages and nodes of this process, and no longer when a later round opens."""
+    """Step 4a: wait for late peers until a later round opens or the budget is used up, which is
+    FETCH_TIMEOUT_SECONDS (30) in a round, over all its stages and all nodes of this process."""
     late = late_peers(run, node, at)
-    while late and may_wait(run, late, at):  # it sleeps until the next look
+    while late and wait_a_moment(run, late, at):  # False if no more waiting is allowed
         late = late_peers(run, node, at)
 
 
 def late_peers(run: Run, node: Node, at) -> set[str]:
-    """The chosen peers whose file is not here, of those that published all of the round before or
-    have entered this one: one that dies costs one timeout. Nobody, if none of them is alive."""
+    """Whom to wait for: chosen peers whose file is not here and who are in step, because they have
+    published all of the round before or have entered this one (in round 0 all are). One that dies
+    falls out of step, so it costs one timeout. Nobody, if none of them is alive."""
     board = run.member.refresh()
     in_step = drive_store.in_step(board, "rollouts", at.round, run.config)
-    late = set(choose_peers(run, node, at, in_step)) - set(run.config.node_ids)
-    late -= arrived(run, node, late, at)
+    chosen = set(choose_peers(run, node, at, in_step)) - set(run.config.node_ids)
+    late = chosen - arrived(run, node, chosen, at)
     return late if any(map(run.member.is_alive, sorted(late))) else set()
 
 
 def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
-    """At most FETCH_MAX_PEERS (10) of these peers, for each age: the cost of a round does not grow
-    with the swarm. Each node ranks its peers by a hash that changes every five rounds."""
-    draw = drive_store.At(at.round // 5)
+    """The FETCH_MAX_PEERS (10) of these peers that rank first, so that the cost of a round does not
+    grow with the swarm. A node ranks its peers by a hash, and anew every five rounds."""
+    period = drive_store.At(at.round // 5)  # no real round: it only goes into the hash
     others = set(peers) - {node.id}
-    rank = {peer: derive_seed(run.config, node.id, draw, f"read {peer}") for peer in others}
+    rank = {peer: derive_seed(run.config, node.id, period, f"read {peer}") for peer in others}
     return sorted(sorted(others, key=rank.get)[: run.config.FETCH_MAX_PEERS])
 
 
@@ -243,8 +244,8 @@ def external_candidates(run: Run, node: Node, at, age: int, rng) -> "list[grpo.G
         records = []
         for file in files:
             records += fetch_groups(run, node, peer, file) or []
-        # A fair share of each peer for each age, I or J where I = 0, chosen before its groups are
-        # verified: nobody gains by publishing thousands.
+        # At most I groups of each peer for each age (J if I = 0), chosen before they are verified:
+        # nobody gains by publishing thousands.
         records = [record for record in records if record["key"] not in node.used_external]
         if len(records) > config.max_groups_per_peer:
             records = rng.sample(records, config.max_groups_per_peer)
@@ -256,8 +257,8 @@ def external_candidates(run: Run, node: Node, at, age: int, rng) -> "list[grpo.G
 
 def verify(run: Run, record: dict) -> "grpo.Group":
     """A peer's group, its question made again, its texts tokenized and scored here. Rejected are a
-    foreign task, a held-out seed, another prompt, a completion that is empty, too long or has an
-    EOS inside, what takes too long, and the like."""
+    foreign task, a held-out seed, another prompt, and a completion that is empty, too long or has
+    an EOS inside."""
     codec = run.codec
     question = checked_question(run, record)  # from its task and seed
     prompt = codec.encode_prompt(question)
@@ -284,17 +285,18 @@ def policy_gradient(run: Run, node: Node) -> None:
 def submit_reward(run: Run, node: Node, at) -> dict:
     """Step 6: submit the stage's metrics. The reward is the mean over the node's own completions:
     external groups or a filter would bias it."""
-    metrics = stage_metrics(run, node, at)
+    metrics = stage_metrics(run, node, at)  # now and then with a held-out evaluation
     submitted = run.store.publish("rewards", node.id, at, metrics)  # or what stands there already
     node.total_reward += submitted["reward"] or 0.0
     return metrics
 
 
 def next_round(run: Run) -> int | None:
-    """The round to work on now, None after the last one. A coordinator opens rounds; where none is
-    alive, whoever has finished opens its own next one, at once, or after 2 s if there ever was one.
-    A node that was away or slow goes on with the newest open round; one that is alone repeats those
-    since its checkpoint."""
+    """Enter the round to work on now and return it, None after the last one. A coordinator opens
+    rounds. While none is alive, a process that has finished opens the next round by entering it: at
+    once, or after 2 s if there ever was a coordinator. Who was away or slow goes on with the newest
+    open round. Only where no other node ever registered are the rounds since a checkpoint repeated.
+    """
     own = run.last_round + 1
     if own >= run.config.MAX_ROUNDS:
         return None
@@ -328,7 +330,7 @@ class Rejected(ValueError):
     """A peer's group that cannot be used. The text says why."""
 
 
-def may_wait(run: Run, late: set, at) -> bool:
+def wait_a_moment(run: Run, late: set, at) -> bool:
     """Sleep until the next look at the board, with a sign of life. False if no more waiting is
     allowed: the budget of this round is used up, which is said, a later round is open, or the
     process is to stop."""
