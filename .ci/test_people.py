@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from pathlib import Path
@@ -665,6 +666,40 @@ def test_L4_U5_a_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path,
     # Without own questions and without peers there is nothing to train on.
     none = {"NUM_TRAIN_SAMPLES": 0, "NUM_TRANSPLANT_TREES": None}
     assert "nothing to train on" in output_of(tmp_path / "new", none, status=2)
+
+
+# -------- U11: a student's first changes (the gate also trains with them) -------------------------
+
+
+def test_U11_the_printed_diffs_change_what_they_say(tmp_path):
+    first = """
+        import sapo
+        from grpo import *
+        question = make_question("small_gcd", 1)
+        answer = f"<answer>{question.answer}</answer>"
+    """
+    several = """
+        assert group_advantages([1, 0, 0, 1]) == [0.5, -0.5, -0.5, 0.5]
+        assert 0.5 < compute_reward(question, f"It is {answer}") < compute_reward(question, answer)
+        assert make_question("double", 3).answer.isdigit() and "legs" in TASK_TABLE
+        assert Row(None, [], 0.0, 0.0).kl == 0
+    """
+    parts = """
+        assert compute_reward(question, answer) == 1
+        assert compute_reward(question, "<answer>x</answer>") == 0.2
+    """
+    cases = {"advantage kl task own_task length lora truncated": several, "parts": parts}
+    for recipes, expected in cases.items():
+        folder = tmp_path / recipes.split()[-1]
+        folder.mkdir()
+        for module in ("sapo", "coordinator", "drive_store", "grpo"):
+            shutil.copy(ROOT / f"{module}.py", folder)
+        (folder / "peft.py").touch()
+        for recipe in recipes.split():
+            diff = printed(f"recipe: {recipe.replace('_', ' ')}").encode()
+            subprocess.run(["patch", "-F0", "-p0"], input=diff, cwd=folder, check=True)
+        code = textwrap.dedent(first) + textwrap.dedent(expected)
+        subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
 
 
 # -------- U6, U7: the quick check, comparisons ----------------------------------------------------
