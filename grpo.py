@@ -900,7 +900,10 @@ patch_reasoning_gym()
 
 def group_rewards(question: Question, texts: list[str], kind: str = "exact") -> list[float]:
     """Rewards of a group's completions. Equal texts are scored once, which bounds the work."""
-    scores = {text: compute_reward(question, text, kind) for text in set(texts)}
+    scores = {text: float(compute_reward(question, text, kind)) for text in set(texts)}
+    for score in scores.values():
+        if not 0 <= score <= 1:
+            raise ValueError(f"compute_reward has returned {score}: expected a number from 0 to 1")
     return [scores[text] for text in texts]
 
 
@@ -1169,8 +1172,9 @@ def rehearse(model, codec: Codec, config, tasks) -> None:
     """
     for task in tasks:
         for seed in range(5):
-            question = first_solved_question(task, seed)  # a mistake in one of one's own raises
-            verifier_score(question, question.answer)  # here, or here
+            question = first_valid_question(task, seed)
+            verifier_score(question, question.answer)  # a mistake in one of one's own raises here,
+            first_solved_question(task, seed)  # or here, if it takes no answer
             try:
                 question = first_solved_question(task, seed, codec.fits)
             except QuestionError as error:
@@ -1544,7 +1548,7 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
     counts through WARM_START_VERSION.
     """
     names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
-    question = first_valid_question(tasks[0], 1, codec.fits)
+    questions = [first_valid_question(task, 1, codec.fits) for task in sorted(tasks)]
     answer = codec.encode_completions(["<answer>1</answer>"], [True])
     return {name: getattr(config, name) for name in names} | {
         "version of this recipe": WARM_START_VERSION,
@@ -1553,7 +1557,8 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
         "ANSWER_STYLES": ANSWER_TEMPLATES,
         "reasoning-gym": REASONING_GYM_VERSION,
         "the model's weights": [zlib.crc32(p.detach().cpu().numpy()) for p in model.parameters()],
-        "its prompts": [codec.encode_prompt(question), answer],
+        "its questions": [[codec.encode_prompt(each), each.answer] for each in questions],
+        "its answers": answer,
     }
 
 

@@ -736,7 +736,8 @@ class Config:
     MODEL_NAME: str = setting("auto",
         "tiny, a Hugging Face id or a folder; auto: what fits the machine")
     TASKS: str = setting(",".join(grpo.PAPER_TASKS),
-        "comma list; auto: the paper's nine, for tiny its eight small ones", None, "swarm",
+        "comma list, also file:mine.jsonl; auto: the paper's nine, for tiny its eight small ones",
+        None, "swarm",
         agree=True, tiny=",".join(grpo.TINY_TASKS), test=",".join(grpo.TINY_TASKS))
     NUM_SHOTS: int = setting(2,
         "solved examples if there is no chat template", (0, 16), "model", tiny=0)
@@ -1346,7 +1347,7 @@ def run_role(env: dict, notes: list[str], signals: "Signals") -> str:
                 store.create_node(config.NODE_ID)
                 coordinator.run_coordinator(config, member, log, signals)
             else:
-                run_worker(config, env, member, log, signals)
+                run_worker(config, env, member, log, signals, is_known=saved is not None)
             outcome = "finished"
         except drive_store.Stopped as stop:
             outcome = str(stop)
@@ -1455,8 +1456,11 @@ def load_checked_model(config: Config, log: "Log", signals: "Signals"):
     return model, codec
 
 
-def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals") -> None:
+def run_worker(
+    config: Config, env: dict, member, log: "Log", signals: "Signals", is_known: bool
+) -> None:
     """Load, begin or join, resume, train and save. Raises Stopped if it ends before the last round.
+    is_known: whether it was said where this process stands.
 
     A start that fails while the model is loaded and checked has touched nothing, and one that is
     refused because of its checkpoints has changed nothing.
@@ -1468,10 +1472,12 @@ def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals"
     saved = store.create(saved_settings(config))
     if store.is_maker:
         log.info(f"{config.EXPERIMENT_NAME}: a new experiment in {store.dir.absolute()}")
+    elif not is_known:
+        log.info(f"{config.EXPERIMENT_NAME}: joining; another node began it meanwhile")
     agreed = resolve_config(env, saved, [])
     if agreed != config:
-        log.info(f"{config.EXPERIMENT_NAME}: another node began it meanwhile; its settings count")
-        return run_worker(agreed, env, member, log, signals)
+        log.info(f"{config.EXPERIMENT_NAME}: the settings that it began with count")
+        return run_worker(agreed, env, member, log, signals, is_known=True)
 
     # Each node gets a copy of the model and an optimizer.
     apply_warm_start(config, model, codec, store, log, signals)
@@ -1492,7 +1498,7 @@ def run_worker(config: Config, env: dict, member, log: "Log", signals: "Signals"
     load_latest_checkpoint(run)
     register(run)
     if store.load_config() != saved:  # two processes took the place of a maker that was killed
-        return run_worker(config, env, member, log, signals)
+        return run_worker(config, env, member, log, signals, is_known=True)
     log.info(f"to resume: {start_command(env)}")
     log_samples(run)
     evaluate(run, "before training")

@@ -752,7 +752,7 @@ def test_L6_the_tokenizer_of_tiny_loses_nothing_of_any_question():
         assert codec.decode(codec.encode(text)) == text
 
 
-def test_L6_a_warm_start_belongs_to_its_seed_and_to_its_model():
+def test_L6_a_warm_start_belongs_to_its_seed_its_model_and_the_questions_of_its_tasks(monkeypatch):
     model, _ = grpo.build_tiny_model(TINY_TASKS)
     codec = tiny_codec()
     config = make_config(MODEL_NAME="tiny")
@@ -760,6 +760,30 @@ def test_L6_a_warm_start_belongs_to_its_seed_and_to_its_model():
     recipes = [str(grpo.warm_start_recipe(model, *case, TINY_TASKS)) for case in cases * 2]
     assert recipes[:3] == recipes[3:]
     assert len(set(recipes)) == 3
+
+    # The right answers of the last task have become others.
+    def make_another(task, seed):
+        question = make_question(task, seed)
+        return replace(question, answer="7") if task == sorted(TINY_TASKS)[-1] else question
+
+    monkeypatch.setattr(grpo, "make_question", make_another)
+    assert str(grpo.warm_start_recipe(model, *cases[0], TINY_TASKS)) not in recipes
+
+
+def test_L3_U10_a_mistake_in_a_verifier_or_reward_of_ones_own_is_raised(monkeypatch):
+    question = make_question("small_gcd", 1)
+    for value in (2.0, -0.1, float("nan")):
+        monkeypatch.setattr(grpo, "compute_reward", Mock(return_value=value))
+        with pytest.raises(ValueError, match="compute_reward has returned .*from 0 to 1"):
+            grpo.group_rewards(question, ["a"])
+    monkeypatch.setattr(grpo, "compute_reward", Mock(return_value=True))
+    assert json.dumps(grpo.group_rewards(question, ["a"])) == "[1.0]"
+
+    # The start, which scores solved examples, shows it; a stranger's text never does.
+    monkeypatch.setattr(grpo, "verifier_score", lambda question, answer: question.answr)
+    assert not grpo.is_right(question, "a stranger's")
+    with pytest.raises(AttributeError, match="answr"):
+        grpo.load_model(make_config(MODEL_NAME="tiny"), ["small_gcd"])
 
 
 def test_L4_the_largest_file_that_an_honest_peer_publishes_is_read(tmp_path):
