@@ -190,8 +190,7 @@ def test_F2_what_waiting_cannot_mend_is_refused_before_a_process_registers_and_w
         return OSError(code, os.strerror(code), path) if name in ("mkdir", "replace") else None
 
     world.fault = fault
-    process = world.finish(status=2, **SIX)
-    assert f"cannot be used ([Errno {code}]" in process.output
+    process = refuse(world, f"cannot be used ([Errno {code}]", **SIX)
     assert "mount options" in process.output
 
     # Once it has registered it is an outage, and the line that says so names what to look at.
@@ -603,81 +602,54 @@ def test_F6_a_start_says_whether_the_experiment_is_new_joined_resumed_or_finishe
     assert process.resumed_from == (5 if "resuming" in sentence else None)
 
 
-def empty(world):
-    assert not world.drive.exists()
-
-
-def begun(world):
-    world.finish(**SIX)
-
-
-def begun_with(name, value):
-    """An experiment whose config.json says something else."""
-
-    def setup(world):
-        world.finish(**SIX)
-        path = experiment(world) / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-
-    return setup
-
-
-def holding(name):
-    """A folder that another program has made, with this file in it."""
-
-    def setup(world):
-        path = experiment(world) / name
-        path.parent.mkdir(parents=True)
-        path.write_text("theirs")
-
-    return setup
-
-
-def is_a_file(world):
-    world.drive.write_text("x")
-
-
-def takes_two_names_for_one(world):
-    world.finish("anna", **SIX | {"MAX_ROUNDS": 1})
-    world.as_seen_by_the_disk = lambda path: str(path).replace("nodes/Anna", "nodes/anna")
-
-
 UNUSABLE = [
     ("DEVICE", "cuda:9"), ("MODEL_NAME", "/tmp"), ("MODEL_NAME", "no/such model"), ("MAX_NEW_TOKENS", 600),
     ("NUM_GENERATIONS", 1), ("TASKS", "countdown"), ("NODE_ID", "../n"), ("NODE_ID", "coordinator"),
 ]  # fmt: skip
-REFUSED = [  # what is there, settings of a start, words of the sentence
-    # A setting that cannot be used leaves nothing, be the folder empty or not.
-    *((begun, {name: value}, name) for name, value in UNUSABLE),
-    *((empty, {name: value}, name) for name, value in UNUSABLE),
-    (begun_with("SEED", "7\x1b[2J"), LATE, "SEED"),
-    (begun_with("TASKS", "countdown"), LATE, "TASKS"),
-    (begun_with("layout", 4), LATE, "another version"),
-    (begun, {"SEED": 7}, "SEED"),
-    (begun, {"TASKS": "small_gcd"}, "TASKS"),
-    (begun, {"REWARD": "verifier"}, "REWARD"),
-    (begun, {"MAX_STAGES": 2}, "MAX_STAGES"),
-    (begun, LATE | {"MAX_ROUNDS": 3}, "round 5 is open and MAX_ROUNDS is 3"),
-    # Its name is made up, and the last round is open.
-    (begun, JOINING | {"MAX_ROUNDS": 6}, "round 5 is open and MAX_ROUNDS is 6"),
-    *((holding(name), {}, "another version or program; take another EXPERIMENT_NAME")
-      for name in ("state/round", "peers/a", "logs/x.log", "round_0/n", "rollouts/r")),
-    (is_a_file, {}, "it is no folder"),
-    (takes_two_names_for_one, {"NODE_ID": "Anna"}, "NODE_ID=Anna: to this disk it is the same as anna"),
-]  # fmt: skip
+FOREIGN = ("state/round", "peers/a", "logs/x.log", "round_0/n", "rollouts/r")
 
 
-@pytest.mark.parametrize(
-    "setup, settings, words", REFUSED, ids=lambda value: getattr(value, "__name__", str(value))
-)
+# What was changed in which JSON file of the experiment, settings of the start, words of the sentence.
+@pytest.mark.parametrize("is_begun, changed, settings, words", [
+    # A setting that cannot be used leaves nothing, in an empty folder either.
+    *((is_begun, {}, {name: value}, name) for is_begun in (True, False) for name, value in UNUSABLE),
+    (True, {"config.json": {"SEED": "7\x1b[2J"}}, LATE, "SEED"),
+    (True, {"config.json": {"TASKS": "countdown"}}, LATE, "TASKS"),
+    (True, {"config.json": {"layout": 4}}, LATE, "another version"),
+    # Settings that disagree with the experiment's.
+    (True, {}, {"SEED": 7}, "SEED"),
+    (True, {}, {"TASKS": "small_gcd"}, "TASKS"),
+    (True, {}, {"REWARD": "verifier"}, "REWARD"),
+    (True, {}, {"MAX_STAGES": 2}, "MAX_STAGES"),
+    # A node that is new, or whose name is made up, comes too late.
+    (True, {}, LATE | {"MAX_ROUNDS": 3}, "round 5 is open and MAX_ROUNDS is 3"),
+    (True, {}, JOINING, "round 5 is open and MAX_ROUNDS is 6"),
+    *((False, {name: {}}, {}, "another version or program; take another EXPERIMENT_NAME") for name in FOREIGN),
+], ids=str)  # fmt: skip
 def test_F6_a_start_that_is_refused_says_why_in_a_printable_sentence_and_changes_nothing(
-    world, monkeypatch, real_load_model, setup, settings, words
+    world, monkeypatch, real_load_model, is_begun, changed, settings, words
 ):
-    setup(world)
+    if is_begun:
+        world.finish(**SIX)
     monkeypatch.setattr(grpo, "load_model", real_load_model)
+    for name, changes in changed.items():
+        path = experiment(world) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        before = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(before | changes))
     process = refuse(world, words, **SIX | {"MAX_ROUNDS": 7} | settings)
     assert len(process.output) < 2000
     assert process.output.replace("\n", "").isprintable()
+
+
+def test_F6_a_file_in_place_of_the_folder_and_two_names_for_one_are_refused(world):
+    world.drive.write_text("x")
+    refuse(world, "it is no folder")
+    world.drive.unlink()
+    world.finish("anna", MAX_ROUNDS=1)
+    world.as_seen_by_the_disk = lambda path: str(path).replace("nodes/Anna", "nodes/anna")
+    words = "NODE_ID=Anna: to this disk it is the same as anna"
+    refuse(world, words, "Anna", MAX_ROUNDS=2)
 
 
 def test_F6_a_node_joins_with_three_settings_and_disturbs_no_other_experiment(world):
