@@ -625,7 +625,7 @@ FOREIGN = ("state/round", "peers/a", "logs/x.log", "round_0/n", "rollouts/r")
     (True, {}, LATE | {"MAX_ROUNDS": 3}, "round 5 is open and MAX_ROUNDS is 3"),
     (True, {}, JOINING, "round 5 is open and MAX_ROUNDS is 6"),
     *((False, {name: {}}, {}, "another version or program; take another EXPERIMENT_NAME") for name in FOREIGN),
-], ids=str)  # fmt: skip
+], ids=lambda value: re.sub("'[A-Z_]+': None(, )?", "", str(value)))  # fmt: skip
 def test_F6_a_start_that_is_refused_says_why_in_a_printable_sentence_and_changes_nothing(
     world, monkeypatch, real_load_model, is_begun, changed, settings, words
 ):
