@@ -121,6 +121,12 @@ def rewards_of(drive, node="*", name="default") -> list[dict]:
     return [without_times(json.loads(path.read_bytes())) for path in paths]
 
 
+def assert_each_reward_counts_once(drive, node):
+    """The node's last total is the sum of all rewards that it has published."""
+    rewards = [row["reward"] for row in rewards_of(drive, node)]
+    assert read_log(drive, node)[-1]["total_reward"] == pytest.approx(sum(rewards))
+
+
 @contextlib.contextmanager
 def time_limit(seconds: float = 30):
     """Fail the test if the block takes longer. (A TimeoutError would be an OSError, which the

@@ -134,11 +134,18 @@ class World:
     def start(self, name="n", **settings) -> Process:
         return Process(self, name, settings).start()
 
-    def finish(self, name="n", **settings) -> Process:
-        """Start a process and let it run to its end."""
+    def finish(self, name="n", status=0, **settings) -> Process:
+        """Start a process and let it run to its end, which must have this status."""
         process = self.start(name, **settings)
         self.run(lambda: process.status is not None)
+        assert process.status == status, process.output
         return process
+
+    def end(self, *processes, status=0, seconds=10_000):
+        """Let all run to their ends. These processes must have this status."""
+        self.run(seconds=seconds)
+        for process in processes:
+            assert process.status == status, process.output
 
     def run(self, until=None, seconds=10_000):
         """Let the processes take turns until the condition holds, or until all have ended."""
