@@ -83,7 +83,12 @@ def first_failure(folder: Path, *selection: str) -> str:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *selection]
     command += ["test_sapo.py", ".ci", "--ignore=.ci/test_device.py", "--tb=no", "-rfE"]
     environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=3600
+        )
+    except subprocess.TimeoutExpired:
+        return "a proof does not end"
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return failed[0].split("::")[-1] if failed else ""
 
