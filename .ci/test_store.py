@@ -155,6 +155,22 @@ def test_F2_an_error_at_any_single_call_changes_nothing(world, tmp_path, kind):
         assert outages_of(world, process, expected) <= 1
 
 
+def test_F2_a_drive_that_is_not_there_is_an_outage_and_no_absent_file(tmp_path):
+    drive = tmp_path / "drive"
+    store = play(drive, "n")
+    at = At(3)
+    reads = (
+        lambda: store.has_dir("/reports"), lambda: store.fetch_rollouts("peer", at),
+        lambda: store.read_reward("peer", at), lambda: store.list_names("nodes/peer/rewards"),
+        lambda: store.download("nodes/n/checkpoints/c", tmp_path / "local", 100),
+    )  # fmt: skip
+    assert [read() for read in reads] == [True, None, None, [], False]
+    drive.rename(tmp_path / "away")
+    for read in reads:
+        with pytest.raises(OSError):
+            read()
+
+
 def test_F2_a_disk_that_fills_up_within_a_write_loses_and_doubles_nothing(tmp_path):
     """The limit of a file's size stands for the end of the disk: a write stops half-way."""
     store = new_store(tmp_path, "n")
