@@ -62,17 +62,18 @@ def opening_delay(run) -> float:
     """
     config, member = run.config, run.member
     wanted = 0 if run.log.history else config.NUM_WORKERS
-    if wanted and num_alive(member, wanted) < wanted:
+    if lacks_workers(member, wanted):
         delay = config.COORDINATOR_ROUND_INTERVAL
         run.log.once("wait", f"for {wanted} workers, {delay:.0f} s at most")
         return delay
     return 2.0 if drive_store.COORDINATOR_ID in member.board.sessions else 0.0
 
 
-def num_alive(member, wanted: int) -> int:
-    """How many workers are alive. Nobody is asked, 0, while too few have registered."""
+def lacks_workers(member, wanted: int) -> bool:
+    """Whether fewer than `wanted` workers are alive. Nobody is asked where too few have registered,
+    or where none is wanted."""
     workers = member.board.workers
-    return sum(map(member.is_alive, workers)) if len(workers) >= wanted else 0
+    return len(workers) < wanted or (wanted > 0 and sum(map(member.is_alive, workers)) < wanted)
 
 
 def run_coordinator(config, member, log, signals) -> None:
@@ -119,8 +120,7 @@ def run_coordinator(config, member, log, signals) -> None:
 
         # The first round of a start waits for those who come.
         if is_waiting:
-            wanted = config.NUM_WORKERS
-            is_waiting = num_alive(member, wanted) < wanted and elapsed < interval
+            is_waiting = elapsed < interval and lacks_workers(member, config.NUM_WORKERS)
         if is_over and not is_waiting:
             # Nobody waits for the log: open the next round first.
             if current < last_round:
