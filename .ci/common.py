@@ -1,18 +1,20 @@
 """What the proofs share: settings, a run in this process, and what a run leaves in the folder. More
-helpers stand in test_sapo.py; simulator.py has those of a simulated swarm."""
+helpers stand in test_sapo.py, those of the simulated world in world.py."""
 
 import contextlib
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-import drive_store
 import sapo
-from drive_store import DriveStore
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -54,15 +56,34 @@ def wait_until(condition, seconds: float = 120):
     return value
 
 
-def play(drive, *nodes, name="default") -> DriveStore:
-    """A store through which a test plays these nodes, which have just registered. Without any the
-    experiment is begun and no more."""
-    store = DriveStore(drive, name)
-    store.create({"layout": drive_store.LAYOUT, "maker": nodes[0] if nodes else "by_hand"})
-    for node in nodes:
-        store.create_node(node)
-        store.register([node], {})
-    return store
+def processes_with(*words: str) -> list[int]:
+    """Ids of the running processes in whose environment and loaded files all of these stand."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has just ended, or is somebody else's
+            text = (folder / "environ").read_text(errors="replace") + (folder / "maps").read_text()
+            if all(word in text for word in words):
+                pids.append(int(folder.name))
+    return pids
+
+
+def run_command(folder: Path, *command, act=lambda group: None, seconds=60, **settings):
+    """Run a command as a terminal does, in a session of its own, and do `act(group)` first. All that
+    it starts must then end in time. Returns its status, its screen and {process: log}."""
+    folder.mkdir(exist_ok=True)
+    settings = {"LOG_DIR": folder / "logs", "PYTHON": sys.executable, **settings}
+    environ = os.environ | to_environ(settings)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, **pipes)
+    try:
+        act(process.pid)
+        screen, _ = process.communicate(timeout=seconds)  # until nobody is left who could write
+        assert not processes_with(f"LOG_DIR={folder}/logs")
+    finally:
+        for pid in processes_with(f"LOG_DIR={folder}/logs"):
+            os.kill(pid, signal.SIGKILL)
+    logs = {path.stem: path.read_text() for path in folder.glob("logs/*")}
+    return SimpleNamespace(status=process.returncode, screen=screen, logs=logs)
 
 
 def folder_of(drive, node="", name="default") -> Path:
@@ -119,12 +140,6 @@ def rewards_of(drive, node="*", name="default") -> list[dict]:
     paths = folder_of(drive, "", name).glob(f"{node}/rewards/*.json")
     paths = sorted(paths, key=lambda path: (path.name, path.parent.parent.name))
     return [without_times(json.loads(path.read_bytes())) for path in paths]
-
-
-def assert_each_reward_counts_once(drive, node):
-    """The node's last total is the sum of all rewards that it has published."""
-    rewards = [row["reward"] for row in rewards_of(drive, node)]
-    assert read_log(drive, node)[-1]["total_reward"] == pytest.approx(sum(rewards))
 
 
 @contextlib.contextmanager

@@ -1,13 +1,13 @@
 """Proofs of L3 for questions of one's own, TASKS=file:mine.jsonl, and for solved examples."""
 
 import json
+import re
 
 import pytest
 
 import grpo
 
-from common import LEARNING, events_of, read_log, run
-from drive_store import At, DriveStore
+from common import LEARNING, events_of, folder_of, read_log, run
 from test_sapo import config_error, group_by_hand, make_config, write_peer
 
 GOOD = '{"question": "1 + 1?", "answer": 2}\n{"question": "1 + 2?", "answer": "3"}\n'
@@ -21,66 +21,54 @@ def write(path, *questions) -> str:
 
 
 @pytest.mark.parametrize("line, reason", [
-    ('{"question": "x", "answer": ', "line 3: this is no JSON"),
-    ('{"question": ' + "[" * 100_000, "line 3: this is no JSON"),
-    ('["x", "y"]', "line 3: expected a question and an answer"),
-    ('{"question": "x"}', "line 3: expected a question and an answer"),
-    ('{"question": "x", "answer": [1]}', "line 3: expected a question and an answer"),
-    ('{"question": "x", "answer": true}', "line 3: expected a question and an answer"),
-    ('{"question": "x", "answer": " "}', "line 3: an empty question or answer"),
-    ('{"question": "", "answer": "x"}', "line 3: an empty question or answer"),
-    ('{"question": "1 + 1?", "answer": "3"}', "line 3: a second answer to one question"),
-    ('{"question": "x", "answer": "<answer>1</answer>"}', "line 3: an answer with tags"),
-    ('{"question": "x", "answer": "' + "9" * 5000 + '"}', "line 3: an answer with tags, or of over"),
+    ('{"question": "x", "answer": ', "JSON"),
+    ('{"question": ' + "[" * 100_000, "JSON"),
+    ('["x", "y"]', "expected"),
+    ('{"question": "x"}', "expected"),
+    ('{"question": "x", "answer": [1]}', "expected"),
+    ('{"question": "x", "answer": true}', "expected"),
+    ('{"question": "x", "answer": " "}', "empty"),
+    ('{"question": "1 + 1?", "answer": "3"}', "a second answer to one question"),
+    ('{"question": "x", "answer": "<answer>1</answer>"}', "tags"),
+    ('{"question": "x", "answer": "' + "9" * 5000 + '"}', "answer"),
 ])  # fmt: skip
 def test_L3_a_line_that_is_no_question_is_named_as_what_it_is(tmp_path, line, reason):
     (tmp_path / "mine.jsonl").write_text(GOOD + line)
     message = config_error(TASKS=f"file:{tmp_path}/mine.jsonl")
-    assert reason in message
+    assert re.search(rf"line 3: .*{reason}", message)
     assert len(message) < 1000
 
 
 def test_L3_text_from_windows_and_from_the_web_is_read_as_it_is(tmp_path):
     signs = "a\u2028b\u2029c\u0085d\x0c"
     lines = [GOOD, json.dumps({"question": signs, "answer": "4"}, ensure_ascii=False), "", GOOD]
-    for name, text in (("a, b.jsonl", "\n".join(lines)), ("c.jsonl", "\ufeff" + GOOD)):
-        (tmp_path / name).write_bytes(text.replace("\n", "\r\n").encode())
-    config = make_config(TASKS=f'"file:{tmp_path}/a, b.jsonl", small_gcd,file:{tmp_path}/c.jsonl')
-    first, second, third = config.tasks
-    assert (first[:18], second, third[:13]) == (
-        "file:a__b.jsonl#" + first[16:18],
-        "small_gcd",
-        "file:c.jsonl#",
-    )
-    questions = {text for part in grpo.FILE_TASKS[first] for text, _ in part}
+    text = "\ufeff" + "\n".join(lines)
+    (tmp_path / "a b.jsonl").write_bytes(text.replace("\n", "\r\n").encode())
+    task, other = make_config(TASKS=f" file:{tmp_path}/a b.jsonl, small_gcd").tasks
+    assert (task[:15], other) == ("file:a_b.jsonl#", "small_gcd")
+    questions = {text for part in grpo.FILE_TASKS[task] for text, _ in part}
     assert questions == {"1 + 1?", "1 + 2?", signs}
 
 
 def test_L3_questions_that_do_not_fit_are_named_and_skipped_and_none_is_ever_cut(tmp_path, capsys):
-    long = ["x" * 600 + f" {i}?" for i in range(3)]
+    long = [(letter * 600, "1") for letter in "xyz"]
     short = [(f"What is {i} + {i}?", str(2 * i)) for i in range(17)]
-    tasks = write(
-        tmp_path / "mine.jsonl", *short, *((text, "1") for text in long), ("big", "7" * 30)
-    )
+    tasks = write(tmp_path / "mine.jsonl", *short, *long)
     settings = LEARNING | {"TASKS": tasks, "NUM_TRAIN_SAMPLES": 8, "WARM_START_STEPS": 4}
     assert run(tmp_path / "drive", settings) == 0
-    output = capsys.readouterr().out
-    assert "3 of 21 questions are too long, such as 'xxx" in output
-    assert "1 right answers are longer than MAX_NEW_TOKENS=10 tokens" in output
+    assert re.search(r"\b3 .*questions .*too long, such as '[xyz]{40}", capsys.readouterr().out)
 
-    store = DriveStore(tmp_path / "drive", "default")
     asked = set()
-    for t in range(6):
-        asked |= {group["prompt"] for group in store.fetch_rollouts("n_0", At(t))}
-    assert len(asked) > 10
-    assert not asked & {*long}
+    for path in folder_of(tmp_path / "drive").glob("*/rollouts/*"):
+        asked |= {group["prompt"] for group in json.loads(path.read_text())["rollouts"].values()}
+    assert len(asked) > 10 and not asked & {text for text, _ in long}
 
     # A peer whose model can read it may ask it. Its group is rejected with the reason.
     (task,) = make_config(TASKS=tasks).tasks
-    seed = next(s for s in range(999) if grpo.make_question(task, s).text in long)
+    seed = next(s for s in range(999) if len(grpo.make_question(task, s).text) == 600)
     write_peer(tmp_path / "drive", "default", "p", [group_by_hand(seed, task)], round_=6)
     assert run(tmp_path / "drive", settings, MAX_ROUNDS=7, LOCAL_NODES=2) == 0
-    assert any("of which" in text for text in events_of(tmp_path / "drive", "n_0", "reject"))
+    assert len(events_of(tmp_path / "drive", "n_0", "reject")) == 1
 
 
 def test_L4_a_completion_that_is_too_long_costs_its_group_and_not_its_file(tmp_path):
@@ -94,18 +82,13 @@ def test_L4_a_completion_that_is_too_long_costs_its_group_and_not_its_file(tmp_p
 
 def test_L3_solved_examples_are_never_the_question_itself_and_none_stands_there_twice(tmp_path):
     mine = write(tmp_path / "mine.jsonl", *((f"{i} + {i}?", str(2 * i)) for i in range(20)))
-    config = make_config(
-        MODEL_NAME="tiny", NUM_SHOTS=4, TASKS=f"{mine},small_count_bits", DEVICE="cpu"
-    )
+    two = write(tmp_path / "two.jsonl", ("1 + 1?", "2"), ("1 + 2?", "3"))  # it trains on one
+    tasks = f"{mine},small_count_bits,{two}"
+    config = make_config(MODEL_NAME="tiny", NUM_SHOTS=4, TASKS=tasks, DEVICE="cpu")
     codec = grpo.load_model(config, config.tasks)[1]
-    for task in config.tasks:
+    for task, number in zip(config.tasks, (4, 4, 0), strict=True):
         for seed in range(300):
             question = grpo.first_valid_question(task, seed)
             examples = codec.solved_examples(question)
             texts = [example.split("\n<answer>")[0] for example in examples]
-            assert len({*texts, question.text}) == len(texts) + 1 == 5
-
-    # A file of two questions trains on one: there is no example.
-    two = write(tmp_path / "two.jsonl", ("1 + 1?", "2"), ("1 + 2?", "3"))
-    (task,) = make_config(TASKS=two).tasks
-    assert codec.solved_examples(grpo.make_question(task, 1)) == []
+            assert len({*texts, question.text}) == len(texts) + 1 == number + 1

@@ -1,27 +1,28 @@
-"""What a simulation cannot show: real processes, real signals, another interpreter. S5, U2, F3, L5."""
+"""What a simulation cannot show: real processes, real signals, another interpreter, and what happens to a
+file within a call. S5, U2, F2, F3, F5, L5."""
 
 import os
+import resource
 import signal
-import subprocess
 import sys
 
 import pytest
 
 import sapo
-from common import LEARNING, QUICK, checkpoint_of, heartbeat_of, results, rounds_of, run, to_environ
-from common import wait_until
+from common import LEARNING, QUICK, checkpoint_of, heartbeat_of, results, rounds_of, run
+from common import run_command, wait_until
+from drive_store import At
+from test_sapo import contents, new_store, put
 
 ENDLESS = {"MAX_ROUNDS": 10**5, "NUM_TRANSPLANT_TREES": 0, "CHECKPOINT_INTERVAL": 2}
 
 
-def start(drive, *more: dict, **settings) -> subprocess.Popen:
-    """`python sapo.py` with QUICK and these settings."""
+def run_process(drive, *more: dict, act=lambda pid: None, **settings):
+    """`python sapo.py` with QUICK and these settings, and `act(pid)` meanwhile."""
     merged = {**QUICK, "GDRIVE_PATH": drive, "OMP_NUM_THREADS": 1}
     for each in (*more, settings):
         merged |= each
-    environ = os.environ | to_environ(merged)
-    command = [sys.executable, sapo.__file__]
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    return run_command(drive, sys.executable, sapo.__file__, act=act, seconds=120, **merged)
 
 
 @pytest.mark.parametrize("number, status, state", [
@@ -30,14 +31,12 @@ def start(drive, *more: dict, **settings) -> subprocess.Popen:
 def test_S5_F3_a_real_signal_stops_in_order_or_kills_and_the_next_start_goes_on(
     tmp_path, capsys, number, status, state
 ):
-    process = start(tmp_path, ENDLESS)
-    try:
+    def send_signal(pid):
         wait_until(lambda: checkpoint_of(tmp_path, "n"))
-        process.send_signal(number)
-        output, _ = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == status, output
+        os.kill(pid, number)
+
+    done = run_process(tmp_path, ENDLESS, act=send_signal)
+    assert done.status == status, done.screen
     assert heartbeat_of(tmp_path, "n") == state
 
     # A stop saves the last round. After a kill the rounds since the checkpoint are repeated.
@@ -57,12 +56,66 @@ def test_L5_two_runs_of_one_command_are_equal_bit_for_bit(tmp_path):
     assert run(tmp_path / "one", LEARNING, settings) == 0
     (tmp_path / "two").mkdir()
     os.rename(tmp_path / "one/warmstart", tmp_path / "two/warmstart")
-    process = start(tmp_path / "two", LEARNING, settings, PYTHONHASHSEED=7)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    done = run_process(tmp_path / "two", LEARNING, settings, PYTHONHASHSEED=7)
+    assert done.status == 0, done.screen
 
     one, two = results(tmp_path / "one"), results(tmp_path / "two")
     assert one == two
     rewards = [row for path, row in one.items() if "/rewards/" in path]
     assert len({row["reward"] for row in rewards}) > 3
     assert max(row["grad_norm"] for row in rewards) > 0, "nothing was learned"
+
+
+# -------- Single calls of the store ---------------------------------------------------------------
+
+
+def test_F2_a_disk_that_fills_up_within_a_write_loses_nothing(tmp_path):
+    """The limit of a file's size stands for the end of the disk: a write stops half-way."""
+    store = new_store(tmp_path, "n")
+    rows = [f"row {i:04d}\n" for i in range(2000)]
+    store.append("nodes/n/logs/a", "".join(rows[:1000]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name, *args in (
+        ("append", "nodes/n/logs/a", "".join(rows[1000:])),
+        ("write", "nodes/n/checkpoints/c", b"x" * 50_000),
+        ("publish", "rewards", "n", At(0), {"reward": 0.5, "text": "x" * 50_000}),
+    ):
+        before = contents(tmp_path).keys()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (15_001, limits[1]))
+        try:
+            with pytest.raises(OSError):
+                getattr(store, name)(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        after = contents(tmp_path).keys()
+        assert {path for path in after - before if "/.new-" not in path} == set()
+        getattr(store, name)(*args)
+
+    # Of the log, a torn line and lines that stand there twice may remain.
+    lines = (store.dir / "nodes/n/logs/a").read_text().splitlines(keepends=True)
+    assert [line for line in dict.fromkeys(lines) if len(line) == len(rows[0])] == rows
+    assert store.read_reward("n", At(0))["reward"] == 0.5
+
+
+def test_F5_X2_a_checkpoint_is_emptied_before_it_is_deleted_but_never_one_with_another_name(
+    tmp_path,
+):
+    """On Google Drive a deleted file goes to the trash, where it still counts."""
+    store = new_store(tmp_path, "n")
+    folder = store.dir / "nodes/n/checkpoints"
+    outside = tmp_path / "outside"
+    outside.write_text("thesis")
+    (folder / "own").write_text("weights")
+    (folder / "link").symlink_to(outside)
+    os.link(outside, folder / "hard_link")
+    with open(folder / "own") as file:  # it shows the size of the file that is deleted
+        for name in ("own", "link", "hard_link"):
+            store.delete(f"nodes/n/checkpoints/{name}", frees_space=True)
+        assert os.fstat(file.fileno()).st_size == 0
+    assert [*folder.iterdir()] == [] and outside.read_text() == "thesis"
+
+    # A rollout file that is being read stays whole.
+    path = put(store, "nodes/n/rollouts/round_000000.stage_0.json", b"whole")
+    with open(path) as file:
+        store.prune_rollouts("n", 4, archive=False)
+        assert not path.exists() and file.read() == "whole"

@@ -1,0 +1,278 @@
+"""Statistics of what is asked and drawn (L2, L3, L4): each share beside the promised one.
+
+How the threshold is computed. Of n independent draws k have some property, whose chance is p. With
+surprise(k, n, p) = n KL(k/n || p) in nats, Chernoff's bound holds for any n and p, rare ones too:
+
+    P(surprise(k, n, p) >= x) <= 2 exp(-x)
+
+Where only samples tell p, a second sample with j of m takes its place. Both are compared with their
+common share q. The sum of their surprises is then at most what it would be with p, so it reaches x
+with a probability of at most (1 + y) exp(-y), where y = x - 2 log 2. At LIMIT these bounds are 2e-13
+and 1.2e-11, and a test looks at about a thousand shares: by chance it fails less than once in ten
+million times. A share is beyond LIMIT if it is about eight standard deviations off.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import grpo
+import sapo
+
+from common import read_log, run
+from drive_store import At
+from test_sapo import group_by_hand, make_config, our_generate, small_codec
+from test_sapo import small_gpt2, update_settings, write_peer
+
+LIMIT = 30  # nats
+PER_TASK = 500  # questions of a task in a mixture; three times as many of a task alone
+
+
+def surprises(counts: dict, total: int, chances: dict) -> Counter:
+    """How surprising the count of each outcome is, in nats; infinite for what cannot be."""
+    found = Counter()
+    for outcome in {*counts, *chances}:
+        count, chance = counts.get(outcome, 0), chances.get(outcome, 0.0)
+        for seen, share in ((count, chance), (total - count, 1 - chance)):
+            if seen > 0:
+                found[outcome] += seen * math.log(seen / (total * share)) if share else math.inf
+    return found
+
+
+def assert_no_surprise(found: Counter) -> None:
+    assert max(found.values()) < LIMIT, f"the largest, in nats: {found.most_common(5)}"
+
+
+# -------- Questions -------------------------------------------------------------------------------
+# They are looked at as text, because that is all that a model sees.
+
+
+def count_properties(texts: list[str]) -> Counter:
+    """How many of these questions have which length, which words (the kind, without names), how
+    many numbers (terms, cells), and which ones at their end (operands, bases, sizes)."""
+    counts = Counter()
+    for text in texts:
+        counts["length in twenties", len(text) // 20] += 1
+        counts["words", *re.findall(r"\b[a-z]+\b", text)] += 1
+        numbers = [int(digits) for digits in re.findall(r"\d+", text)]
+        counts["numbers", len(numbers)] += 1
+        for place, number in enumerate(numbers[-3:], start=-min(3, len(numbers))):
+            size = number if number < 32 else f"{number.bit_length()} bits"
+            counts["number", place, size] += 1
+    return counts
+
+
+def letters(text: str) -> SimpleNamespace:
+    """A tokenizer whose tokens are the letters of a text."""
+    return SimpleNamespace(input_ids=list(text))
+
+
+letters.chat_template = None
+
+
+def make_run(tasks, seed: int) -> SimpleNamespace:
+    """What it takes to ask: settings, a model that can read every question, and two nodes."""
+    codec = small_codec()
+    codec.tokenizer, codec.max_prompt = letters, 10**6
+    nodes = [SimpleNamespace(id=name) for name in ("anna", "bob")]
+    return SimpleNamespace(
+        config=make_config(TASKS=",".join(tasks), SEED=seed), codec=codec, nodes=nodes
+    )
+
+
+def in_training(run, total: int) -> list:
+    """The questions of the nodes, over rounds of two stages."""
+    questions = []
+    for round_, stage, node in itertools.product(range(total), (0, 1), run.nodes):
+        if len(questions) < total:
+            questions += sapo.sample_batch(run, node, At(round_, stage))
+    return questions
+
+
+def held_out(run, total: int) -> list:
+    """The questions of an evaluation."""
+    run.config = replace(run.config, EVAL_SAMPLES=total)
+    with patch.object(sapo, "answer_questions", return_value=[]) as answer:
+        sapo.held_out_accuracy(run, run.nodes[0], 0)
+    return answer.call_args.args[2]
+
+
+def in_samples(run, total: int) -> list:
+    """The questions of samples before and now, which are two in each experiment."""
+    questions = []
+    for seed in range(run.config.SEED, run.config.SEED + total // 2):
+        run.config = replace(run.config, SEED=seed)
+        with patch.object(sapo, "answer_questions", return_value=[]) as answer:
+            sapo.sample_answers(run)
+        questions += answer.call_args.args[2]
+    return questions
+
+
+def in_prompts(run, total: int) -> list:
+    """The solved example in the prompt of each question of training."""
+    run.codec.num_shots = 1
+    examples = []
+    for question in in_training(run, total):
+        prompt = "".join(run.codec.encode_prompt(question))
+        example, rest = prompt.split("\n<answer>")
+        assert rest.endswith(f"</answer>\n\n{question.text}\n")
+        examples.append(SimpleNamespace(task=question.task, text=example))
+    return examples
+
+
+WAYS = (in_training, held_out, in_samples, in_prompts)
+MIXTURES = {"paper": grpo.PAPER_TASKS, "tiny": grpo.TINY_TASKS}
+
+
+@functools.cache
+def asked(way, *tasks: str) -> dict[str, list[str]]:
+    """{task: the questions that it was asked in a mixture of these tasks}."""
+    texts = {}
+    for question in way(make_run(tasks, seed=1000), PER_TASK * len(tasks)):
+        texts.setdefault(question.task, []).append(question.text)
+    return texts
+
+
+@functools.cache
+def asked_alone(task: str) -> list[str]:
+    """Questions of a task that did not have to be chosen."""
+    return [question.text for question in in_training(make_run([task], seed=1), 3 * PER_TASK)]
+
+
+ONE_SEED = pytest.mark.xfail(strict=True, reason="one seed chooses the task and makes the question")
+
+
+@pytest.mark.parametrize("tasks", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize("way", [*(pytest.param(w, marks=ONE_SEED) for w in WAYS[:3]), WAYS[3]])
+def test_L3_in_a_mixture_each_tasks_questions_are_distributed_as_the_tasks_own(way, tasks):
+    found = Counter()
+    for task, texts in asked(way, *tasks).items():
+        samples = [(count_properties(each), len(each)) for each in (texts, asked_alone(task))]
+        (ours, total), (theirs, their_total) = samples
+        shares = {x: n / (total + their_total) for x, n in (ours + theirs).items()}
+        for counts in samples:
+            for name, nats in surprises(*counts, shares).items():
+                found[task, *name] += nats
+    assert_no_surprise(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_L3_in_a_mixture_each_line_of_ones_own_file_is_asked_equally_often(way, tmp_path):
+    all_lines = {f"What is {i} + {i}?" for i in range(20)}
+    rows = [json.dumps({"question": line, "answer": "1"}) for line in sorted(all_lines)]
+    (tmp_path / "mine.jsonl").write_text("\n".join(rows))
+
+    # Two lines are held out: an evaluation asks these, and nothing else does.
+    tasks = (*grpo.TINY_TASKS, f"file:{tmp_path}/mine.jsonl")
+    (own,) = make_run(tasks[-1:], seed=1).config.tasks
+    lines = {*asked(in_training, *tasks)[own]}
+    assert len(lines) == 18
+    if way is held_out:
+        lines = all_lines - lines
+
+    texts = asked(way, *tasks)[own]
+    assert {*texts} == lines
+    assert_no_surprise(surprises(Counter(texts), len(texts), dict.fromkeys(lines, 1 / len(lines))))
+
+
+@pytest.mark.parametrize("tasks", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize("way", WAYS)
+def test_L3_each_task_of_a_mixture_is_asked_equally_often(way, tasks):
+    counts = {task: len(texts) for task, texts in asked(way, *tasks).items()}
+    chances = dict.fromkeys(tasks, 1 / len(tasks))
+    assert_no_surprise(surprises(counts, sum(counts.values()), chances))
+
+
+def test_L3_seeds_of_nodes_rounds_stages_and_purposes_never_coincide():
+    """Of 90,000 numbers below 2**52 two are equal by chance less than once in a million times."""
+    nodes = ("", "n", "n1", "n11", "1", "n_1")
+    rounds = (*range(120), *range(1110, 1140))
+    purposes = ("question", "generate", "external", "held-out", "sample")
+    config = make_config()
+    seeds = []
+    for node, round_, stage, purpose in itertools.product(nodes, rounds, range(4), purposes):
+        at = At(round_, stage)
+        seeds += [sapo.derive_seed(config, node, at, purpose, i) for i in (0, 1, 2, 10, 11)]
+    assert len(seeds) == len({*seeds}) == 90_000
+
+    # What is asked: an evaluation alone has held-out seeds.
+    for way in WAYS[:3]:
+        seeds = {question.seed for question in way(make_run(["small_gcd"], seed=1), 400)}
+        assert len(seeds) == 400
+        assert {seed in grpo.HELD_OUT_SEEDS for seed in seeds} == {way is held_out}
+
+
+# -------- Peers' groups, and tokens ---------------------------------------------------------------
+
+
+def test_L4_each_group_of_the_peers_is_drawn_equally_often(tmp_path):
+    """Six groups of three peers, with unequal rewards: in each round each of 24 nodes draws three.
+    The nodes ask nothing themselves, so there are no other groups."""
+    tasks = ("small_products", "small_gcd", "small_lcm")
+    for round_, (number, peer) in itertools.product(range(20), enumerate("abc", start=1)):
+        groups = []
+        for right, task in enumerate(tasks[:number], start=1):
+            groups.append(group_by_hand(1000 * round_ + 10 * number + right, task, right))
+        write_peer(tmp_path, "default", peer, groups, round_)
+
+    settings = {
+        "NODE_ID": "n", "LOCAL_NODES": 24, "MAX_ROUNDS": 20, "TASKS": ",".join(tasks),
+        "NUM_TRAIN_SAMPLES": 0, "NUM_TRANSPLANT_TREES": 3, "ROLLOUT_MAX_AGE": 0,
+        "FETCH_MAX_PEERS": 100, "FETCH_TIMEOUT_SECONDS": 0, "CHECKPOINT_INTERVAL": 100,
+    }  # fmt: skip
+    assert run(tmp_path, settings) == 0
+    rows = [row for node in range(24) for row in read_log(tmp_path, f"n_{node}")]
+    drawn = Counter((peer, task) for row in rows for peer, task in row["teachers"])
+    assert len(drawn) == 6
+    assert_no_surprise(surprises(drawn, 24 * 20, dict.fromkeys(drawn, 3 / 6)))
+
+
+def test_L4_each_peer_is_chosen_equally_often():
+    """Three of twelve peers, by each of twenty nodes, in rounds that are far apart."""
+    peers = [f"peer_{i}" for i in range(12)]
+    run = SimpleNamespace(config=make_config(FETCH_MAX_PEERS=3))
+    nodes = [SimpleNamespace(id=f"n{i}") for i in range(20)]
+    chosen = Counter()
+    for node, round_ in itertools.product(nodes, range(0, 5000, 50)):
+        chosen.update(sapo.choose_peers(run, node, At(round_), [node.id, *peers]))
+    assert_no_surprise(surprises(chosen, 20 * 100, dict.fromkeys(peers, 3 / 12)))
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_L2_sampled_tokens_follow_the_softmax_at_the_temperature(temperature):
+    """The first token, and the second after each first one, beside the model's own probabilities.
+    A wrong temperature moves each token a little, and the likely ones all to one side: at 0.7 an
+    error of 5% is found."""
+    model = small_gpt2()
+    config = update_settings(MAX_NEW_TOKENS=2, TEMPERATURE=temperature)
+    (completions,) = our_generate(model, [[3, 1, 4]], 100_000, config, 7, eos_ids={2})
+    next_tokens = {}
+    for ids in completions:
+        assert len(ids) == 2 or ids == [2]
+        for i, token in enumerate(ids):
+            next_tokens.setdefault(tuple(ids[:i]), []).append(token)
+
+    found = Counter()
+    for beginning, tokens in next_tokens.items():
+        with torch.no_grad():
+            logits = model(torch.tensor([[3, 1, 4, *beginning]])).logits[0, -1].double()
+        chances, order = torch.softmax(logits / temperature, -1).sort(descending=True)
+        counts = torch.tensor(tokens).bincount(minlength=23)[order]
+
+        # Each token, and the one, two, three … likeliest ones together.
+        tokens_each = (counts, chances)
+        tokens_together = (counts.cumsum(0)[:-1], chances.cumsum(0)[:-1])
+        for name, pair in (("token", tokens_each), ("likeliest", tokens_together)):
+            seen, expected = (dict(enumerate(values.tolist())) for values in pair)
+            for rank, nats in surprises(seen, len(tokens), expected).items():
+                found[beginning, name, rank] = nats
+    assert_no_surprise(found)

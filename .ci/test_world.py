@@ -1,0 +1,1057 @@
+"""Invariants of folder and swarm (S, F, L4 to L6, X), over random schedules in a simulated world.
+
+    pytest .ci/test_world.py -k "random and [17]"      one schedule again, by its seed
+    SEEDS=2000 pytest .ci/test_world.py -k random      a longer run
+    NODES="4 16 64 256" pytest -s .ci/test_world.py -k many      calls of a round, as a table
+
+A schedule is a swarm, its processes, and what happens to them: plain values, all from one seed. While
+it runs, `Oracle` sees each change of the folder and each update, and after it what is left. A
+schedule that fails is shrunk, fault by fault, and printed. The program is known by `sapo.main`, the
+names and keys of the folder, exit statuses and the seams of world.py. Below stand scenarios that
+chance hardly reaches.
+"""
+
+import errno
+import functools
+import itertools
+import json
+import os
+import random
+import re
+import tempfile
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import grpo
+from world import REAL, World, question
+
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+EVERY = int(os.environ.get("EVERY", 4))  # of the calls of a lone process
+NUM_SEEDS = int(os.environ.get("SEEDS", 150))
+# Calls for own files: of a start and an end, for each node, of a stage or the end of a round, and of
+# a second's signs of life.
+CALLS = 100, 60, 16, 0.5
+TASK = "small_count_bits"
+BASE = {
+    "MODEL_NAME": "tiny", "DEVICE": "cpu", "TASKS": TASK, "WARM_START_STEPS": 0, "MAX_ROUNDS": 6,
+    "NUM_TRAIN_SAMPLES": 2, "NUM_TRANSPLANT_TREES": 2, "NUM_GENERATIONS": 3, "MAX_STAGES": 1,
+    "EXTERNAL_FILTER": False, "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 30,
+    "ROLLOUT_PUBLISH_FREQUENCY": "stage", "ROLLOUT_MAX_AGE": 2, "STALE_AFTER_SECONDS": 40,
+    "ROLLOUT_CLEANUP_ENABLED": False, "ROLLOUT_KEEP_LAST_N_ROUNDS": 1, "ROLLOUT_ARCHIVE_OLD": False,
+    "ROUND_ADVANCE": "hybrid", "COORDINATOR_ROUND_INTERVAL": 60, "NUM_WORKERS": 0,
+    "FETCH_MAX_PEERS": 10,
+}  # fmt: skip
+
+
+# -------- Schedules ---------------------------------------------------------------------------------
+
+
+def random_schedule(seed: int) -> dict:
+    """{"seed", "swarm": settings of all, "delays": of listings, "processes": [(name, starts after,
+    seconds a step, error of its clock, settings)], "faults": [(name, before which call, kind, …)]}."""
+    rng = random.Random(seed)
+    pick = rng.choice
+    swarm = BASE | {
+        "MAX_ROUNDS": pick([3, 5, 8]),
+        "MAX_STAGES": pick([1, 1, 1, 2]),
+        "ROLLOUT_PUBLISH_FREQUENCY": pick(["stage", "stage", "round"]),
+        "NUM_TRAIN_SAMPLES": pick([1, 2, 3]),
+        "NUM_TRANSPLANT_TREES": pick([0, 2, 2, 4]),
+        "EXTERNAL_FILTER": pick([False, False, True]),
+        "CHECKPOINT_INTERVAL": pick([1, 2, 3, 100]),
+        "FETCH_TIMEOUT_SECONDS": pick([2, 30, 100]),
+        "ROLLOUT_MAX_AGE": pick([0, 1, 2]),
+        "ROLLOUT_CLEANUP_ENABLED": pick([False, True]),
+        "ROLLOUT_ARCHIVE_OLD": pick([False, True]),
+        "ROUND_ADVANCE": pick(["time", "completion", "hybrid"]),
+        "COORDINATOR_ROUND_INTERVAL": pick([5, 60]),
+        "WARM_START_STEPS": pick([0, 0, 0, 3]),
+    }
+    num_workers = pick([1, 1, 2, 2, 3, 3, 4, 6])
+    swarm["NUM_WORKERS"] = pick([0, 0, num_workers])
+    processes = []
+    for i in range(num_workers):
+        settings = {"LOCAL_NODES": pick([1, 1, 1, 2, 3])}
+        late = pick([0, 0, 1, 60]) * rng.random() * (i > 0)
+        error = pick([0, 0, 0, 12, -12])
+        processes.append((f"w{i}", late, pick([0.1, 0.3, 2.0, 6.0, 20.0]), error, settings))
+    if num_workers > 1 and rng.random() < 0.5:
+        processes.append(("coordinator", pick([0, 0, 30]), 0.1, 0, {}))
+    # Names show late. FAULT: one that never shows stops a swarm that advances by completion.
+    never = 1e9 * (rng.random() < 0.3 and swarm["ROUND_ADVANCE"] != "completion")
+    delays = pick([[0.0]] * 5 + [[0.0, 1.0, 5.0, 20.0, never]])
+
+    faults = []
+    for _ in range(pick([0, 1, 1, 2, 3, 5, 8])):
+        name = pick(processes)[0]
+        call = 1 + int(rng.random() ** 1.5 * (60 + 50 * swarm["MAX_ROUNDS"]))
+        restart = pick([0.1, 5, 60] + [None] * (name != "w0" and call > 100))
+        fault = pick([
+            ("kill", restart), ("kill", restart), ("kill", restart), ("stop", restart),
+            ("suspend", pick([3, 50, 200])), ("error", "before"), ("error", "after"),
+            ("outage", pick([0.3, 3, 30])), ("outage", pick([0.3, 3, 30]), True),
+            ("twin", pick([0.3, 6.0])), ("stranger",), ("stranger",),
+        ])  # fmt: skip
+        faults.append((name, call, *fault))
+    return dict(seed=seed, swarm=swarm, delays=delays, processes=processes, faults=faults)
+
+
+def run_schedule(schedule: dict, drive: Path) -> "Oracle":
+    """Run it to its end, and check all that is left."""
+    world = World(drive, schedule["seed"])
+    world.delays = schedule["delays"]
+    oracle = Oracle(world, schedule["swarm"])
+    kinds = [kind for _, _, kind, *_ in schedule["faults"]]
+    oracle.is_alone = len(schedule["processes"]) == 1 and "stranger" not in kinds
+    for name, late, step_seconds, clock_error, settings in schedule["processes"]:
+        process = world.process(name, step_seconds, clock_error, **oracle.swarm | settings)
+        faults = [fault for fault in schedule["faults"] if fault[0] == name]
+        process.faults = {call: what for _, call, *what in faults}
+        world.at(late, process.start)
+    slowest = max(process.step_seconds * len(process.nodes) for process in world.processes)
+    pause = 2.5 * slowest + oracle.swarm["FETCH_TIMEOUT_SECONDS"] + 65
+    with world.patched():
+        world.run(seconds=1000 + 400 * len(schedule["faults"]) + 2 * pause * 9)
+        oracle.check()
+    return oracle
+
+
+# -------- The oracle --------------------------------------------------------------------------------
+
+STAGE_FILE = r"nodes/([^/]+)/(rollouts|rewards)/round_(\d{6})\.stage_(\d+)\.json"
+MARKER = r"board/(open|rollouts|rewards|checkpoint)\.(.+)\.(\d{6})\.(\d+)"
+
+
+def round_of(path: Path) -> int:
+    """round_000012.stage_0.json -> 12"""
+    return int(path.name[6:12])
+
+
+@dataclass(frozen=True)
+class Past:
+    """What weights have been trained on. Two nodes never have the same."""
+
+    round: int = -1
+    node: str | None = None
+    used: frozenset = frozenset()
+
+
+class Oracle:
+    """Sees a world, and names each violation when it happens."""
+
+    def __init__(self, world, swarm: dict):
+        self.world, self.swarm, self.run = world, swarm, world.run
+        self.dir = world.drive / "experiments/default"
+        world.observe, world.trained, world.ended = self.change, self.update, self.end
+        world.stranger = self.stranger
+        self.is_alone, self.numbers = False, itertools.count()
+
+        # Paths: their writers, the bytes of what is published, what retention took, and what others
+        # have put there.
+        self.writers, self.published, self.removed, self.planted = {}, {}, set(), set()
+        self.files = defaultdict(dict)  # (node, kind) -> {(round, stage): contents}
+        self.moves = []  # when a name on the board has changed
+
+        # Groups, by task and seed: who has asked when, the answers, those that nobody may train on.
+        self.groups, self.responses, self.bad = {}, {}, set()
+        self.pasts, self.last = {}, {}  # weights -> Past, and node -> its latest weights
+
+        # Processes: their last sign of life; the round they are in and the number of groups then;
+        # calls when they entered each; updates since they started, and since a newer one came.
+        self.signs, self.entered, self.calls_at = {}, {}, defaultdict(dict)
+        self.num_updates, self.late_updates = Counter(), Counter()
+        # Names: round of the newest checkpoint, plus 1; the newest session, and whose it is.
+        self.saved, self.session, self.newest = Counter(), {}, {}
+
+    def require(self, condition, text: str) -> None:
+        if not condition:
+            self.world.fail(f"{self.world.now - 1e9:.2f} s: {text}")
+
+    # -------- For scenarios ---------------------------------------------------------------------------
+
+    def start(self, name="n", step_seconds=0.3, clock_error=0.0, **settings):
+        settings = {**self.swarm, **settings}
+        return self.world.process(name, step_seconds, clock_error, **settings).start()
+
+    def check(self) -> None:
+        """Check what is left when all have ended."""
+        self.world.tell(self.check_what_is_left)
+        assert not self.world.violations, "\n".join(self.world.violations)
+
+    def wait(self, seconds: float) -> None:
+        end = self.world.now + seconds
+        self.world.run(lambda: self.world.now >= end)
+
+    def opened(self, name="*") -> int:
+        """The newest round that a node, or any, has entered."""
+        markers = (self.dir / "board").glob(f"open.{name}.*")
+        return max((int(path.name.split(".")[-2]) for path in markers), default=-1)
+
+    def contents(self) -> dict:
+        files = self.world.drive.rglob("*")
+        return {str(path): path.read_bytes() for path in files if path.is_file()}
+
+    def rows(self, node: str, log="metrics") -> list:
+        lines = (self.dir / f"nodes/{node}/logs/{log}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def rounds(self, node: str, kind="rewards") -> list:
+        """Rounds of which a node has published files."""
+        return sorted({round_ for round_, _ in self.files[node, kind]})
+
+    def waits(self, process) -> dict:
+        """round -> how long its nodes have waited in it"""
+        waits = Counter()
+        for row in itertools.chain(*map(self.rows, process.nodes)):
+            waits[row["round"]] += row["wait_seconds"]
+        return waits
+
+    # -------- Each change of the folder -----------------------------------------------------------
+
+    def change(self, process, name: str, path: str, target: str) -> None:
+        # FAULT: two that take the place of a killed maker may both write config.json. One that was
+        # suspended meanwhile does so when others have registered (seed 8).
+        if target.endswith("/config.json") and (not self.published or process.struck):
+            self.published.pop(target, None)
+            return
+        for each in {path, target}:
+            writer = self.writers.setdefault(each, process.name)
+            self.require(writer == process.name, f"F1: {each} of {writer}, {name}: {process.name}")
+        inside = os.path.relpath(target, self.dir)
+        if name == "open":
+            is_temporary = os.path.basename(path).startswith(".new-")
+            self.require(is_temporary or "/logs/" in inside, f"F1: {inside} is written in place")
+        elif path in self.published:
+            self.retire(process, path, target)
+        elif name in ("replace", "rename"):
+            self.arrive(process, inside, target)
+
+    def arrive(self, process, inside: str, path: str) -> None:
+        """A file comes under its final name."""
+        if file := re.fullmatch(STAGE_FILE, inside):
+            node, kind, *at = file.groups()
+            self.publish(process, path, node, kind, *map(int, at))
+        elif inside.startswith("board/session."):
+            for each in (path, str(self.dir / "config.json")):
+                self.publish(process, each)
+            if inside[-22:] > self.session.get(process.name, ""):
+                self.session[process.name], self.newest[process.name] = inside[-22:], process
+        elif marker := re.fullmatch(MARKER, inside):
+            kind, node, round_, stage = marker.groups()
+            if kind == "open":
+                self.entered[process] = int(round_), len(self.groups)
+                self.calls_at[process][int(round_)] = process.num_calls
+            elif kind == "checkpoint":  # of the process, in the folder of its first node
+                folder = self.dir / f"nodes/{process.nodes[0]}/checkpoints"
+                is_there = any(folder.glob(f"round_{round_}.*"))
+                self.require(is_there, f"F1: {inside} without its file")
+            else:
+                is_there = (int(round_), int(stage)) in self.files[node, kind]
+                self.require(is_there, f"F1: {inside} without its file")
+        elif inside == "config.json":
+            self.publish(process, path)
+
+        # Markers and heartbeats are signs of life.
+        if inside.startswith("board/") or inside.endswith("heartbeat.json"):
+            silence = self.world.now - self.signs.get(process, self.world.now)
+            is_early = silence < self.swarm["STALE_AFTER_SECONDS"] / 2 or process.struck
+            self.require(is_early, f"S2: {process.name} was silent for {silence:.0f} s")
+            self.signs[process] = self.world.now
+            self.moves += [self.world.now] * inside.startswith("board/")
+
+    def publish(self, process, path, node=None, kind=None, round_=0, stage=0) -> None:
+        """What is published stays as it is."""
+        data = Path(path).read_bytes()
+        before = self.published.setdefault(path, data)
+        content = json.loads(data)
+        is_same = before == data
+        if len(self.namesakes(process)) > 1 and kind:
+            # Two of one name that work on the same stage may both write what both have made (or what
+            # the newer one has retired meanwhile).
+            is_same = {**json.loads(before), "timestamp": 0} == {**content, "timestamp": 0}
+            is_same |= path in self.removed
+        self.require(is_same, f"F1: {path} has changed")
+        if not kind:
+            return
+
+        for each in self.world.processes:
+            each.calls["open", path] = 0  # who has looked for it too early looks again
+        self.removed.discard(path)
+        self.files[node, kind].setdefault((round_, stage), json.loads(before))
+        is_right = (content["round"], content["stage"]) == (round_, stage) and node in process.nodes
+        self.require(is_right, f"F1: {path} of {process.name} says {content['round']}")
+        for group in content["rollouts"].values() if kind == "rollouts" else ():
+            at, id = (node, round_, stage), (group["task"], group["seed"])
+            known = self.groups.setdefault(id, at)
+            self.responses[id] = [completion["response"] for completion in group["completions"]]
+            self.require(known[:2] == at[:2], f"L5: {at} asks what {known} has asked")
+
+    def retire(self, process, path: str, target: str) -> None:
+        """Something that is published is moved or deleted: old rollouts may be, by their node."""
+        node, kind, round_, _ = re.search(f"{STAGE_FILE}|$", path).groups()
+        is_asked = self.swarm["ROLLOUT_CLEANUP_ENABLED"] and kind == "rollouts"
+        is_old = is_asked and int(round_) < self.oldest_kept(self.entered[process][0])
+        archive = f"{self.world.drive}/archives/default/{node}/"
+        goal = archive if self.swarm["ROLLOUT_ARCHIVE_OLD"] else os.path.dirname(path)
+        is_right = is_old and target.startswith(goal)
+        self.require(is_right, f"F5: {path} moved to {target} by {process.name}")
+        self.removed.add(path)
+
+    def oldest_kept(self, t: int) -> int:
+        needed = self.swarm["CHECKPOINT_INTERVAL"] + self.swarm["ROLLOUT_MAX_AGE"]
+        return t + 1 - max(needed, self.swarm["ROLLOUT_KEEP_LAST_N_ROUNDS"])
+
+    def namesakes(self, process) -> list:
+        """All processes of its name, with itself."""
+        return [each for each in self.world.processes if each.name == process.name]
+
+    # -------- Each update -------------------------------------------------------------------------
+
+    def update(self, process, before: bytes, after: bytes, groups: list) -> None:
+        t, num_seen = self.entered[process]
+        if not self.pasts:
+            self.pasts[before] = Past()
+        past = self.pasts.get(before)
+        if past is None:
+            return self.require(False, f"F3, L6: {process.name} has weights that nobody ever had")
+
+        # One that is superseded finishes its round at most.
+        is_newest = self.newest[process.name] is process
+        self.late_updates[process] += not is_newest
+        at_most = len(process.nodes) * self.swarm["MAX_STAGES"]
+        self.require(self.late_updates[process] <= at_most, f"S4: two of {process.name} train")
+
+        # It goes on from its newest checkpoint; alone, with the next round.
+        self.num_updates[process] += 1
+        if self.num_updates[process] <= len(process.nodes) and "twin" not in process.struck:
+            saved = self.saved[process.name] - 1
+            self.require(past.round == saved, f"F3: {process.name} at {past.round}, not {saved}")
+        follows = past.round <= t and (past.round + 1 >= t or not self.is_alone)
+        self.require(follows, f"F3: {process.name} goes on with {t} after {past.round}")
+
+        # Its own groups are those that it has published.
+        own = [id for id, _, is_own in groups if is_own]
+        files = [self.groups.get(id) for id in own]
+        node = next((file[0] for file in files if file), past.node)
+        if self.swarm["ROLLOUT_PUBLISH_FREQUENCY"] == "stage" and own:
+            is_right = len({*files}) == 1 and None not in files and files[0][:2] == (node, t)
+            self.require(is_right and node in process.nodes, f"S: {process.name} trains on {files}")
+        self.require(len(own) <= self.swarm["NUM_TRAIN_SAMPLES"], "L4: more than I own groups")
+
+        external = [(id, rewards) for id, rewards, is_own in groups if not is_own]
+        self.check_external(process, node, t, past, external, num_seen)
+        self.pasts[after] = Past(t, node, past.used | {id for id, _ in external})
+        if is_newest:
+            self.last[node] = after
+
+    def check_external(self, process, node, t: int, past: Past, external, num_seen: int) -> None:
+        swarm = self.swarm
+        ids = [id for id, _ in external]
+        self.require(not past.used & {*ids}, f"L4: {node} trains twice on a group")
+        self.require(len({*ids}) == len(ids) <= swarm["NUM_TRANSPLANT_TREES"], f"L4: J, {ids}")
+        cap = swarm["NUM_TRAIN_SAMPLES"] or swarm["NUM_TRANSPLANT_TREES"]
+        of_peer = Counter()
+        for id, rewards in external:
+            peer, round_, _ = self.groups.get(id, (None, 0, 0))
+            is_right = peer not in (None, node) and 0 <= t - round_ <= swarm["ROLLOUT_MAX_AGE"]
+            self.require(is_right, f"L4: {node} in {t} trains on a group of {peer}, {round_}")
+            self.require(id not in self.bad, f"L4, X4: {node} trains on a stranger's {id}")
+            answer = f"<answer>{question(*id)[1]}</answer>"
+            truth = [float(text == answer) for text in self.responses.get(id, ())]
+            self.require(rewards == truth, f"X4: {rewards} of {peer}, not {truth}")
+            is_informative = len({*rewards}) > 1 or not swarm["EXTERNAL_FILTER"]
+            self.require(is_informative, f"L4: {node} trains on a flat group of {peer}")
+            of_peer[peer, round_] += 1
+        self.require(max(of_peer.values(), default=0) <= cap, f"L4: too much of a peer, {of_peer}")
+
+        # No place stays free while there are older groups.
+        found = Counter()
+        for id, (peer, round_, _) in [*self.groups.items()][:num_seen]:
+            is_old = 1 <= t - round_ <= swarm["ROLLOUT_MAX_AGE"]
+            if peer not in (node, "evil") and is_old and id not in past.used:
+                found[peer, round_] += 1
+        is_due = node and not swarm["EXTERNAL_FILTER"] and self.world.delays == [0.0]
+        if is_due and not {"error", "outage"} & {*process.struck}:
+            available = sum(min(cap, number) for number in found.values())
+            wanted = min(available, swarm["NUM_TRANSPLANT_TREES"])
+            self.require(len(ids) >= wanted, f"L4: {node} in {t} has {len(ids)} of {wanted} groups")
+
+    # -------- Each end ----------------------------------------------------------------------------
+
+    def end(self, process) -> None:
+        status, struck, name = process.status, {*process.struck}, process.name
+        has_twin = any("twin" in each.struck for each in self.namesakes(process))
+        expected = {-9: "kill" in struck, 130: "stop" in struck, 3: has_twin, 0: True}
+        is_expected = expected.get(status, False) or status in process.may_end
+        self.require(is_expected, f"{name} has status {status}: {process.output[-1500:]}")
+
+        # Who ends in order says so and has saved its last round. (An outage needs no goodbye, the
+        # second signal exits at once, and an older one of the name still beats while it is in a step.)
+        files = self.dir.glob(f"nodes/{process.nodes[0]}/checkpoints/round_??????.safetensors")
+        self.saved[name] = max(map(round_of, files), default=-1) + 1
+        is_hasty = {"error", "outage"} & struck or process.struck.count("stop") > 1
+        is_last = all(each.name != name for each in self.world.running)
+        has_registered = process in self.signs and self.newest[name] is process
+        if has_registered and is_last and (status == 0 or status == 130 and not is_hasty):
+            for node in process.nodes:
+                heartbeat = json.loads((self.dir / f"nodes/{node}/heartbeat.json").read_bytes())
+                is_right = heartbeat["state"] == ("stopped" if status else "done")
+                self.require(is_right, f"{node} says {heartbeat}")
+            if self.num_updates[process]:
+                t = self.entered[process][0]
+                self.require(self.saved[name] == t + 1, f"S5: {name} has not saved round {t}")
+        self.num_updates[process] = 0
+        self.signs.pop(process, None)
+
+    def check_what_is_left(self) -> None:
+        finished = [process for process in self.world.processes if process.status == 0]
+        for path, data in self.published.items():
+            is_there = path in self.removed or Path(path).read_bytes() == data
+            self.require(is_there, f"F1: {path} has changed")
+        for path in self.planted:
+            is_there = path.exists() and path.read_text() == "mine"
+            self.require(is_there, f"F5: {path} is gone")
+        hidden = {*self.world.drive.rglob(".*")} - self.planted
+        owners = {self.writers[str(path)] for path in hidden}
+        lone = {each.name for each in finished if len(self.namesakes(each)) == 1}
+        self.require(not owners & lone, f"F3: unfinished files: {hidden}")
+        if self.swarm["WARM_START_STEPS"]:
+            files = os.listdir(self.world.drive / "warmstart")
+            self.require(len(files) == 1, f"L6: warm starts {files}")
+        for process in finished:
+            for node in process.nodes if process.name != "coordinator" else ():
+                self.check_node(process, node)
+        self.check_pace()
+
+    def check_node(self, process, node: str) -> None:
+        """A node that has done all its rounds."""
+        swarm, struck = self.swarm, {*process.struck}
+        last = swarm["MAX_ROUNDS"] - 1
+        twins, worked = self.namesakes(process), self.rounds(node)
+        self.require(worked and worked[-1] == last, f"S1: {node} ends with {worked}")
+
+        # Each reward counts once. (A newer process of the name does not know what the older one
+        # submits after it has come.)
+        rows = sorted(self.rows(node), key=lambda row: (row["round"], row["stage"]))
+        rewards = self.files[node, "rewards"]
+        paid = sum(row["reward"] or 0.0 for row in rewards.values())
+        total = rows[-1]["total_reward"]
+        is_right = abs(total - paid) < 1e-6 or (len(twins) > 1 and total < paid)
+        self.require(is_right, f"F3: {node} has {total}, not {paid}")
+
+        # Each stage has its row, but perhaps one that was killed.
+        stages = {(row["round"], row["stage"]) for row in rows}
+        lost = len(rewards) - len(stages)
+        num_kills = sum(each.struck.count("kill") for each in twins)
+        self.require(0 <= lost <= num_kills * swarm["MAX_STAGES"], f"{node}: log")
+        is_once = len(rows) == len(stages) or "kill" in struck or len(twins) > 1
+        self.require(is_once, f"F2: {node} has a row twice")
+
+        # Rounds that it has missed are named. An outage begins and is over.
+        events = self.rows(process.nodes[0], "training_events")
+        numbers = [{*map(int, re.findall(r"\b\d+\b", row["text"]))} for row in events]
+        missed = {*range(last)} - {*worked}
+        if not self.is_alone and "kill" not in struck:
+            first = [t for t in missed if t - 1 not in missed]
+            is_named = all(any(t in each for each in numbers) for t in first)
+            self.require(is_named, f"S2: {node} has missed {missed} and says {events}")
+        kinds = [row["event"] for row in events if row["event"].startswith("outage")]
+        is_right = kinds == ["outage", "outage over"] * (len(kinds) // 2)
+        self.require(is_right or not {"kill", "stop", "twin"}.isdisjoint(struck), f"F2: {kinds}")
+
+        # Retention: what is old is gone, or archived.
+        archived = sorted(map(round_of, self.world.drive.glob(f"archives/default/{node}/*")))
+        there = (self.dir / f"nodes/{node}/rollouts").iterdir()
+        there = sorted(map(round_of, {*there} - self.planted))
+        everything = sorted(round_ for round_, _ in self.files[node, "rollouts"])
+        oldest = self.oldest_kept(last) if swarm["ROLLOUT_CLEANUP_ENABLED"] else 0
+        if {"kill", "outage", "error"} & struck and there:
+            # FAULT: who dies between its last checkpoint and its retention, or meets an error in
+            # the latter, leaves one round more.
+            oldest -= there[0] == oldest - 1
+        if len(twins) > 1:  # the older one's last round may come after retention
+            there = [t for t in there if t >= oldest]
+        kept = [t for t in everything if t >= oldest]
+        old = [t for t in everything if t < oldest and swarm["ROLLOUT_ARCHIVE_OLD"]]
+        self.require((there, archived) == (kept, old), f"F5: {node} has {there}, {archived}")
+
+        # Its newest checkpoint and its model are there.
+        folder = self.dir / f"nodes/{node}"
+        if node == process.nodes[0]:
+            saved = sorted(map(round_of, (folder / "checkpoints").iterdir()))
+            self.require(saved[-1] == last, f"F3: checkpoints {saved}")
+            self.require(len(saved) <= 1 + len(process.statuses), f"F5: checkpoints {saved}")
+        self.require((folder / "model/model.safetensors").exists(), f"U8: {node}")
+
+    def results(self) -> dict:
+        """What a lone process leaves and a repeated one makes again: files without times, and the
+        weights and moments of each node."""
+        found = dict(self.last)
+        for at, files in self.files.items():
+            for stage, row in files.items():
+                names = [name for name in row if not re.search("seconds|time", name)]
+                found[at, stage] = {name: row[name] for name in names}
+        return found
+
+    def check_pace(self) -> None:
+        """Nobody waits too long or is left behind, and nobody asks the folder too often."""
+        swarm, everybody = self.swarm, self.world.processes
+        workers = [process for process in everybody if process.name != "coordinator"]
+        troubled = {kind for process in everybody for kind in process.struck}
+        if "outage" in troubled or self.world.delays != [0.0]:
+            return
+        num_nodes = sum(len(process.nodes) for process in workers)
+        slowest = max(2 * process.step_seconds * len(process.nodes) for process in everybody)
+        patience = swarm["FETCH_TIMEOUT_SECONDS"]
+        is_led = len(workers) < len(everybody)
+        if is_led and swarm["ROUND_ADVANCE"] != "completion":
+            patience = min(patience, swarm["COORDINATOR_ROUND_INTERVAL"])
+        for process in workers:
+            if process.status != 0 or process.struck:
+                continue
+            waits = self.waits(process)
+            limit = swarm["FETCH_TIMEOUT_SECONDS"] + 10
+            self.require(max(waits.values()) < limit, f"S3: {process.name} waits {waits}")
+            if not troubled:
+                self.check_calls(process)
+
+            # Where the rounds of the slowest take less time than others wait, nobody is left behind
+            # once it has worked on a round. (Who comes late is waited for once.) Without any trouble
+            # all peers' groups are of that round.
+            rounds = self.rounds(process.nodes[0])
+            share = 0.7 if is_led or rounds[0] == 0 else 0.6
+            is_kept = swarm["MAX_STAGES"] * slowest < share * patience and num_nodes <= 10
+            if is_kept and swarm["NUM_TRANSPLANT_TREES"]:
+                missed = {*range(rounds[:2][-1], rounds[-1])} - {*rounds}
+                self.require(not missed, f"S1: {process.name} has missed {missed} of {rounds}")
+                if not troubled and all(0 in self.rounds(each.nodes[0]) for each in workers):
+                    self.check_ages(process, num_nodes)
+
+    def check_ages(self, process, num_nodes: int) -> None:
+        """After the first round each draw is of that very round, as far as there are groups."""
+        swarm = self.swarm
+        wanted = min(swarm["NUM_TRANSPLANT_TREES"], swarm["NUM_TRAIN_SAMPLES"] * (num_nodes - 1))
+        if swarm["EXTERNAL_FILTER"] or swarm["ROLLOUT_PUBLISH_FREQUENCY"] == "round":
+            return
+        for row in itertools.chain(*map(self.rows, process.nodes)):
+            is_right = row["round"] == 0 or row["external_ages"].count(0) == wanted
+            self.require(is_right, f"S1: {process.name}, {row['round']}: {row['external_ages']}")
+
+    def check_calls(self, process) -> None:
+        """What a worker asks of the folder."""
+        num_nodes, began, ended = len(process.nodes), process.began_at, process.ended_at
+        rounds = len(self.rounds(process.nodes[0]))
+        stages = rounds * self.swarm["MAX_STAGES"] * num_nodes
+        read, asked, looks, own = Counter(), 0, 0, 0
+        for (name, path), number in process.calls.items():
+            is_own = any(f"/nodes/{node}/" in path for node in process.nodes)
+            if not is_own and (file := re.search(STAGE_FILE, path)):
+                is_once = number <= 1 or path not in self.published or path in self.removed
+                self.require(is_once, f"S3: {path} is read {number} times")
+                read[file[3], file[4]] += number > 0
+            elif not is_own and path.endswith("/heartbeat.json"):
+                asked += number
+            elif path.endswith("/board"):
+                looks += number * (name == "listdir")
+            else:
+                own += number
+
+        # Pauses last 20 ms to 2 s, or a tenth of the time in which nothing has changed.
+        pauses, moves = 0, [t for t in self.moves if began < t < ended]
+        for begin, end in itertools.pairwise([began, *moves, ended]):
+            waited = 0.0
+            while waited < end - begin:
+                waited += max(0.02, min(2.0, waited / 10))
+                pauses += 1
+
+        # A look after each pause, as a round is entered, before groups are drawn and before a reward
+        # is submitted; with each a question whether somebody is alive (whether all are, until they
+        # have come). Of a round the files of FETCH_MAX_PEERS. For each stage two files, each with a
+        # look before, a temporary name and a marker, and logs; then heartbeats, checkpoints, and
+        # what each start and end needs.
+        num_peers = self.swarm["FETCH_MAX_PEERS"]
+        start, of_node, of_stage, of_second = CALLS
+        of_node += (ended - began) * of_second
+        limits = {
+            "pauses": (process.num_pauses, pauses),
+            "looks": (looks, 10 + 3 * (num_nodes + stages) + process.num_pauses),
+            "heartbeats": (asked, looks + num_peers + 3 * self.swarm["NUM_WORKERS"]),
+            "files": (max(read.values(), default=0), 2 * num_nodes * num_peers),
+            "own": (own, start + of_node * num_nodes + of_stage * (stages + rounds)),
+        }
+        for name, (number, limit) in limits.items():
+            self.require(number <= limit, f"S3: {process.name} {name}: {number}, not {limit}")
+
+    # -------- A stranger --------------------------------------------------------------------------
+
+    def stranger(self, process) -> None:
+        """A stranger, who knows the rules, registers as evil and publishes groups of which some are
+        sound. It claims a round more than it has published, and puts names that are not its own
+        beside the files of a node. (What else its files may hold: test_strangers.)"""
+        board, folder = self.dir / "board", self.dir / "nodes/evil/rollouts"
+        if not board.exists():
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        pick, number, t = self.world.rng.choice, next(self.numbers), max(self.opened(), 0)
+        session = f"{int(self.world.now * 1000):013d}-{number:08x}"
+        heartbeat = {"time": self.world.now, "session": session, "state": "running"}
+        for path in (board / f"session.evil.{session}", folder.parent / "heartbeat.json"):
+            path.write_text(pick([json.dumps(heartbeat), "[" * 9000, "\x1b]0;x\x07"]))
+
+        groups = {}
+        for i in range(8):
+            kind, start = pick([("sound", 10**9), ("held-out", 2**52), ("altered", 10**10)])
+            id = TASK, start + 100 * number + i
+            if kind == "sound":
+                self.groups[id] = ("evil", t, 0)
+            self.bad |= {id} - self.groups.keys()
+            texts = self.responses[id] = [f"<answer>{pick('1234')}</answer>" for _ in range(3)]
+            made = [{"response": text, "finished": True, "reward": 0.1} for text in texts]
+            prompt = question(*id)[0] + "x" * (kind == "altered")
+            group = {"task": TASK, "seed": id[1], "prompt": prompt, "answer": "1"}
+            groups[str(i)] = group | {"completions": made}
+        file = dict(format=1, peer_id="evil", round=t, stage=0, timestamp=1e9, rollouts=groups)
+        path = folder / f"round_{t:06d}.stage_0.json"
+        if not path.exists():
+            path.write_text(json.dumps(file))
+        for name in (f"evil.{t:06d}.0", f"evil.{t + 1:06d}.0", "w0.0000000001.0"):
+            (board / f"rollouts.{name}").touch()
+        if process.name != "coordinator":
+            self.plant(process.nodes[0], BESIDE)
+
+    def plant(self, node: str, names) -> None:
+        """Put something beside the files of a node, that must stay."""
+        for name in names:
+            path = self.dir / f"nodes/{node}" / name.replace("NODE", node)
+            if path.parent.exists():
+                path.write_text("mine")
+                self.planted.add(path)
+
+
+DIGITS = "0123456789abcdef"
+BESIDE = (
+    f"rollouts/.new-NODE-b-{DIGITS}", f"rollouts/.new-b-{DIGITS}", "rollouts/notes",
+    "rollouts/round_000000.stage_0.txt",
+)  # fmt: skip
+QUIET = {}  # a schedule without faults -> what it leaves
+
+
+def fails(schedule: dict) -> str:
+    """Why the schedule fails, "" if it does not. A lone process must repeat the undisturbed run."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        try:
+            oracle = run_schedule(schedule, Path(folder, "drive"))
+            if oracle.is_alone:
+                quiet = schedule | {"faults": []}
+                if str(quiet) not in QUIET:
+                    QUIET[str(quiet)] = run_schedule(quiet, Path(folder, "quiet")).results()
+                expected, found = QUIET[str(quiet)], oracle.results()
+                differ = [key for key in expected | found if expected.get(key) != found.get(key)]
+                assert not differ, f"F3, L5: {differ} differ from the undisturbed run"
+        except AssertionError as error:
+            return str(error) or "assert"
+    return ""
+
+
+def shrink(schedule: dict) -> dict:
+    """The same schedule without the faults and processes that its failure does not need."""
+    for name in ("faults", "processes"):
+        for each in [*schedule[name]]:
+            smaller = schedule | {name: [other for other in schedule[name] if other is not each]}
+            if smaller["processes"] and fails(smaller):
+                schedule = smaller
+    return schedule
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_random(seed):
+    schedule = random_schedule(seed)
+    if fails(schedule):
+        schedule = shrink(schedule)
+        pytest.fail(f"{fails(schedule)}\nto repeat it: fails({schedule})", pytrace=False)
+
+
+# -------- Scenarios that chance hardly reaches ------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_nodes, every, kind", [
+    (1, EVERY, ("kill", 0.1)), (2, 6 * EVERY, ("kill", 0.1)), (1, 4 * EVERY, ("error", "after")),
+    (2, 8 * EVERY, ("error", "before")), (1, 6 * EVERY, ("stop", 0.1)),
+])  # fmt: skip
+def test_F2_F3_S5_at_every_call_of_a_lone_process(num_nodes, every, kind):
+    """Of its start, a warm start, rounds, checkpoints, retention and the export."""
+    swarm = BASE | {"MAX_ROUNDS": 4, "CHECKPOINT_INTERVAL": 1, "ROLLOUT_MAX_AGE": 1,
+                    "WARM_START_STEPS": 3, "NUM_TRANSPLANT_TREES": 4}  # fmt: skip
+    swarm |= {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_ARCHIVE_OLD": num_nodes == 2}
+    processes = [("w0", 0, 0.3, 0, {"LOCAL_NODES": num_nodes})]
+    schedule = dict(seed=0, swarm=swarm, delays=[0.0], processes=processes, faults=[])
+    assert not fails(schedule)
+    for call in range(1, 240 * num_nodes, every):
+        why = fails(schedule | {"faults": [("w0", call, *kind)]})
+        assert not why, f"call {call}: {why}"
+
+
+@pytest.fixture
+def scene():
+    """The oracle of an empty world, in which a scenario starts processes itself."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        oracle = Oracle(World(Path(folder, "drive")), {**BASE})
+        with oracle.world.patched():
+            yield oracle
+
+
+def finish(scene, name="n", status=0, words="", **settings):
+    """Start a process and let it run to its end, which must have this status. One that is refused
+    has changed nothing."""
+    before = scene.contents()
+    process = scene.start(name, **settings)
+    process.may_end = {status}
+    scene.run(lambda: process.status is not None)
+    assert process.status == status and words in process.output, process.output
+    assert status != 2 or scene.contents() == before
+    return process
+
+
+@pytest.mark.parametrize("names, behind", [
+    ("w0 w1 w2", ""), ("w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "coordinator"),
+])  # fmt: skip
+def test_S1_workers_keep_together_with_or_without_a_coordinator(scene, names, behind):
+    """Also if a clock stands 200 s behind. Nobody waits for an interval."""
+    scene.swarm |= {"COORDINATOR_ROUND_INTERVAL": 600, "STALE_AFTER_SECONDS": 300, "NUM_WORKERS": 3}
+    for name in names.split():
+        scene.start(name, clock_error=-200.0 * (name == behind))
+    scene.run(seconds=60)
+    for process in scene.world.processes:
+        assert process.name == "coordinator" or scene.rounds(process.name) == [*range(6)]
+    scene.check()
+
+
+@pytest.mark.parametrize("advance, slow_step, seconds", [
+    ("time", 1.0, 10), ("completion", 1.0, 2), ("hybrid", 1.0, 2),
+    ("time", 15.0, 10), ("completion", 15.0, 30), ("hybrid", 15.0, 10),
+])  # fmt: skip
+def test_S1_a_round_is_over_by_time_by_completion_or_by_either(scene, advance, slow_step, seconds):
+    scene.swarm |= {"ROUND_ADVANCE": advance, "COORDINATOR_ROUND_INTERVAL": 10}
+    *_, slow = [scene.start(name, 1.0) for name in ("coordinator", "fast", "slow")]
+    for round_ in (2, 3):
+        began = scene.world.now
+        scene.run(lambda: scene.opened("coordinator") == round_)  # noqa: B023
+        slow.step_seconds = slow_step
+    assert seconds - 1 < scene.world.now - began < seconds + 2
+
+
+def test_S1_F6_the_coordinator_says_how_to_join_holds_round_0_and_waits_for_the_last(scene):
+    scene.swarm |= {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 5, "MAX_ROUNDS": 4}
+    leader = scene.start("coordinator")
+    scene.wait(20)
+    assert not scene.world.drive.exists()
+    assert {"sapo.py", "MAX_ROUNDS=4", f"TASKS={TASK}"} <= {*leader.output.split()}
+    worker = scene.start("n", 10.0)
+    scene.run(lambda: leader.status is not None)
+    assert leader.status == 0 and scene.rounds("n")[0] == 0 and scene.rounds("n")[-1] == 3
+    scene.run()
+    assert worker.status == 0
+
+
+def test_S1_the_coordinator_waits_at_each_start_for_all_that_are_expected(scene):
+    scene.swarm |= {"MAX_ROUNDS": 10**4, "NUM_WORKERS": 2, "COORDINATOR_ROUND_INTERVAL": 3600}
+    scene.swarm |= {"CHECKPOINT_INTERVAL": 100}  # who is stopped writes one all the same
+    leader, first = scene.start("coordinator"), scene.start("first")
+    scene.wait(60)
+    assert scene.opened() == 0
+    second = scene.start("second")
+    scene.run(lambda: scene.opened() > 3, seconds=60)
+    for process in (leader, first, second):
+        process.strike("stop")
+    scene.run()
+
+    opened = scene.opened()
+    leader.start(), first.start()
+    scene.wait(60)
+    assert scene.opened() == opened
+    second.start()
+    scene.run(lambda: scene.opened() > opened + 3, seconds=60)
+
+
+def test_S1_S2_a_dead_coordinator_is_replaced_and_takes_over_again(scene):
+    scene.swarm |= {"MAX_ROUNDS": 10**4, "ROUND_ADVANCE": "completion"}
+    leader, *_ = [scene.start(name) for name in ("coordinator", "w0", "w1")]
+    scene.run(lambda: scene.opened() >= 4)
+    leader.strike("kill")
+    killed_at, before = scene.world.now, scene.opened()
+    scene.run(lambda: scene.opened() > before + 1)
+    assert 0.8 * 40 < scene.world.now - killed_at < 1.2 * 40, "STALE_AFTER_SECONDS"
+    scene.run(lambda: scene.opened() > before + 3)
+    leader.start()
+    scene.run(lambda: scene.opened("coordinator") == scene.opened() > before + 9, seconds=60)
+
+
+@pytest.mark.parametrize("is_led", [False, True])
+def test_S1_S2_S3_a_slow_node_among_fast_ones_costs_its_timeout_and_is_alive(scene, is_led):
+    """Half of each of its steps of 100 s is sampling. The coordinator holds round 0 for it."""
+    scene.swarm |= {"MAX_ROUNDS": 10**4, "COORDINATOR_ROUND_INTERVAL": 5}
+    fast, *_ = [scene.start(name, 3.0) for name in ("a", "b", "coordinator")[: 2 + is_led]]
+    scene.start("snail", 50.0)
+    scene.run(lambda: len(scene.rounds("snail")) > 2)
+    waits = scene.waits(fast).values()
+    assert max(waits) < 34 and len(waits) > 20
+    assert sum(wait > 5 for wait in waits) <= len(scene.rounds("snail", "rollouts")) + 2
+
+
+@pytest.mark.parametrize("is_led", [False, True])
+def test_S1_who_comes_late_and_is_slow_is_soon_in_step_with_the_others(scene, is_led):
+    scene.swarm |= {"MAX_ROUNDS": 30}
+    for name in ("a", "b", "coordinator")[: 2 + is_led]:
+        scene.start(name, 1.0)
+    scene.run(lambda: scene.opened() > 2)
+    scene.start("late", 4.0)
+    scene.run()
+    rounds = scene.rounds("late")
+    assert rounds[0] < 15 and len(rounds) >= 0.5 * (30 - rounds[0]), rounds
+
+
+def test_S2_who_is_suspended_for_longer_than_stale_is_missed_by_nobody_and_comes_back(scene):
+    scene.swarm |= {"MAX_ROUNDS": 10**4, "FETCH_TIMEOUT_SECONDS": 5}
+    away, other, _ = [scene.start(name, 3.0) for name in ("w0", "w1", "w2")]
+    scene.run(lambda: scene.opened() > 3)
+    away.faults[away.num_calls + 1] = ("suspend", 200)
+    scene.wait(100)
+    before = scene.opened()
+    scene.wait(60)
+    assert scene.opened() > before + 7
+    scene.wait(100)
+    assert scene.rounds("w0")[-3:] == [*range(scene.rounds("w0")[-1] - 2, scene.opened() + 1)][:3]
+    assert [row["external_ages"] for row in scene.rows("w1")[-3:]] == [[0, 0]] * 3
+
+
+@pytest.mark.parametrize("lies, frequency", [(False, "stage"), (True, "stage"), (True, "round")])
+def test_S3_X3_the_dead_cost_nothing_and_one_that_only_claims_to_publish_its_timeout(
+    scene, lies, frequency
+):
+    """Once in a round, for all stages and all nodes of a process."""
+    scene.swarm |= {"FETCH_TIMEOUT_SECONDS": 20, "MAX_STAGES": 2}
+    scene.swarm |= {"MAX_ROUNDS": 4, "ROLLOUT_PUBLISH_FREQUENCY": frequency}
+    finish(scene, "dead", MAX_ROUNDS=1)  # it is in step in round 1
+    process = scene.start("n", LOCAL_NODES=2)
+    session = f"session.liar.{int(scene.world.now * 1000) + 5000}-abcdef01"
+    for name in ("rollouts.liar.000999.0", "rewards.liar.000999.0", session) if lies else ():
+        (scene.dir / "board" / name).touch()
+    scene.run()
+    waits = scene.waits(process)
+    assert process.status == 0 and max(waits.values()) < (24 if lies else 5), waits
+
+
+@pytest.mark.parametrize("name", ["n", "coordinator"])
+def test_S4_of_two_of_one_name_the_older_ends_with_status_3(scene, name):
+    scene.swarm |= {"MAX_ROUNDS": 10**4}
+    scene.start("other")
+    older = scene.start(name)
+    scene.run(lambda: scene.opened(name) > 2)
+    older.strike("twin", 0.3)
+    scene.run(lambda: older.status == 3)
+    newer, before = scene.world.processes[-1], scene.opened(name)
+    scene.run(lambda: scene.opened(name) > before + 2)
+    assert newer.status is None
+
+    # A start that has nothing to do supersedes nobody.
+    if name == "n":
+        finish(scene, "n", 0, "finished", MAX_ROUNDS=2)
+        scene.run(lambda: scene.opened(name) > before + 6)
+        assert newer.status is None
+
+
+def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_settings(scene):
+    """Whoever comes meanwhile sets its name and no more."""
+    swarm = scene.swarm | {"WARM_START_STEPS": 3, "MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 8}
+    for delay in (0, 0.01, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0, 1.1, 1.3, 2):
+        scene = Oracle(World(scene.world.drive.with_name(f"after_{delay}")), swarm)
+        with scene.world.patched():
+            first = scene.start("anna", SEED=77, NUM_TRAIN_SAMPLES=3)
+            first.may_end = {0, 2}
+            scene.wait(delay)
+            others = [scene.start(name, NUM_TRAIN_SAMPLES="") for name in ("ben", "carl")]
+            others[0].may_end = others[1].may_end = {0, 2}
+            scene.run()
+            config = json.loads((scene.dir / "config.json").read_text())
+            assert first.status == (0 if config["SEED"] == 77 else 2), "another seed"
+            for other in others:
+                if other.status == 2:  # both have begun, with other settings
+                    assert "start this node again" in other.output
+                    other.start()
+                    scene.run()
+                assert other.status == 0, delay
+                groups = {row["groups"] for row in scene.rows(other.name)}
+                assert groups == {config["NUM_TRAIN_SAMPLES"]}
+            assert len(os.listdir(scene.world.drive / "warmstart")) == 1
+
+
+DAMAGES = {
+    "torn": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "empty": lambda path: path.write_bytes(b""),
+    "odd": lambda path: path.write_bytes(b"\xff" * 9 + path.read_bytes()[9:]),
+    "gone": Path.unlink,
+    "of another user": lambda path: None,  # it cannot be opened
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_F4_the_newest_readable_checkpoint_counts_and_without_one_a_start_is_refused(scene, damage):
+    finish(scene, MAX_ROUNDS=4)
+    older, newer = sorted((scene.dir / "nodes/n/checkpoints").iterdir())
+    sound, closed = older.read_bytes(), {str(older), str(newer)} if "user" in damage else set()
+    scene.world.refuse = lambda _, name, path: name == "open" and path in closed and errno.EACCES
+    for path in (older, newer):
+        DAMAGES[damage](path)
+    finish(scene, "n", 2, "checkpoint")
+    older.write_bytes(sound)
+    closed.discard(str(older))
+    scene.saved["n"] = round_of(older) + 1
+    finish(scene)
+
+
+MOMENTS = [(30, False), (60, False), (120, True), (150, False)]
+
+
+@pytest.mark.parametrize("moment, is_stopped", MOMENTS)
+def test_F2_the_whole_drive_is_away_for_a_minute_and_nothing_is_made_in_its_place(
+    scene, moment, is_stopped
+):
+    world, away = scene.world, scene.world.drive.with_name("away")
+    finish(scene, "other", MAX_ROUNDS=1)
+    process = scene.start("n")
+    world.run(lambda: process.num_calls >= moment)
+    process.strike("outage", 0)  # the oracle is to know
+    world.drive.rename(away)
+    world.run(lambda: world.now > process.began_at + 90)
+    assert process.status is None and not world.drive.exists(), process.output
+    if is_stopped:  # it cannot write a checkpoint, and says so
+        process.strike("stop")
+        world.run()
+        assert process.status == 130 and "without a checkpoint" in process.output
+    away.rename(world.drive)
+    world.run()
+    assert is_stopped or process.status == 0
+
+
+CODES = (errno.EROFS, errno.EACCES)
+
+
+@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
+def test_F2_what_waiting_cannot_mend_is_refused_at_the_first_write_and_waits_later(scene, code):
+    scene.world.refuse = lambda _, name, path: name in ("mkdir", "replace") and code
+    finish(scene, "n", 2, os.strerror(code))
+    scene.world.refuse = lambda *_: None
+    process = scene.start()
+    process.strike("outage", 0)
+    scene.run(lambda: scene.opened() == 1)
+    scene.world.refuse = lambda _, name, path: name in ("mkdir", "replace") and code
+    scene.wait(60)
+    assert process.status is None and process.output.count("outage") == 1
+    assert os.strerror(code) in process.output.split("outage")[1]
+    scene.world.refuse = lambda *_: None
+    scene.run()
+    assert process.status == 0
+    scene.check()
+
+
+def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(scene):
+    finish(scene, "peer", MAX_ROUNDS=1)
+    codes = [errno.EIO] * 2
+    path = str(scene.dir / "nodes/peer/rollouts/round_000000.stage_0.json")
+    scene.world.refuse = lambda _, name, called: called == path and codes and codes.pop()
+    process = scene.start("n", NUM_TRAIN_SAMPLES=1)
+    process.strike("outage", 0)
+    scene.run()
+    found = [row["external_groups"] for row in scene.rows("n")]
+    assert sum(found) == 1 and found[0] == 0 and "outage" not in process.output, found
+
+
+def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(scene):
+    scene.swarm |= {"ROLLOUT_CLEANUP_ENABLED": True, "MAX_ROUNDS": 9, "ROLLOUT_MAX_AGE": 0}
+    finish(scene, MAX_ROUNDS=3)
+    folder, outside = scene.dir / "nodes/n", scene.world.drive / "outside"
+    outside.write_text("mine")
+    (folder / "rollouts/round_000001.stage_7.json").mkdir()
+    (folder / "model/tokenizer.json").unlink()
+    (folder / "model/tokenizer.json").symlink_to(outside)
+    scene.plant("n", (
+        *BESIDE, "rollouts/round_000001.stage_7.json/in", "rollouts/round_000000.stage_00.json", "rewards/round_1.stage_0.json",
+        "checkpoints/round_000001.x", "checkpoints/round_00001.safetensors", "model/notes.md", "model/.hidden",
+    ))  # fmt: skip
+    finish(scene)
+    assert scene.rounds("n") == [*range(9)] and outside.read_text() == "mine"
+    assert all(path.read_text() == "mine" for path in scene.planted)
+    assert not (folder / "model/tokenizer.json").is_symlink()
+
+
+@pytest.mark.parametrize("words, settings", [
+    ("a new experiment", {"EXPERIMENT_NAME": "other"}), ("resuming", {"MAX_ROUNDS": 7}),
+    ("joining", {"NODE_ID": "late"}), ("already finished", {}),
+    ("already finished", {"NODE_ROLE": "coordinator", "NODE_ID": ""}),
+])  # fmt: skip
+def test_F6_a_start_says_whether_it_is_new_joined_resumed_or_finished(scene, words, settings):
+    finish(scene)
+    before = {path: data for path, data in scene.contents().items() if "/nodes/n/" in path}
+    if "new" in words:
+        scene.world.trained = lambda *_: None  # the oracle knows one experiment
+    finish(scene, settings.get("NODE_ID") or "n", 0, words, **settings)
+    after = scene.contents()
+    assert "resuming" in words or all(after[path] == data for path, data in before.items())
+
+
+@pytest.mark.parametrize("words, changes, settings", [
+    ("SEED", {}, {"SEED": 7}), ("TASKS", {}, {"TASKS": "small_gcd"}), ("REWARD", {}, {"REWARD": "verifier"}),
+    ("MAX_STAGES", {}, {"MAX_STAGES": 3}), ("version", {"layout": 4}, {}), ("SEED", {"SEED": "7\x1b[2J"}, {}),
+    ("MAX_ROUNDS", {}, {"NODE_ID": "late", "MAX_ROUNDS": 3}), ("MAX_ROUNDS", {}, {"NODE_ID": "", "MAX_ROUNDS": 6}),
+])  # fmt: skip
+def test_F6_what_disagrees_with_the_experiment_or_comes_too_late_is_refused(
+    scene, words, changes, settings
+):
+    finish(scene)
+    path = scene.dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    (scene.dir / f"nodes/n/.new-n-{DIGITS}").write_text("half of a file")
+    process = finish(scene, "n", 2, words, **{"MAX_ROUNDS": 8} | settings)
+    assert process.output.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_F6_a_model_that_cannot_be_loaded_leaves_nothing_behind(scene, monkeypatch, has_begun):
+    if has_begun:
+        finish(scene)
+    monkeypatch.setattr(grpo, "load_model", REAL["load_model"])
+    late = scene.start("late", MODEL_NAME="./no_such_model", MAX_ROUNDS=8)
+    late.may_end = {2}
+    before = [*scene.world.drive.rglob("*")]
+    scene.run()
+    assert late.status == 2 and "MODEL_NAME" in late.output
+    assert before == [*scene.world.drive.rglob("*")]
+
+
+def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_twelve(
+    scene, monkeypatch
+):
+    """Calls that a worker and the coordinator make in a round: means over all workers and rounds 1
+    to 6, with steps of 3 s and calls of 2 ms. 1024 workers take hours."""
+    cache = functools.lru_cache(2**20)(re.fullmatch)  # each look parses all names of the board
+    monkeypatch.setattr(re, "fullmatch", cache)
+    of_workers = []
+    for num_nodes in map(int, os.environ.get("NODES", "12 24").split()):
+        world = World(scene.world.drive.with_name(f"of_{num_nodes}"))
+        swarm = {"NUM_WORKERS": num_nodes, "MAX_ROUNDS": 8, "CHECKPOINT_INTERVAL": 100}
+        oracle = Oracle(world, BASE | swarm)
+        with world.patched():
+            world.call_seconds = 0.002
+            for name in ("coordinator", *(f"w{i}" for i in range(num_nodes))):
+                oracle.start(name, 3.0)
+            world.run()
+            oracle.check()
+        costs = {p.name: (calls[7] - calls[1]) / 6 for p, calls in oracle.calls_at.items()}
+        of_coordinator = costs.pop("coordinator")
+        of_worker = sum(costs.values()) / num_nodes
+        print(f"| {num_nodes} | {of_worker:.0f} | {of_coordinator:.0f} |", flush=True)
+        of_workers += [of_worker] * (num_nodes > 11)  # from here on not all peers are read
+    assert all(calls < of_workers[0] + 10 for calls in of_workers)
