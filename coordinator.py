@@ -1,15 +1,12 @@
-"""Who opens the next round, and when? The workers themselves, or a coordinator. Below the banner
-stand the readers of an experiment: monitor, validate, report.
-
-The coordinator trains nothing and needs no model. The readers change nothing in an experiment: they
-read it once, as an `Experiment`, and what they show are short functions of it.
+"""Who opens the next round, and when? Whichever process enters it first opens it: a worker's, or
+that of a coordinator, which trains nothing and needs no model.
 """
 
 import contextlib
-import dataclasses
+import fnmatch
 import io
+import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -17,9 +14,12 @@ import statistics
 import sys
 import textwrap
 import time
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-import tqdm  # comes with transformers
+import numpy  # comes with transformers
+import tqdm  # also
 from tabulate import tabulate  # comes with reasoning-gym
 
 if "DriveStore" in globals():  # the four modules pasted into one notebook cell
@@ -28,149 +28,147 @@ else:
     import drive_store
 
 
-# -------- Who opens the next round, and when? -----------------------------------------------------
+def wait_for_round(run, next_own: int) -> int:
+    """Wait for the round to enter, and return it:
+    - the newest open one, if it is `next_own` or later and any other process has ever joined;
+    - else `next_own`, which this process thereby opens, when for `opening_delay` seconds no
+      coordinator was alive (until one is seen: since this process has joined).
 
-
-def wait_for_round(run, own: int) -> int:
-    """Block until round `own` or a later one is open, and return it. Where no coordinator has been
-    seen alive for `opening_delay`, that is `own`, which this process opens by entering it.
-
-    In a swarm it is the newest open round. A process that is alone decides itself: after a kill it
-    repeats the rounds since its checkpoint.
+    So a process that was always alone repeats after a kill the rounds since its checkpoint.
     """
-    member = run.member
+    swarm = run.swarm
     while True:
-        board = member.check_in(run.signals)
-        if member.others() and board.open_round >= own:
+        board = swarm.check_in(run.signals)  # a look, and a sign of life; raises Stopped
+        if swarm.others() and board.open_round >= next_own:
             return board.open_round
 
-        if member.is_alive(drive_store.COORDINATOR_ID):
-            member.coordinator_seen_at = member.poll_started
-        elif member.poll_started - member.coordinator_seen_at >= opening_delay(run):
-            return own
-        member.sleep()
+        if swarm.is_alive(drive_store.COORDINATOR_ID):
+            swarm.coordinator_seen_at = swarm.looked_at
+        elif swarm.looked_at - swarm.coordinator_seen_at >= opening_delay(run):
+            return next_own
+        swarm.sleep()
 
 
 def opening_delay(run) -> float:
-    """How long must no coordinator have been seen before this process opens a round itself?
+    """Seconds without a live coordinator after which this process opens a round itself."""
+    if not run.history and lacks_workers(run):  # its first round waits for NUM_WORKERS
+        return run.config.COORDINATOR_ROUND_INTERVAL  # 60 by default
+    if drive_store.COORDINATOR_ID in run.swarm.board.sessions:
+        return 2.0  # there has been one, and a single look at its heartbeat may fail
+    if run.last_round == 0:
+        return 0.5  # for a coordinator that could not join before the experiment had begun
+    return 0.0
 
-    COORDINATOR_ROUND_INTERVAL (60 s)   in its first round, until NUM_WORKERS are alive
-    2 s                                 if there has ever been one: a single look at its heartbeat
-                                        may fail
-    0 s                                 otherwise
-    The time counts from the last sighting, or from the start of this process.
+
+def run_coordinator(run) -> None:
+    """Open one round after another, MAX_ROUNDS in all. Raises Stopped if it is to end before.
+
+    ROUND_ADVANCE says when a round is over:
+    time        COORDINATOR_ROUND_INTERVAL (60 s) after its opening (round 0: after the first
+                reward), if a live worker works on it or a reward was submitted
+    completion  when a reward was submitted, and every live worker that is in step has submitted
+    hybrid      whichever comes first (the default)
+    The first round of a start also waits for NUM_WORKERS to be alive, one interval at most; the
+    last one for all live workers, an interval and STALE_AFTER_SECONDS at most.
     """
-    config, member = run.config, run.member
-    wanted = 0 if run.log.history else config.NUM_WORKERS
-    if lacks_workers(member, wanted):
-        delay = config.COORDINATOR_ROUND_INTERVAL
-        run.log.once("wait", f"for {wanted} workers, {delay:.0f} s at most")
-        return delay
-    return 2.0 if drive_store.COORDINATOR_ID in member.board.sessions else 0.0
-
-
-def lacks_workers(member, wanted: int) -> bool:
-    """Whether fewer than `wanted` workers are alive. Nobody is asked where too few have registered,
-    or where none is wanted."""
-    workers = member.board.workers
-    return len(workers) < wanted or (wanted > 0 and sum(map(member.is_alive, workers)) < wanted)
-
-
-def run_coordinator(config, member, log, signals) -> None:
-    """Open one round after another until MAX_ROUNDS. Raises Stopped if it ends before.
-
-    Round 0 stays open until the first reward arrives, because models take minutes to download. The
-    first round of each start also waits, one interval at most, until NUM_WORKERS are alive, so that
-    a swarm that is stopped and started again leaves nobody behind.
-    """
-    store = member.store
-    interval = config.COORDINATOR_ROUND_INTERVAL
-    last_round = config.MAX_ROUNDS - 1
-    member.register({"role": "coordinator"}, folders=("logs", "winners"))
-    opened_at = time.monotonic()
-    current = -1
-    is_waiting = config.NUM_WORKERS > 0
+    swarm = run.swarm
+    last_round = run.config.MAX_ROUNDS - 1
+    swarm.join({"role": "coordinator"}, folders=["logs"])
+    t = -1  # the round that it keeps open
 
     while True:
-        log.flush(store)
-        board = member.check_in(signals)
-        now = member.poll_started
+        run.log.flush(run.store)
+        board = swarm.check_in(run.signals)
 
-        # Workers open rounds themselves while they see no live coordinator; follow them.
-        if max(0, board.open_round) > current:
-            current = max(0, board.open_round)
-            opened_at = now
-            store.move_marker("open", drive_store.COORDINATOR_ID, drive_store.At(current))
+        # Enter round 0, or one that workers have opened while they saw no live coordinator.
+        newest = max(0, board.open_round)
+        if t < newest:
+            t = newest
+            opened_at = swarm.looked_at
+            swarm.enter(t)
 
-        # Which nodes have submitted a reward for this round, and does any other one still work on
-        # it? The last round waits for all, and in some round nobody may be in step.
-        submitted = set(board.reached("rewards", drive_store.At(current, config.MAX_STAGES - 1)))
-        expected = drive_store.in_step(board, "rewards", current, config)
-        if current >= last_round or not expected:
-            expected = set(board.workers)
-        is_pending = any(map(member.is_alive, sorted(expected - submitted)))
+        # Before the first reward of all, models may take minutes to download.
+        if t == 0 and not board.reached("rewards", drive_store.At(0, run.config.MAX_STAGES - 1)):
+            opened_at = swarm.looked_at
 
-        # Is the round over? Round 0 begins with its first reward.
-        if current == 0 and not submitted:
-            opened_at = now
-        elapsed = now - opened_at
-        is_over = should_advance(config, elapsed, is_pending, bool(submitted))
-        if current >= last_round and is_pending:
-            is_over = elapsed > interval + config.STALE_AFTER_SECONDS
-
-        # The first round of a start waits for those who come.
-        if is_waiting:
-            is_waiting = elapsed < interval and lacks_workers(member, config.NUM_WORKERS)
-        if is_over and not is_waiting:
-            # Nobody waits for the log: open the next round first.
-            if current < last_round:
-                store.move_marker("open", drive_store.COORDINATOR_ID, drive_store.At(current + 1))
-            log.round_ends.append(now)
-            log.history += log_round_of_swarm(store, config, log, current, board)
-            if current >= last_round:
-                log.event("end", verdict(config, log.history))
-                write_picture(store, log)
+        if round_is_over(run, t, swarm.looked_at - opened_at):
+            if t < last_round:
+                swarm.enter(t + 1)  # before the log, for which nobody is to wait
+            log_round_of_swarm(run, t)
+            if t >= last_round:
                 return
-        member.sleep()
+            t += 1
+            opened_at = swarm.looked_at
+        swarm.sleep()
 
 
-def should_advance(config, elapsed: float, is_pending: bool, is_submitted: bool) -> bool:
-    """Whether the round is over. ROUND_ADVANCE: time: after the interval; completion: when somebody
-    has submitted and nobody is pending; hybrid: at the first of both."""
-    interval_is_over = elapsed >= config.COORDINATOR_ROUND_INTERVAL and (is_pending or is_submitted)
-    all_submitted = is_submitted and not is_pending
-    return {
-        "time": interval_is_over,
-        "completion": all_submitted,
-        "hybrid": interval_is_over or all_submitted,
-    }[config.ROUND_ADVANCE]
+# ==== The heart ends here. Below: when a round is over, its line, what reads an experiment ========
 
 
-# ==== Below: the line of a round, and the readers of an experiment ================================
+def round_is_over(run, t: int, elapsed: float) -> bool:
+    """Whether round t is over after so many seconds, by the rules of `run_coordinator`. The last
+    round waits for all workers, but not for ever."""
+    config = run.config
+    board = run.swarm.board
+    interval = config.COORDINATOR_ROUND_INTERVAL
+    is_last = t >= config.MAX_ROUNDS - 1
+
+    # The first round of a start waits for those who come.
+    if not run.round_ends and elapsed < interval and lacks_workers(run):
+        return False
+
+    # Who has submitted the reward of this round? On some storages a marker never shows: in a long
+    # round the reward itself is looked for.
+    last_stage = drive_store.At(t, config.MAX_STAGES - 1)
+    submitted = set(board.reached("rewards", last_stage))
+    if elapsed > config.STALE_AFTER_SECONDS:
+        submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
+
+    # Is anybody alive who still works on it?
+    expected = board.in_step("rewards", t, config.MAX_STAGES)
+    if is_last or not expected:  # in some round nobody may be in step
+        expected = set(board.workers)
+    pending = expected - submitted
+    is_pending = any(run.swarm.is_alive(node_id) for node_id in sorted(pending))
+    if is_last and is_pending:
+        return elapsed > interval + config.STALE_AFTER_SECONDS
+
+    # While somebody is pending only the time can end the round. Else all who live have submitted.
+    is_late = elapsed >= interval and config.ROUND_ADVANCE != "completion"
+    if is_pending:
+        return is_late
+    return bool(submitted) and (is_late or config.ROUND_ADVANCE != "time")
 
 
-def log_round_of_swarm(store, config, log, round_: int, board) -> list[dict]:
-    """Log the line of a round that has ended, and write its winners, the best first, for people.
-    Returns its rewards."""
-    stages = [drive_store.At(round_, stage) for stage in range(config.MAX_STAGES)]
-    rows = [store.read_reward(node, at) for node in board.workers for at in stages]
-    rows = [row for row in rows if row is not None]
-
-    # A node's reward of a round is the mean over its stages.
-    means = {node: mean(rewards) for node, rewards in column_by("node_id", rows).items()}
-    winners = dict(sorted(means.items(), key=lambda item: -(item[1] or 0.0)))
-    path = f"nodes/{drive_store.COORDINATOR_ID}/winners/round_{round_:06d}.json"
-    store.write(path, drive_store.dump_json(winners))
-
-    log.info(format_round(round_, config.MAX_ROUNDS, rows, log.round_ends))
-    return rows
+def lacks_workers(run) -> bool:
+    """Whether fewer than NUM_WORKERS are alive. Nobody is asked where too few have registered."""
+    wanted = run.config.NUM_WORKERS
+    workers = run.swarm.board.workers
+    if wanted == 0 or (len(workers) >= wanted and sum(map(run.swarm.is_alive, workers)) >= wanted):
+        return False
+    run.log.once("wait", f"for {wanted} workers, one COORDINATOR_ROUND_INTERVAL at most")
+    return True
 
 
-def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends: list[float]) -> str:
+def log_round_of_swarm(run, t: int) -> None:
+    """Log the line of a round that has ended."""
+    rows = []
+    stages = [drive_store.At(t, stage) for stage in range(run.config.MAX_STAGES)]
+    for node_id in run.swarm.board.workers:
+        rows += filter(None, [run.store.read_reward(node_id, at) for at in stages])
+    run.history += rows
+    run.round_ends.append(run.swarm.looked_at)
+    run.log.info(format_round(t, run.config.MAX_ROUNDS, rows, run.round_ends))
+
+
+# -------- The line of a round ---------------------------------------------------------------------
+
+
+def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends=()) -> str:
     """The line of a round: everything that explains a flat curve, as means over nodes and stages.
 
-    It fits 80 columns behind run_swarm.sh's "[coordinator] ". "6 of 4+4 groups" were informative:
-    4 own and 4 of peers. round_ends: times, for the time that is left.
+    It fits about 80 columns behind run_swarm.sh's "[coordinator] ". "6 of 4+4 groups" were
+    informative: 4 own and 4 of peers. round_ends: times, for the time that is left.
     """
     label = f"{round_:0{len(str(max_rounds))}d}/{max_rounds}"
     if not rows:  # on some storages a marker arrives before its file
@@ -190,133 +188,9 @@ def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends: lis
     recent = round_ends[-11:]
     if len(recent) > 3:
         seconds_per_round = (recent[-1] - recent[0]) / (len(recent) - 1)
-        line += f" eta {format_duration(seconds_per_round * (max_rounds - 1 - round_))}"
+        seconds_left = seconds_per_round * (max_rounds - 1 - round_)
+        line += f" eta {tqdm.tqdm.format_interval(seconds_left)}"
     return line
-
-
-# -------- Reading an experiment -------------------------------------------------------------------
-
-
-@dataclass
-class Experiment:
-    """All that readers show of an experiment, read at one moment."""
-
-    name: str
-    config: dict  # the settings that it began with
-    board: "drive_store.Board"
-    status: dict  # node, also the coordinator -> alive, exited, failed or dead
-    rows: list  # every reward with its metrics, in order
-
-    def setting(self, name: str) -> int:
-        """An integer from config.json, or 1 if it is missing or invalid."""
-        value = self.config.get(name)
-        return value if type(value) is int and 0 <= value <= 10**6 else 1
-
-    def select(self, **columns) -> list[dict]:
-        """The rows with these values."""
-        return [row for row in self.rows if columns.items() <= row.items()]
-
-    def curve(self, metric: str = "reward", **columns) -> list[float]:
-        """The metric's mean over the rows with these values, for each round from their first to
-        their last. 0 where nobody was there."""
-        by_round = column_by("round", self.select(**columns), metric)
-        rounds = range(min(by_round, default=0), max(by_round, default=-1) + 1)
-        return [mean(by_round.get(round_, [])) or 0.0 for round_ in rounds]
-
-    def total(self, node: str) -> float:
-        """A node's cumulative reward."""
-        return sum(row["reward"] or 0.0 for row in self.select(node_id=node))
-
-    def rounds(self, first: int, end: int) -> list[dict]:
-        """The rows of the rounds from first to end - 1."""
-        return [row for row in self.rows if first <= row["round"] < end]
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds that are planned. (A later start may have raised MAX_ROUNDS.)"""
-        return max(self.setting("MAX_ROUNDS"), self.board.open_round + 1)
-
-    def with_status(self, status: str) -> list[str]:
-        """The workers that are alive, exited, failed or dead."""
-        return natural_sort(node for node in self.board.workers if self.status[node] == status)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the last round has rewards and nobody works any more."""
-        has_last = bool(self.rows) and self.rows[-1]["round"] >= self.num_rounds - 1
-        return has_last and not self.with_status("alive")
-
-    @property
-    def nodes(self) -> list[str]:
-        return natural_sort(column_by("node_id", self.rows))
-
-    @property
-    def last_rounds(self) -> list[dict]:
-        """The rows of its last 20 rounds."""
-        newest = self.rows[-1]["round"]
-        return self.rounds(newest - 19, newest + 1)
-
-    @property
-    def arm(self) -> str:
-        """Its I/J, such as "4/4", "4/4 unfiltered" or "8/0 x4"."""
-        arm = f"{self.setting('NUM_TRAIN_SAMPLES')}/{self.setting('NUM_TRANSPLANT_TREES')}"
-        if self.setting("LOCAL_OVERSAMPLE") > 1:
-            arm += f" x{self.setting('LOCAL_OVERSAMPLE')}"
-        return arm + (" unfiltered" if self.config.get("EXTERNAL_FILTER") is False else "")
-
-
-def read_experiment(store, stale_after: float = 300.0, cache: dict | None = None) -> Experiment:
-    """Read an experiment. cache: pass the same dict again, and no reward file is read twice."""
-    cache = {} if cache is None else cache
-    board = store.board()
-    status = {}
-    for node in natural_sort(board.sessions):
-        # Status first: a node that has exited has all its rewards there.
-        status[node] = store.node_status(node, board.sessions[node], stale_after)
-        for at in store.list_stages("rewards", node, lenient=True):
-            if at.round <= board.open_round and (*at, node) not in cache:
-                row = store.read_reward(node, at)
-                if row is not None:
-                    row |= {"experiment": store.dir.name, "my_reward": row["reward"]}
-                    cache[*at, node] = row
-    rows = [cache[key] for key in sorted(cache)]
-    config = store.read_valid("config.json") or {}
-    return Experiment(store.dir.name, config, board, status, rows)
-
-
-def column_by(name: str, rows: list[dict], metric: str = "reward") -> dict:
-    """{value of the column `name`: the metric in its rows}."""
-    values = {}
-    for row in rows:
-        values.setdefault(row[name], []).append(row.get(metric))
-    return values
-
-
-def experiment_status(exp: Experiment, store) -> dict:
-    """The state of an experiment now."""
-    # The newest checkpoint of all nodes.
-    checkpoints = []
-    for node in exp.board.workers:
-        for at in store.list_stages("checkpoints", node, lenient=True)[-1:]:
-            path = store.dir / f"nodes/{node}/checkpoints/round_{at.round:06d}.safetensors"
-            checkpoints.append((at.round, str(path)))
-
-    times = [row["timestamp"] for row in exp.rows]
-    return {
-        "experiment": exp.name,
-        "current_round": exp.board.open_round,
-        "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
-        "num_active_peers": len(exp.with_status("alive")),
-        "peer_ids": exp.board.workers,
-        "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None: there was never one
-        "last_updated": max(times, default=None),
-        "cumulative_rewards": {node: exp.total(node) for node in exp.board.workers},
-        "latest_checkpoint": max(checkpoints)[1] if checkpoints else None,
-        "duration_seconds": max(times) - min(times) if times else 0.0,
-    }
-
-
-# -------- Diagnosis and validation ----------------------------------------------------------------
 
 
 def has_signal(rows: list[dict]) -> bool:
@@ -324,28 +198,18 @@ def has_signal(rows: list[dict]) -> bool:
     return any(row.get("informative_groups") for row in rows)
 
 
-def verdict(config, rows: list[dict]) -> str:
-    """What is said at the end of a run."""
-    if config.TEST_MODE:
-        return "everything ran; NODE_ROLE=validate, with the same settings, checks what is there"
-    return diagnose(rows)
-
-
 def diagnose(rows: list[dict]) -> str:
     """What happened in these rows, in a sentence with the curve, and the variable that may help."""
-    if all(row["reward"] is None for row in rows):
-        measured = [row["held_out"] for row in rows if row.get("held_out") is not None]
-        text = "no rewards, because nothing was generated (NUM_TRAIN_SAMPLES=0)"
-        if measured:
-            text += f"; held-out accuracy {measured[0]:.2f} -> {measured[-1]:.2f}"
-        return text
-
-    # The last 20 rounds against the first 20, or one half against the other; only rounds that have
-    # rewards.
     by_round = column_by("round", rows)
-    curve = [mean(by_round[round_]) or 0.0 for round_ in sorted(by_round)]
+    curve = [mean(by_round[round_]) for round_ in sorted(by_round)]
+    curve = [reward for reward in curve if reward is not None]
+    if not curve:
+        return "no rewards, because nothing was generated (NUM_TRAIN_SAMPLES=0)"
+
+    # The last 20 rounds against the first 20, or one half against the other.
     part = min(20, (len(curve) + 1) // 2)
-    first, last = mean(curve[:part]) or 0.0, mean(curve[-part:]) or 0.0
+    first = statistics.fmean(curve[:part])
+    last = statistics.fmean(curve[-part:])
     change = f"mean reward {first:.2f} -> {last:.2f}"
     if has_signal(rows):
         verdict = "learned" if last > first + 0.05 else "little was learned"
@@ -363,324 +227,430 @@ def diagnose(rows: list[dict]) -> str:
     return f"nothing was learned ({change}): rewards within each group are equal: {advice}"
 
 
-def validate(exp: Experiment, store, max_rounds: int, num_nodes: int) -> list[str]:
-    """What a finished run lacks, one sentence each. An empty list means that it is complete."""
-    # What is there?
-    last = max_rounds - 1
-    finished = column_by("node_id", exp.select(round=last))
-    missing = sorted(set(range(max_rounds)) - column_by("round", exp.rows).keys())
-    nonzero = {name for row in exp.rows for name in row if row[name]}
-    has_peers = num_nodes > 1 and exp.setting("NUM_TRANSPLANT_TREES") > 0
-    checkpoints = [store.list_stages("checkpoints", node, True)[-1:] for node in exp.nodes]
+def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str]) -> int:
+    """TEST_MODE checks itself: say what these nodes lack at the end, or that the check is passed.
+    Returns the exit status.
 
-    # What should be there?
-    gaps = f"{len(missing)} of {max_rounds} have none: {join_names(list(map(str, missing)), 9)}"
-    claims = {
-        f"round {last} is open": exp.board.open_round >= last,
-        f"{num_nodes} nodes submitted rewards in round {last}": len(finished) >= num_nodes,
-        f"every round has rewards ({gaps})": not missing,
-        "there are rollouts": any(kind == "rollouts" for kind, _ in exp.board.progress),
-        f"there is a checkpoint after round {last}": [(last, 0)] in checkpoints,
-        f"a gradient was not zero ({diagnose(exp.rows)})": "grad_norm" in nonzero,
-        "groups of peers were trained on": "external_groups" in nonzero or not has_peers,
+    rows: their rewards with metrics. folders: those in which they should have left something.
+    """
+    config = run.config
+    if not config.TEST_MODE:
+        return 0
+
+    problems = [f"{folder} is empty" for folder in folders if not run.store.list_names(folder)]
+    rounds_of = column_by("node_id", rows, "round")
+    for node_id in node_ids:
+        first = min(rounds_of[node_id], default=0)  # it may have joined late
+        if set(rounds_of[node_id]) != set(range(first, config.MAX_ROUNDS)):
+            problems.append(f"{node_id} has rewards in rounds {rounds_of[node_id]} only")
+    num_workers = len(run.swarm.board.workers)
+    if num_workers < config.NUM_WORKERS:
+        problems.append(f"{num_workers} workers came, of {config.NUM_WORKERS}")
+    if not has_signal(rows):
+        problems.append(f"no group gave a gradient: {diagnose(rows)}")
+    if config.NUM_TRANSPLANT_TREES > 0 and num_workers > 1 and not mean_of("external_groups", rows):
+        problems.append("no group of a peer was trained on")
+    run.log.event("check", "; ".join(problems) or "passed")
+    return 1 if problems else 0
+
+
+# -------- Reading an experiment, also from notebooks ----------------------------------------------
+
+
+@dataclass
+class Experiment:
+    """All that readers show of an experiment, read at one moment."""
+
+    name: str
+    config: dict  # the settings that it began with; 1 for one that readers need and that is missing
+    board: "drive_store.Board"
+    status: dict  # node, also the coordinator -> alive, done, stopped, failed or dead
+    rows: list  # every reward with its metrics, in order
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that are planned. (A later start may have raised MAX_ROUNDS.)"""
+        return max(self.config["MAX_ROUNDS"], self.board.open_round + 1)
+
+    @property
+    def newest_round(self) -> int:
+        """The last round that has a reward, -1 if none has."""
+        return self.rows[-1]["round"] if self.rows else -1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last round has rewards and nobody works any more."""
+        return self.newest_round >= self.num_rounds - 1 and not self.with_status("alive")
+
+    def with_status(self, status: str) -> list[str]:
+        """The workers that are alive, done, stopped, failed or dead."""
+        return [node_id for node_id in self.board.workers if self.status[node_id] == status]
+
+    def select(self, **columns) -> list[dict]:
+        """The rows with these values."""
+        return [row for row in self.rows if columns.items() <= row.items()]
+
+    def last_rounds(self, number: int) -> list[dict]:
+        """The rows of the newest rounds that have any."""
+        return [row for row in self.rows if row["round"] > self.newest_round - number]
+
+    def curve(self, metric: str = "reward", **columns) -> list[float]:
+        """The metric's mean over the rows with these values, for each round from their first to
+        their last. 0 where nobody was there."""
+        by_round = column_by("round", self.select(**columns), metric)
+        rounds = range(min(by_round, default=0), max(by_round, default=-1) + 1)
+        return [mean(by_round[round_]) or 0.0 for round_ in rounds]
+
+    @property
+    def arm(self) -> str:
+        """What is compared: I/J. "4/4", "8/0 x4" (LOCAL_OVERSAMPLE), "4/4 unfiltered"."""
+        own, external, is_filtered, factor = [self.config[name] for name in ARM]
+        name = f"{own}/{external}" if factor == 1 else f"{own}/{external} x{factor}"
+        return name if is_filtered else f"{name} unfiltered"
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """{node: cumulative reward} of the nodes that have submitted rewards."""
+        by_node = column_by("node_id", self.rows)
+        return {node_id: sum(filter(None, rewards)) for node_id, rewards in by_node.items()}
+
+    @property
+    def reward_per_node(self) -> float:
+        """The paper's metric, divided by the number of nodes."""
+        return statistics.fmean(self.totals.values())
+
+
+def read_experiment(swarm, cache: dict | None = None) -> Experiment:
+    """Read an experiment. cache: pass the same dict again, and no reward file is read twice."""
+    rows = {} if cache is None else cache
+    store = swarm.store
+    board = swarm.look()
+    status = {}
+    for node_id in sorted(board.sessions):
+        status[node_id] = swarm.status(node_id)  # first: one that is done has all its rewards there
+        for at in store.list_stages("rewards", node_id, lenient=True):
+            if at.round <= board.open_round and (*at, node_id) not in rows:
+                if row := store.read_reward(node_id, at):
+                    names = {"experiment": store.dir.name, "my_reward": row["reward"]}
+                    rows[*at, node_id] = row | names
+    config = dict.fromkeys(ARM + MAY_DIFFER, 1)
+    config |= store.read_valid("config.json") or {}
+    return Experiment(store.dir.name, config, board, status, [rows[key] for key in sorted(rows)])
+
+
+def column_by(name: str, rows: list[dict], metric: str = "reward") -> dict:
+    """{value of the column `name`: the metric in its rows}."""
+    values = defaultdict(list)
+    for row in rows:
+        values[row[name]].append(row.get(metric))
+    return values
+
+
+def list_experiments(path) -> list[str]:
+    """Names of the experiments below the shared folder `path`."""
+    names = [config.parent.name for config in Path(path).glob("experiments/*/config.json")]
+    return sorted(filter(drive_store.is_safe_name, names))
+
+
+def open_experiment(path, name: str, stale_after: float = 300.0) -> "drive_store.Swarm":
+    """A reader's look at an experiment. Raises StoreError if there is none of this name."""
+    names = list_experiments(path)
+    if name not in names:
+        others = join_names(names, 8) or "none"
+        raise drive_store.StoreError(f"no experiment {name!r} in {path}; there are: {others}")
+    return drive_store.Swarm(drive_store.DriveStore(path, name), stale_after)
+
+
+def get_experiment_status(path, name: str) -> dict:
+    """The state of an experiment now. Raises StoreError if there is none of this name."""
+    swarm = open_experiment(path, name)
+    exp = read_experiment(swarm)
+    checkpoints = sorted(swarm.store.dir.glob("nodes/*/checkpoints/round_*"))
+    newest = max(checkpoints, key=lambda path: path.name, default=None)
+    times = [row["timestamp"] for row in exp.rows]
+    return {
+        "experiment": exp.name,
+        "current_round": exp.board.open_round,
+        "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
+        "num_active_peers": len(exp.with_status("alive")),
+        "peer_ids": exp.board.workers,
+        "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None: there was never one
+        "last_updated": max(times, default=None),
+        "cumulative_rewards": dict.fromkeys(exp.board.workers, 0.0) | exp.totals,
+        "latest_checkpoint": newest and str(newest),
+        "duration_seconds": max(times, default=0.0) - min(times, default=0.0),
     }
 
-    # Each node leaves a log and a model.
-    for node in exp.nodes:
-        names = set(store.list_names(f"nodes/{node}/model", lenient=True))
-        names |= set(store.list_names(f"nodes/{node}/logs", lenient=True))
-        has_weights = names & {"model.safetensors", "model.safetensors.index.json"}
-        has_all = has_weights and names >= {"config.json", "tokenizer.json", "metrics.jsonl"}
-        claims[f"{node} has written its log and its model"] = has_all
-    return [f"not true: {claim}" for claim, holds in claims.items() if not holds]
+
+def get_experiment_metrics(path, name: str):
+    """One row per node, round and stage: a pandas.DataFrame if pandas is installed, else a list.
+
+    Raises StoreError if there is no experiment of this name.
+    """
+    rows = read_experiment(open_experiment(path, name)).rows
+    try:
+        import pandas
+    except Exception:  # it is not there, or does not fit the numpy that is
+        return rows
+    return pandas.DataFrame(rows)
+
+
+def compare_experiments(path, names=None) -> list[dict]:
+    """Compare experiments over seeds with their J = 0 baseline: all below `path`, or `names`."""
+    return compare_arms(read_experiments(path, list_experiments(path) if names is None else names))
+
+
+def read_experiments(path, names: list[str]) -> list[Experiment]:
+    """Those of these experiments that have rewards."""
+    experiments = [read_experiment(open_experiment(path, name)) for name in names]
+    return [exp for exp in experiments if exp.rows]
 
 
 # -------- The monitor -----------------------------------------------------------------------------
 
 
-def monitor(store, stale_after: float, others: list[str], once: bool, signals) -> None:
-    """Show the dashboard every 10 s until the run is over, or a single time. others: the other
-    experiments of this folder."""
+def run_reader(config, signals) -> int:
+    """Run monitor or report, which change no experiment and load no model. Returns the exit
+    status."""
+    path = os.path.abspath(config.GDRIVE_PATH)
+    if config.NODE_ROLE == "report":
+        return report(path, config.environ.get("EXPERIMENT_NAME", "").strip() or "*")
+
+    # Where somebody watches, the monitor waits for the experiment, and is drawn until it is over.
+    name = config.EXPERIMENT_NAME
+    is_watched = sys.stdout.isatty() or in_notebook()
+    while is_watched and name not in list_experiments(path):
+        others = join_names(list_experiments(path), 8) or "none"
+        say(f"monitor: waiting for {path}/experiments/{name}; there are: {others}")
+        signals.sleep(10)
+
+    swarm = open_experiment(path, name, config.STALE_AFTER_SECONDS)
+    swarm.store.on_event = lambda kind, text: say(f"monitor: {text}")
+    swarm.store.sleep = signals.sleep
     cache = {}
     while True:
-        exp = read_experiment(store, stale_after, cache)
-        text = dashboard(exp, store)
-        if others:
-            text += f"\nother experiments, the newest first: {join_names(others, 5)}"
-
-        # Replace what was shown before.
-        if in_notebook():
+        exp = read_experiment(swarm, cache)
+        screen = dashboard(exp, swarm.store)
+        if sys.stdout.isatty():
+            screen = f"\033[2J\033[H{screen}"  # in place of what was shown before
+        elif is_watched:
             from IPython.display import clear_output
 
             clear_output(wait=True)
-        clear_screen = "\033[2J\033[H" if sys.stdout.isatty() else ""
-        say(clear_screen + text)
-        if once or exp.is_finished:
-            return
+        say(screen)
+        if exp.is_over or not is_watched:
+            return 0
         signals.sleep(10)
 
 
 def dashboard(exp: Experiment, store) -> str:
-    """An experiment as text that fits the terminal: rounds, nodes, tasks, warnings, one group."""
-    screen = shutil.get_terminal_size((100, 40))
+    """An experiment as text: nodes, last rounds, tasks, what looks wrong, one group."""
+    current = exp.board.open_round
     workers = f"{len(exp.with_status('alive'))} of {len(exp.board.workers)} workers alive"
-    lines = [f"{store.dir.absolute()}: round {exp.board.open_round} of {exp.num_rounds}, {workers}"]
-    if exp.rows:
-        newest = exp.rows[-1]
-        reward = exp.curve()[-1]
-        lines.append(f"reward {reward:.2f} in round {newest['round']}, {age(newest)} ago")
+    lines = [f"{store.dir.absolute()}: round {current} of {exp.num_rounds}, {workers}"]
 
     # A line for each node: its status, the age of its session, its rewards and their curve.
-    for node, status in exp.status.items():
-        started = {"timestamp": int(exp.board.sessions[node][:13]) / 1000}
-        line = f"{node:16.16} {status:6} {age(started):>6}  "
-        rows = exp.select(node_id=node)
-        if node == drive_store.COORDINATOR_ID:
-            opened = exp.board.progress.get(("open", node), drive_store.At(0)).round
-            lines.append(f"{line}has opened round {opened}")
-        else:
+    for node_id, status in exp.status.items():
+        since = age(int(exp.board.sessions[node_id][:13]) / 1000)
+        line = f"{node_id:16.16} {status:7} {since:>8}  "
+        rows = exp.select(node_id=node_id)
+        if rows:
             rewards = [row["reward"] or 0.0 for row in rows]
-            line += f"{len(rows):5} rewards, in all {sum(rewards):8.2f}, "
-            line += f"last {age(rows[-1]):>4} ago  " if rows else "none yet  "
-            width = max(8, min(24, screen.columns - len(line)))
-            lines.append(line + sparkline(moving_average(rewards), width))
+            line += f"{len(rows):5} rewards, in all {sum(rewards):8.2f}, last "
+            line += f"{age(rows[-1]['timestamp'])} ago  {sparkline(moving_average(rewards))}"
+        lines.append(line.rstrip())
 
-    # Rewards by task, and what looks wrong.
-    recent = exp.rounds(exp.board.open_round - 9, exp.board.open_round + 1)
-    if recent:
-        tasks = reward_per_task(recent).items()
-        lines.append("by task: " + ", ".join(f"{task[:24]} {value:.2f}" for task, value in tasks))
-        lines.append(f"! {diagnose(recent)}" if not has_signal(recent) else "")
-    sick = {
-        "dead": "silent for STALE_AFTER_SECONDS",
-        "failed": "ended with an error, see its logs/stdout.log",
-    }
-    for status, text in sick.items():
-        if names := join_names(exp.with_status(status), 5):
-            lines.append(f"! {text}: {names}")
+    # The last rounds, rewards by task, and what looks wrong.
+    for round_ in range(max(0, current - 2), current + 1):
+        lines.append(format_round(round_, exp.num_rounds, exp.select(round=round_)))
+    recent = exp.last_rounds(10)
+    tasks = [f"{task} {reward:.2f}" for task, reward in reward_per_task(recent).items()]
+    lines.append(f"by task: {', '.join(tasks)}")
+    if recent and not has_signal(recent):
+        lines.append(f"! {diagnose(recent)}")
+    if names := exp.with_status("dead") + exp.with_status("failed"):
+        lines.append(f"! look at logs/stdout.log of {join_names(names)}")
     for reason, count in store.invalid_files.most_common(3):
         lines.append(f"! unusable file, {count} times: {drive_store.printable(reason)}")
-    if exp.is_finished:
-        lines.append("finished; NODE_ROLE=report compares experiments")
 
-    lines += latest_group(store, exp.board)
-    shown = []
-    for line in lines:
-        shown += textwrap.wrap(line, screen.columns, subsequent_indent="  ")
-    return "\n".join(shown[: screen.lines - 1])
-
-
-def age(row: dict) -> str:
-    """How long ago a reward was submitted. "3s"."""
-    return format_duration(max(0.0, time.time() - row["timestamp"]))
-
-
-def latest_group(store, board) -> list[str]:
-    """A group of the open round as lines, with three of its completions."""
-    at = drive_store.At(board.open_round)
-    for node in reversed(board.reached("rollouts", at)):
-        groups = None
-        with contextlib.suppress(drive_store.InvalidFileError):
-            groups = store.fetch_rollouts(node, at)
+    # A group of the open round.
+    at = drive_store.At(current)
+    publishers = exp.board.reached("rollouts", at)
+    with contextlib.suppress(drive_store.InvalidFileError):
+        groups = store.fetch("rollouts", publishers[-1], at) if publishers else None
         if groups:
-            lines = [f"{node} was asked:"]
-            return lines + format_question(groups[0]) + format_completions(groups[0])
-    return []
+            lines += [f"{publishers[-1]} was asked:", *format_sample(groups[0])]
+    return "\n".join(lines)
 
 
-def format_question(group: dict) -> list[str]:
-    """A question and its right answer as lines. Of a long question the last three lines remain."""
-    width = shutil.get_terminal_size((80, 40)).columns - 16
-    text = " ".join(group["prompt"].split())  # grids come in several lines
-    text += f"  (right: {' '.join(group['answer'].split())})"
-    lines = textwrap.wrap(drive_store.printable(text, 10**6), max(20, width))[-3:]
-    return [("? " if i == 0 else "  ") + line for i, line in enumerate(lines)]
-
-
-def format_completions(group: dict, label: str = "") -> list[str]:
-    """Three completions with their rewards, a line each."""
-    width = shutil.get_terminal_size((80, 40)).columns - 22 - len(label)
-    lines = []
-    for completion in group["completions"][:3]:
-        text = drive_store.printable(repr(completion["response"]), max(20, width))
-        lines.append(f"  {label}{completion['reward']:4.2f}  {text}")
-    return lines
+def format_sample(group: dict, before: dict | None = None) -> list[str]:
+    """A question with its right answer, and three answers with their rewards, as lines; with
+    `before`, beside what was answered then. Of a long question the last three lines remain."""
+    width = max(20, shutil.get_terminal_size((80, 40)).columns - 30)
+    text = " ".join(f"{group['prompt']}  (right: {group['answer']})".split())  # grids have lines
+    lines = textwrap.wrap(drive_store.printable(text, 10**6), width, subsequent_indent="  ")[-3:]
+    answers = {"": group} if before is None else {"before  ": before, "now     ": group}
+    for label, answered in answers.items():
+        for completion in answered["completions"][:3]:
+            text = drive_store.printable(repr(completion["response"]), width)
+            lines.append(f"  {label}{completion['reward']:4.2f}  {text}")
+    return [f"? {lines[0].strip()}", *lines[1:]]
 
 
 # -------- The report and the pictures -------------------------------------------------------------
 
-
-ARM_SETTINGS = (
-    "NUM_TRAIN_SAMPLES",
-    "NUM_TRANSPLANT_TREES",
-    "EXTERNAL_FILTER",
-    "LOCAL_OVERSAMPLE",
-)
+ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
+# Experiments that differ in more than these and in their arm are never compared.
+MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "created_at", "maker")
+# Student's t for a 95% interval of the mean of 2, 3, … 10 values, and of more.
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.2)
 
 
 def compare_arms(experiments: list[Experiment]) -> list[dict]:
-    """One row for each set of experiments that differ in nothing but SEED and MAX_ROUNDS, the best
-    first, with its gain over the J = 0 baseline.
+    """One row for each arm, over its runs, the best first, with its gain over the J = 0 baseline.
 
     They are compared over the rounds that all have, or the longest run would have earned most.
     """
-    common = min((exp.rows[-1]["round"] + 1 for exp in experiments), default=0)
-    arms = {}
+    common = min((exp.newest_round + 1 for exp in experiments), default=0)
+    arms = defaultdict(list)  # (other settings, arm) -> its runs
     for exp in experiments:
-        # Runs that differ in another setting are never averaged. A gain is taken over the
-        # baseline of the same family: other settings may differ only in what makes the arm.
-        family = exp.config | {"nodes": len(exp.nodes)}
-        for name in ARM_SETTINGS + ("SEED", "EXPERIMENT_NAME", "created_at", "maker", "MAX_ROUNDS"):
-            family.pop(name, None)
-        key = (json.dumps(family, sort_keys=True), exp.arm)
-        shortened = dataclasses.replace(exp, rows=exp.rounds(0, common))
-        arms.setdefault(key, []).append(shortened)
+        first_rows = [row for row in exp.rows if row["round"] < common]
+        others = {name: exp.config[name] for name in exp.config if name not in ARM + MAY_DIFFER}
+        family = json.dumps([others, len(exp.totals)], sort_keys=True)
+        arms[family, exp.arm].append(replace(exp, rows=first_rows))
 
-    # A row for each arm, over seeds.
     rows = []
-    for members in arms.values():
-        # The paper's metric, divided by the number of nodes.
-        totals = [mean(map(exp.total, exp.nodes)) or 0.0 for exp in members]
-        pairs = zip(members, totals, strict=True)
-        held_out = [mean_of("held_out", exp.last_rounds) for exp in members]
-        rows.append(
-            {
-                "I/J": members[0].arm,
-                "nodes": len(members[0].nodes),
-                "runs": len(members),
-                "rounds": common,
-                "reward per node": mean(totals),
-                "sd": statistics.stdev(totals) if len(totals) > 1 else None,
-                "held-out": mean(held_out),
-                "gain": None,
-                "interval": None,
-                "by seed": [[exp.setting("SEED"), total] for exp, total in pairs],
-                "completions": mean(sum(exp.curve("completions")) for exp in members),
-                "experiments": [exp.name for exp in members],
-                "curves": [exp.curve() for exp in members],
-            }
-        )
-
-    # The baseline trains on as many groups, all its own. Runs of equal seeds are compared; fewer
-    # than two of them, or a baseline near 0, would say nothing.
-    totals = {key: dict(row["by seed"]) for key, row in zip(arms, rows, strict=True)}
-    for (family, arm), row in zip(arms, rows, strict=True):
-        # "4/4 unfiltered" -> 4, 4 -> the totals of "8/0"
-        own, _, external = arm.split()[0].partition("/")
-        ours = totals[family, arm]
-        baseline = totals.get((family, f"{int(own) + int(external)}/0"), {})
-        seeds = ours.keys() & baseline.keys() if external != "0" else ()
-        if len(seeds) > 1 and min(baseline[seed] for seed in seeds) > 0.01 * common:
-            gains = [ours[seed] / baseline[seed] - 1 for seed in sorted(seeds)]
-            margin = t_95(len(gains)) * statistics.stdev(gains) / math.sqrt(len(gains))
-            row["gain"] = mean(gains)
-            row["interval"] = [row["gain"] - margin, row["gain"] + margin]
+    for (family, arm), runs in arms.items():
+        # The baseline trains on as many groups, all its own.
+        num_external = runs[0].config["NUM_TRANSPLANT_TREES"]
+        num_groups = runs[0].config["NUM_TRAIN_SAMPLES"] + num_external
+        baseline = arms.get((family, f"{num_groups}/0"), []) if num_external > 0 else []
+        gain, interval = gain_over(baseline, runs, common)
+        rewards = [exp.reward_per_node for exp in runs]
+        row = {
+            "I/J": arm,
+            "nodes": len(runs[0].totals),
+            "runs": len(runs),
+            "rounds": common,
+            "reward per node": statistics.fmean(rewards),
+            "sd": statistics.stdev(rewards) if len(rewards) > 1 else None,
+            "held-out": mean(mean_of("held_out", exp.last_rounds(20)) for exp in runs),
+            "completions": statistics.fmean(sum(exp.curve("completions")) for exp in runs),
+            "gain": gain,
+            "interval": interval,
+            "by seed": [[exp.config["SEED"], exp.reward_per_node] for exp in runs],
+            "experiments": [exp.name for exp in runs],
+            "curves": [exp.curve() for exp in runs],
+        }
+        rows.append(row)
     return sorted(rows, key=lambda row: -row["reward per node"])
 
 
-def t_95(num_pairs: int) -> float:
-    """Student's t for a 95% interval of the mean of so many values, 2 or more."""
-    table = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
-    return table[num_pairs - 2] if num_pairs <= 10 else 2.2
+def gain_over(baseline: list[Experiment], runs: list[Experiment], num_rounds: int) -> tuple:
+    """(mean gain, its 95% interval) over pairs of runs with equal seeds, (None, None) for fewer
+    than two. A pair whose baseline has earned nearly nothing does not count."""
+    rewards = {exp.config["SEED"]: exp.reward_per_node for exp in baseline}
+    pairs = [(exp.reward_per_node, rewards.get(exp.config["SEED"], 0.0)) for exp in runs]
+    gains = [ours / alone - 1 for ours, alone in pairs if alone > 0.01 * num_rounds]
+    if len(gains) < 2:
+        return None, None
+    gain = statistics.fmean(gains)
+    t = T_95[min(len(gains), 11) - 2]
+    margin = t * statistics.stdev(gains) / len(gains) ** 0.5
+    return gain, [gain - margin, gain + margin]
+
+
+def report(path: str, pattern: str) -> int:
+    """Compare the experiments whose names match. Print the tables, and write them to reports/, with
+    the numbers as JSON and a picture. Returns the exit status."""
+    experiments = read_experiments(path, fnmatch.filter(list_experiments(path), pattern))
+    if not experiments:
+        say(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
+        return 1
+    rows = compare_arms(experiments)
+    text = format_report(experiments, rows)
+    say(text)
+
+    name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
+    curves = {f"{row['I/J']} ({row['experiments'][0]})": row["curves"] for row in rows}
+    files = {
+        "md": text.encode(),
+        "json": json.dumps(rows).encode(),
+        "png": draw({"reward": curves}, say),
+    }
+    store = drive_store.DriveStore(path, "")
+    with contextlib.suppress(OSError):  # the table is on the screen, and nobody wants to wait here
+        store.make_dir("/reports")
+        for suffix, data in files.items():
+            if data:
+                store.write(f"/reports/report_{name}.{suffix}", data)
+                say(f"written: {path}/reports/report_{name}.{suffix}")
+    return 0
 
 
 def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
     """Two tables in Markdown: the experiments and the arms."""
-    headers = ["experiment", "rounds", "nodes", "I/J", "model", "last", "reward at the end"]
-
-    # The experiments.
-    cells = []
+    runs = []
     for exp in experiments:
-        model = drive_store.printable(exp.config.get("MODEL_NAME"), 24)
-        end = mean_of("reward", exp.last_rounds)
-        last = f"{age(exp.rows[-1])} ago"
-        num_rounds = exp.rows[-1]["round"] + 1
-        cells.append([exp.name, num_rounds, len(exp.nodes), exp.arm, model, last, end])
-    tables = [markdown_table(cells, headers)]
+        run = {
+            "experiment": exp.name,
+            "rounds": exp.newest_round + 1,
+            "nodes": len(exp.totals),
+            "I/J": exp.arm,
+            "model": drive_store.printable(exp.config.get("MODEL_NAME"), 24),
+            "last": f"{age(exp.rows[-1]['timestamp'])} ago",
+            "reward at the end": mean_of("reward", exp.last_rounds(20)),
+        }
+        runs.append(run)
 
-    # The arms.
-    columns = ["I/J", "nodes", "runs", "reward per node", "sd", "held-out", "completions", "gain"]
-    cells = []
+    columns = ("I/J", "nodes", "runs", "reward per node", "sd", "held-out", "completions")
+    arms = []
     for row in rows:
-        gain = None
+        arm = {column: row[column] for column in columns} | {"gain": None}
         if row["gain"] is not None:
-            low, high = row["interval"]
-            gain = f"{row['gain']:+.0%} ({low:+.0%} to {high:+.0%})"
-        names = join_names(row["experiments"], 1)
-        cells.append([*(row[name] for name in columns[:-1]), gain, names])
-    tables.append(f"Over the first {rows[0]['rounds']} rounds, which all of them have:")
-    tables.append(markdown_table(cells, [*columns, "experiments"]))
-    return "\n\n".join(tables)
+            arm["gain"] = "{:+.0%} ({:+.0%} to {:+.0%})".format(row["gain"], *row["interval"])
+        arms.append(arm | {"experiments": join_names(row["experiments"], 1)})
+
+    form = {"headers": "keys", "tablefmt": "github", "floatfmt": ".2f", "missingval": ""}
+    over = f"Over the first {rows[0]['rounds']} rounds, which all of them have:"
+    return "\n\n".join([tabulate(runs, **form), over, tabulate(arms, **form)])
 
 
-def markdown_table(cells: list, headers: list[str]) -> str:
-    return tabulate(cells, headers, "github", floatfmt=".2f", missingval="")
-
-
-def write_report(store, pattern: str, experiments: list[Experiment]) -> None:
-    """Print the tables, and write them to reports/, with the numbers as JSON and a picture."""
-    rows = compare_arms(experiments)
-    text = format_report(experiments, rows)
-    say(text)
-    name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
-    picture = draw({"reward": {row["I/J"]: row["curves"] for row in rows[:6]}})
-    files = {"md": text.encode(), "json": json.dumps(rows).encode(), "png": picture}
-    try:
-        store.make_dir("/reports")
-        store.remove_leftovers()
-        for suffix, data in files.items():
-            if data:
-                store.write(f"/reports/report_{name}.{suffix}", data)
-        written = f"{store.resolve('/reports').absolute()}/report_{name}"
-        say(f"written: {written}.{{{','.join(files)}}}")
-    except OSError as error:  # not as in training: nobody wants to wait here
-        say(f"the report cannot be written: {drive_store.printable(error, 200)}")
-    show_in_notebook(picture)
-
-
-def write_picture(store, log) -> None:
-    """Draw reports/EXPERIMENT.png if matplotlib is installed."""
-    if not store.has_dir("/reports"):
-        return
-    picture = plot_run(read_experiment(store), log)
-    if picture:
-        path = f"/reports/{store.dir.name}.png"
-        store.write(path, picture)
-        log.info(f"picture: {store.resolve(path).absolute()}")
-        show_in_notebook(picture)
-
-
-def plot_run(exp: Experiment, log=None) -> bytes | None:
-    """One experiment as PNG: reward of the nodes with their mean and spread, reward per task, and
-    the shares that explain it."""
+def write_picture(swarm, log) -> None:
+    """Draw reports/EXPERIMENT.png if matplotlib is installed: the reward of the nodes with their
+    mean and spread, the reward per task, and the shares that explain it."""
+    store = swarm.store
+    exp = read_experiment(swarm)
     # Each node begins at its own first round; a late joiner's curve is drawn from 0.
-    curves = {node: [exp.curve(node_id=node)] for node in exp.nodes}
-    curves["mean ± sd over nodes"] = [curve for [curve] in curves.values()]
-
+    nodes = {node_id: [exp.curve(node_id=node_id)] for node_id in exp.totals}
+    nodes["mean ± sd over nodes"] = [curve for [curve] in nodes.values()]
     tasks = {task: [exp.curve(f"reward_{task}")] for task in reward_per_task(exp.rows)}
     counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
-    informative = [some / max(1, groups) for some, groups in counts]
     shares = {
-        "own groups that are informative": [informative],
+        "own groups that are informative": [[some / max(1, groups) for some, groups in counts]],
         "answers in <answer> tags": [exp.curve("answer_tag_rate")],
         "truncated answers": [exp.curve("truncated_rate")],
     }
-    return draw({f"{exp.name}: reward": curves, "by task": tasks, "shares": shares}, log)
+    panels = {f"{exp.name}: reward": nodes, "by task": tasks, "shares": shares}
+
+    picture = draw(panels, log.info)
+    if picture and store.has_dir("/reports"):
+        store.write(f"/reports/{exp.name}.png", picture)
+        log.info(f"picture: {store.root.absolute()}/reports/{exp.name}.png")
 
 
-def draw(panels: dict, log=None) -> bytes | None:
-    """`plot`, but a picture that cannot be drawn ends nothing: None, and a sentence. The traceback
-    is in the log."""
+def draw(panels: dict, inform) -> bytes | None:
+    """`plot`, shown below the cell of a notebook. A picture that cannot be drawn ends nothing."""
     try:
-        return plot(panels)
-    except ImportError:
-        text = "no picture: pip install matplotlib"
-    except Exception as error:  # an installation may be broken in any way
-        text = f"no picture: matplotlib raised {type(error).__name__}"
-        if log:
-            log.queue_traceback(error)
-    (log.info if log else say)(text)
-    return None
+        picture = plot(panels)
+    except Exception as error:  # the package may be missing, or broken in any way
+        inform(f"no picture: pip install matplotlib ({type(error).__name__}: {error})")
+        return None
+    if in_notebook():
+        from IPython.display import Image, display
+
+        display(Image(picture))
+    return picture
 
 
 def plot(panels: dict) -> bytes:
@@ -692,42 +662,21 @@ def plot(panels: dict) -> bytes:
     for number, (title, lines) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(1, len(panels), number)
         for label, curves in lines.items():
-            # Mean and standard deviation of each round. One run may be longer than another.
-            rounds = list(zip(*map(moving_average, curves), strict=False))
-            center = [mean(values) for values in rounds]
-            low = [mean(values) - statistics.pstdev(values) for values in rounds]
-            high = [mean(values) + statistics.pstdev(values) for values in rounds]
-
+            length = min(map(len, curves))  # one run may be longer than another
+            smooth = numpy.array([moving_average(curve)[:length] for curve in curves])
+            center, spread = smooth.mean(0), smooth.std(0)
             label = drive_store.printable(label, 32).replace("$", "")
-            width = 2.5 if len(curves) > 1 else 1.2
-            (line,) = axis.plot(center, label=label, alpha=0.7, linewidth=width)
-            if len(curves) > 1:
-                axis.fill_between(range(len(center)), low, high, color=line.get_color(), alpha=0.15)
+            axis.plot(center, label=label, alpha=0.7, linewidth=1.2 if len(curves) == 1 else 2.5)
+            axis.fill_between(range(length), center - spread, center + spread, alpha=0.15)
         axis.set(title=title.replace("$", ""), xlabel="round", ylim=(0, 1.02))
         if lines:  # a node with I = 0 has no tasks
             axis.legend(fontsize=6)
-
     file = io.BytesIO()
     figure.savefig(file, format="png")
     return file.getvalue()
 
 
-def show_in_notebook(picture: bytes | None) -> None:
-    """Show a PNG file below the cell of a notebook. Elsewhere nothing happens."""
-    if picture and in_notebook():
-        from IPython.display import Image, display
-
-        display(Image(picture))
-
-
-def in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel. The package may be imported without one."""
-    if not {"ipykernel", "IPython"} <= sys.modules.keys():
-        return False
-    return sys.modules["IPython"].get_ipython() is not None
-
-
-# -------- Text and number helpers -----------------------------------------------------------------
+# -------- Words and numbers, also for sapo.py -----------------------------------------------------
 
 
 def say(text: str) -> None:
@@ -741,10 +690,17 @@ def say(text: str) -> None:
         pass
 
 
+def in_notebook() -> bool:
+    """Whether this runs in a Jupyter kernel. (Its package may be imported without one.)"""
+    if not {"ipykernel", "IPython"} <= sys.modules.keys():
+        return False
+    return sys.modules["IPython"].get_ipython() is not None
+
+
 def mean(values) -> float | None:
-    """Mean that skips None and NaN; None if nothing is left. [1, None, 2, nan] -> 1.5."""
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(finite) / len(finite) if finite else None
+    """Mean of the values that are not None; None if there are none. [1, None, 2] -> 1.5."""
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers else None
 
 
 def mean_of(metric: str, rows: list[dict]) -> float | None:
@@ -762,22 +718,15 @@ def reward_per_task(rows: list[dict]) -> dict[str, float]:
 def moving_average(values: list[float]) -> list[float]:
     """Running mean over a tenth of the values, at most 100."""
     window = max(1, min(100, len(values) // 10))
-    return [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def sparkline(values: list[float], width: int = 24) -> str:
     """A curve of values in 0 to 1 as at most `width` characters. [0, 0.5, 1] -> "▁▅█"."""
     columns = min(width, len(values))
-    text = ""
-    for i in range(columns):
-        part = values[i * len(values) // columns : (i + 1) * len(values) // columns]
-        text += "▁▂▃▄▅▆▇█"[min(7, int(8 * mean(part)))]
-    return text
-
-
-def natural_sort(names) -> list[str]:
-    """Names in order, numbers by their value. ["n_10", "n_2"] -> ["n_2", "n_10"]."""
-    return sorted(names, key=lambda name: [f"{part:0>12}" for part in re.split(r"(\d+)", name)])
+    ends = [i * len(values) // columns for i in range(columns + 1)]
+    heights = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(ends)]
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * height))] for height in heights)
 
 
 def join_names(names: list[str], limit: int = 20) -> str:
@@ -786,9 +735,6 @@ def join_names(names: list[str], limit: int = 20) -> str:
     return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
-def format_duration(seconds: float) -> str:
-    """42 -> "42s", 150 -> "2m", 8000 -> "2h13m"."""
-    hours, minutes = divmod(int(seconds // 60), 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m" if minutes else f"{seconds:.0f}s"
+def age(timestamp: float) -> str:
+    """How long ago that was: "02:30", or "2:13:20" for hours."""
+    return tqdm.tqdm.format_interval(max(0.0, time.time() - timestamp))

@@ -5,7 +5,7 @@
 #   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     an experiment for each I/J and seed, then the report
 #   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process;
 #                                                         u: EXTERNAL_FILTER=False, xK: LOCAL_OVERSAMPLE=K
-# It shows the coordinator and worker_0; the others write to LOG_DIR (a new folder in /tmp).
+# It shows the coordinator and worker_0; all output is in LOG_DIR (a new folder in /tmp).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -23,14 +23,16 @@ if ! [[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]]; then
   echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"
   exit 2
 fi
-case $(printf %s "${TEST_MODE:-0}" | tr '[:upper:]' '[:lower:]') in  # it has its own defaults
-  0 | false | no | off)
+case ${TEST_MODE:-0} in  # it has its own defaults
+  0 | [Ff]alse | FALSE | [Nn]o | NO | [Oo]ff | OFF)
     export MAX_ROUNDS=${MAX_ROUNDS:-120}
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4} ;;
 esac
 
 # Threads are shared out fairly. Otherwise every worker starts one per core, and all of them crawl.
-cores=$("$python" -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
+count='import os, torch
+print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)), torch.cuda.device_count())'
+read -r cores gpus < <("$python" -c "$count")
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NUM_WORKERS ? cores / NUM_WORKERS : 1))}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
 logs=${LOG_DIR:-$(mktemp -d "${TMPDIR:-/tmp}/swarm.XXXX")}
@@ -40,109 +42,103 @@ export COLUMNS=${COLUMNS:-$(tput cols 2>/dev/null || echo 80)}
 
 # ---- Processes
 
-pids=() names=() stopping=0
-stop_all() {  # only what this script started; a second Ctrl-C makes the processes exit at once
-  if [ $stopping = 0 ]; then echo "run_swarm: stopping (a round is finished first)" || true; fi
+# Each process is in a process group of its own: the terminal's Ctrl-C reaches this script alone,
+# which passes it on once. A second Ctrl-C makes the processes exit at once.
+set -m
+pids=() stopping=0
+trap '' PIPE  # the reader of the output may be gone
+say() { echo "run_swarm: $*" 2>/dev/null || true; }
+stop_all() {
+  local pid  # not that of `wait_for`, which this interrupts
+  if [ $stopping = 0 ]; then say "stopping (a round is finished first)"; fi
   stopping=1
-  for pid in ${pids[@]+"${pids[@]}"}; do kill -INT "$pid" 2>/dev/null || true; done
+  for pid in ${pids[@]+"${pids[@]}"}; do kill -INT -- "-$pid" 2>/dev/null || true; done
 }
 trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: Slurm's time limit
-trap '' PIPE  # the reader of the output may be gone
 
-show() {  # NAME: a process's output to its file, and to the screen where it says what no other says
+start() {  # NAME VAR=VALUE…: one process in the background; says so if it fails
+  local name=$1
+  shift
+  : > "$logs/$name.log"
+  (
+    trap : INT TERM HUP USR1
+    status=0
+    env "$@" "$python" "$here/sapo.py" < /dev/null 2>&1 | keep_and_show "$name" || status=$?
+    if [ $status != 0 ] && [ $status != 130 ]; then
+      tail -n 5 "$logs/$name.log" | sed "s/^/[$name] /"
+      say "$name ended with exit code $status ($logs/$name.log)"
+      grep -m1 "to resume: " "$logs/$name.log" || true  # the command that starts it again
+    fi
+    if [ $status -gt 130 ]; then  # it was killed: say goodbye for it, or the others would wait
+      beat=${GDRIVE_PATH:-rl-swarm}/experiments/${EXPERIMENT_NAME:-default}/nodes/$name/heartbeat.json
+      if [ -f "$beat" ]; then sed 's/"running"/"failed"/' "$beat" > "$beat.new" && mv "$beat.new" "$beat"; fi
+    fi
+    exit $status
+  ) 2>/dev/null &  # bash would say "Killed" in words of its own
+  pids+=($!)
+  if [ $stopping = 1 ]; then kill -INT -- "-$!" 2>/dev/null || true; fi  # a Ctrl-C came before pids+=
+}
+
+keep_and_show() {  # NAME: output to its log; on the screen, that of some, but for what is said for all
   trap '' INT TERM HUP USR1
-  while IFS= read -r line; do
-    printf '%s\n' "$line" >> "$logs/$1.log" || true
+  while IFS= read -r line || [ -n "$line" ]; do
+    printf "%s\n" "$line" >> "$logs/$1.log"
     case $1:$line in
-      worker_0:worker_0\ [0-9]*/* | worker_[1-9]*) ;;  # rounds are the coordinator's, for all
+      worker_0:worker_0\ [0-9]*/*) ;;  # rounds are the coordinator's, for all
       *:"to resume: "* | *:"stopped; to go on:" | *" python sapo.py") ;;  # this script's command resumes all
-      *) printf '%s\n' "[$1] $line" || true ;;
+      worker_0:* | [!w]*) printf "%s\n" "[$1] $line" 2>/dev/null || true ;;
     esac
   done
 }
 
-start() {  # NAME VAR=VALUE…: one process in the background, in a process group of its own
-  local name=$1
-  shift
-  # Job control is on only here. The terminal's Ctrl-C must reach this script alone, which passes it
-  # on exactly once.
-  set -m
-  env "$@" "$python" "$here/sapo.py" < /dev/null > >(show "$name") 2>&1 &
-  set +m
-  pids+=($!) names+=("$name")
-  if [ $stopping = 1 ]; then kill -INT $! 2>/dev/null || true; fi  # Ctrl-C came before pids+=
-}
-
-goodbye='import os, sys, drive_store
-root = os.path.expanduser(os.environ.get("GDRIVE_PATH", "").strip())
-root = drive_store.default_root() if root in ("", "auto") else root
-store, node = drive_store.DriveStore(root, sys.argv[1]), sys.argv[2]
-store.write_heartbeat(node, store.board().sessions[node], "failed")'
-
-report_failure() {  # EXPERIMENT NAME STATUS
-  if [[ $2 = worker_[1-9]* ]]; then tail -n 5 "$logs/$2.log" | sed "s/^/[$2] /"; fi
-  echo "run_swarm: $2 ended with exit code $3 ($logs/$2.log)"
-  if [[ $2 = worker_* && $3 != 3 ]]; then  # 3: a newer process of this name is alive
-    grep -m1 "to resume: " "$logs/$2.log" || true  # the command that starts it again
-    # Say goodbye for it, or the others would wait for it in every round until it is stale.
-    PYTHONPATH=$here "$python" -c "$goodbye" "$1" "$2" 2>/dev/null || true
-  fi
-}
-
-wait_for_all() {  # EXPERIMENT: until all processes have ended; returns 1 if one failed
-  local failed=0 waiting="${!pids[*]}" still status
-  exec 3>&2 2>/dev/null  # bash itself would write "line 89: 11281 Killed env …"
-  while [ -n "$waiting" ]; do
-    still=
-    for i in $waiting; do
-      if kill -0 "${pids[$i]}"; then still+="$i "; continue; fi
-      status=0
-      wait "${pids[$i]}" || status=$?
-      if [ $status != 0 ] && [ $stopping = 0 ] && [ $failed != 2 ]; then
-        report_failure "$1" "${names[$i]}" $status || true
-        failed=1
-      fi
-    done
-    waiting=$still
-    # A coordinator waits for workers to come. If all have ended and one has failed, none will.
-    if [ "$waiting" = "0 " ] && [ "${names[0]}" = coordinator ] && [ $failed = 1 ]; then
-      echo "run_swarm: no worker is left; the coordinator is stopped"
-      kill -INT "${pids[0]}" || true
-      failed=2
-    fi
-    sleep 0.5 || true  # Ctrl-C ends it, too
+wait_for() {  # PID…: until these have ended; returns 1 if one of them has failed
+  local pid status failed=0
+  for pid; do
+    status=0
+    wait "$pid" || status=$?
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done  # a signal ends a wait
+    if [ $status != 0 ]; then failed=1; fi
   done
-  exec 2>&3 3>&-
-  [ $failed = 0 ]
+  if [ $stopping = 1 ]; then
+    for pid in "${pids[@]}"; do while kill -0 "$pid" 2>/dev/null; do wait "$pid" || true; done; done
+    say "stopped; to go on: the same command"
+    exit 130
+  fi
+  return $failed
 }
 
-run_experiment() {  # NAME VAR=VALUE…: prepare, then coordinator and workers, until all have ended
-  local name=$1 i
-  shift
+run_experiment() {  # prepare, then coordinator and workers, until all have ended
+  local i device
   # Load the model once and make its warm start. If that fails, nothing else is started.
-  pids=() names=()
-  start prepare NODE_ROLE=prepare EXPERIMENT_NAME="$name" "$@"
-  wait_for_all "$name" || exit 1
+  pids=()
+  start prepare NODE_ROLE=prepare
+  wait_for "${pids[@]}" || exit 1
 
-  pids=() names=()
-  if [ "${LOCAL_NODES:-1}" != 1 ] && [ $stopping = 0 ]; then
-    start swarm NODE_ROLE=worker EXPERIMENT_NAME="$name" "$@"  # its nodes keep step by themselves
-  elif [ $stopping = 0 ]; then
-    echo "run_swarm: starting $((NUM_WORKERS + 1)) processes"
-    start coordinator NODE_ROLE=coordinator EXPERIMENT_NAME="$name" "$@"
-    for ((i = 0; i < NUM_WORKERS && stopping == 0; i++)); do
-      # Of several GPUs each worker takes the one of its local rank.
-      start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" LOCAL_RANK=$i EXPERIMENT_NAME="$name" "$@"
-    done
+  pids=()
+  if [ "${LOCAL_NODES:-1}" != 1 ]; then
+    start swarm NODE_ROLE=worker  # its nodes keep step by themselves
+    wait_for "${pids[@]}" || exit 1
+    return
   fi
-  if [ ${#pids[@]} != 0 ]; then wait_for_all "$name" || exit 1; fi
-  if [ $stopping = 1 ]; then echo "run_swarm: stopped; to go on: the same command" || true; exit 130; fi
+  say "starting $((NUM_WORKERS + 1)) processes"
+  start coordinator NODE_ROLE=coordinator
+  for ((i = 0; i < NUM_WORKERS; i++)); do
+    device=${DEVICE:-}
+    if [ -z "$device" ] && [ "$gpus" -gt 1 ]; then device=cuda:$((i % gpus)); fi
+    start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" DEVICE="$device"
+  done
+  if ! wait_for "${pids[@]:1}"; then  # the coordinator waits for workers to come, but none will
+    kill -INT -- "-${pids[0]}" 2>/dev/null || true
+    wait_for "${pids[0]}" || true
+    exit 1
+  fi
+  wait_for "${pids[0]}" || exit 1
 }
 
 main() {
-  local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$' config seed filter
+  local pattern='^([1-9][0-9]*)/([0-9]+)(u?)(x([1-9][0-9]*))?$' name=${EXPERIMENT_NAME:-compare} config seed
   if [ -z "${CONFIGS:-}" ]; then
-    run_experiment "${EXPERIMENT_NAME:-default}"
+    run_experiment
     return
   fi
   for config in $CONFIGS; do  # check all of it before hours of training
@@ -155,14 +151,15 @@ main() {
   for seed in ${SEEDS:-${SEED:-42}}; do
     for config in $CONFIGS; do
       [[ $config =~ $pattern ]]
-      if [ -n "${BASH_REMATCH[3]}" ]; then filter=False; else filter=True; fi
-      echo "run_swarm: ${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed"
-      run_experiment "${EXPERIMENT_NAME:-compare}_${config/\//-}_seed$seed" SEED="$seed" \
-        NUM_TRAIN_SAMPLES="${BASH_REMATCH[1]}" NUM_TRANSPLANT_TREES="${BASH_REMATCH[2]}" \
-        EXTERNAL_FILTER=$filter LOCAL_OVERSAMPLE="${BASH_REMATCH[5]:-1}"
+      export EXPERIMENT_NAME=${name}_${config/\//-}_seed$seed SEED=$seed EXTERNAL_FILTER=True
+      export NUM_TRAIN_SAMPLES=${BASH_REMATCH[1]} NUM_TRANSPLANT_TREES=${BASH_REMATCH[2]}
+      export LOCAL_OVERSAMPLE=${BASH_REMATCH[5]:-1}
+      if [ -n "${BASH_REMATCH[3]}" ]; then EXTERNAL_FILTER=False; fi
+      say "$EXPERIMENT_NAME"
+      run_experiment
     done
   done
-  NODE_ROLE=report EXPERIMENT_NAME="${EXPERIMENT_NAME:-compare}_*" "$python" "$here/sapo.py"
+  NODE_ROLE=report EXPERIMENT_NAME="${name}_*" "$python" "$here/sapo.py"
 }
 
 main; exit  # on one line: bash reads a script as it goes, and someone may edit this one meanwhile

@@ -1,21 +1,24 @@
 """Proofs of what this program promises. The name of a test begins with the promise that it proves:
-L learning, F the folder, X strangers who write into it, U people. .github/MANUAL.md, section "The
-promises", lists them.
+L learning, S the swarm, F the folder, X strangers who write into it, U people. .github/MANUAL.md,
+section "The promises", lists them.
 
 The order is: mathematics; questions and rewards; the shared folder; settings; whole swarms. Proofs
 that take longer are in .ci/.
 """
 
+import contextlib
+import errno
+import gc
 import itertools
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import statistics
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
@@ -29,9 +32,9 @@ import coordinator
 import drive_store
 import grpo
 import sapo
-from drive_store import At, DriveStore, InvalidFileError, RetryingStore, StoreError, stage_file
+from drive_store import At, DriveStore, InvalidFileError, StoreError, Swarm, stage_file
 from grpo import HELD_OUT_SEEDS, TASK_TABLE, Group, make_question
-from sapo import Config, ConfigError, derive_seed, read_environment, resolve_config
+from sapo import TABLE, Config, ConfigError, derive_seed, read_config
 
 torch.set_num_threads(1)
 
@@ -137,7 +140,7 @@ def reference_update(model, groups, loss_type: str, num_steps: int):
 
 
 def update_settings(**changes) -> SimpleNamespace:
-    """The settings that an update and `generate` read, with the names that they have in Config."""
+    """The settings that an update and sampling read, with the names that they have in Config."""
     settings = {
         "LOSS_TYPE": "dapo", "MAX_NEW_TOKENS": 9, "TEMPERATURE": 0.7, "CLIP_LOW": 0.2,
         "CLIP_HIGH": 0.28, "NUM_ITERATIONS": 1, "DTYPE": "float32",
@@ -147,30 +150,26 @@ def update_settings(**changes) -> SimpleNamespace:
 
 def small_codec(eos_ids=frozenset(), pad_id=0) -> grpo.Codec:
     """The codec of a model without a tokenizer, of which only these ids matter."""
-    sizes = dict.fromkeys(
-        ("num_shots", "positions", "max_prompt", "max_completion", "vocabulary"), 0
-    )
-    codec = grpo.Codec(None, set(eos_ids), None, **sizes, dtype=torch.float32)
-    codec.pad_id = pad_id
-    return codec
+    names = ("num_shots", "positions", "max_prompt", "max_completion", "vocabulary")
+    sizes = dict.fromkeys(names, 0)
+    return grpo.Codec(None, set(eos_ids), None, **sizes, pad_id=pad_id, dtype=torch.float32)
 
 
-def our_update(model, groups, lr=0.5, pad_id=0, max_rows=2**30, **changes):
+def our_update(model, groups, lr=0.5, pad_id=0, at_once=99, **changes):
     """`update_policy` with SGD. Returns the new weights and the metrics."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = update_settings(**changes)
-    limit = grpo.RowLimit(max_rows, "the update")
-    rows, steps = grpo.update_policy(
-        model, optimizer, groups, config, small_codec(pad_id=pad_id), limit
-    )
-    return flat_weights(model), grpo.update_numbers(rows, steps, config)
+    limit = grpo.Limit(at_once, "the update")
+    codec = small_codec(pad_id=pad_id)
+    metrics = grpo.update_policy(model, optimizer, groups, config, codec, limit)
+    return flat_weights(model), metrics
 
 
-def our_generate(model, prompts, num_generations, config, seed, eos_ids, pad_id=0, max_rows=2**30):
-    """`generate` of a model without a tokenizer."""
-    limit = grpo.RowLimit(max_rows, "generation")
+def our_generate(model, prompts, num_generations, config, seed, eos_ids, pad_id=0, at_once=99):
+    """`sample_in_batches` of a model without a tokenizer."""
+    limit = grpo.Limit(at_once, "generation")
     codec = small_codec(eos_ids, pad_id)
-    return grpo.generate(model, codec, prompts, num_generations, config, seed, limit)
+    return grpo.sample_in_batches(model, codec, prompts, num_generations, config, seed, limit)
 
 
 def test_L1_advantages_equal_the_reference_values_and_are_zero_if_all_rewards_are_equal():
@@ -220,17 +219,22 @@ def test_L1_loss_and_gradient_equal_the_reference_values(
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
-@pytest.mark.parametrize("max_rows, num_steps", [(1, 1), (3, 1), (5, 1), (99, 1), (3, 3)])
+@pytest.mark.parametrize("at_once, num_steps", [(1, 1), (3, 1), (7, 1), (99, 1), (3, 3)])
 def test_L1_the_update_equals_the_reference_for_any_micro_batch_size(
-    loss_type, max_rows, num_steps, monkeypatch
+    loss_type, at_once, num_steps, monkeypatch
 ):
     monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)  # clipping would hide a wrong scale
-    # Two of the groups are uninformative, and one is larger than most of the micro-batches.
+    # Two of the groups are uninformative, and all have other sizes. Three completions at once are
+    # less than a group.
     groups = ragged_groups((4, 2, 7, 3, 5), uninformative=(0, 3))
     expected, loss, num_clipped = reference_update(small_gpt2(), groups, loss_type, num_steps)
 
     weights, metrics = our_update(
-        small_gpt2(), groups, max_rows=max_rows, LOSS_TYPE=loss_type, NUM_ITERATIONS=num_steps
+        small_gpt2(),
+        groups,
+        at_once=at_once,
+        LOSS_TYPE=loss_type,
+        NUM_ITERATIONS=num_steps,
     )
     assert_close(weights, expected, 1e-4, 1e-3)
     assert_close(metrics["loss"], loss)  # that of the first step
@@ -266,28 +270,48 @@ def test_L1_an_uninformative_group_costs_no_forward_pass_but_counts_in_the_dapo_
     assert_close(weights - start, (alone - start) * 3 / 12)
 
 
+@pytest.mark.parametrize("num_good_passes", [0, 4])
+def test_L8_memory_that_runs_out_halves_the_batch_at_last_to_one_completion(num_good_passes):
+    """The memory is too small from the beginning, or from the second step of an update on."""
+    config = update_settings()
+    expected, metrics = our_update(small_gpt2(), ragged_groups(), NUM_ITERATIONS=3)
+    completions = our_generate(small_gpt2(), [[3, 4], [5]], 4, config, 5, {2})
+
+    def model_that_runs_out(largest_batch):
+        model = small_gpt2()
+        passes = itertools.count()
+
+        def run_out(module, args, kwargs):
+            if next(passes) >= num_good_passes and len(kwargs["input_ids"]) > largest_batch:
+                raise torch.OutOfMemoryError("out of memory")
+
+        model.base_model.register_forward_pre_hook(run_out, with_kwargs=True)
+        return model
+
+    model = model_that_runs_out(1)
+    assert our_generate(model, [[3, 4], [5]], 4, config, 5, {2}) == completions
+    weights, in_parts = our_update(model_that_runs_out(1), ragged_groups(), NUM_ITERATIONS=3)
+    assert_close(weights, expected)
+    for name in ("loss", "clip_fraction", "grad_norm", "trained_tokens", "logp_own"):
+        assert in_parts[name] == pytest.approx(metrics[name], rel=1e-3), name
+    with pytest.raises(grpo.ModelError, match="one completion"):
+        our_update(model_that_runs_out(0), ragged_groups(), NUM_ITERATIONS=3)
+
+
 @pytest.mark.parametrize("temperature, pad_id", [(1.0, 0), (0.7, 20)])
 def test_L1_log_probabilities_are_the_models_own_and_none_is_read_at_a_padding_position(
     temperature, pad_id
 ):
     model = small_gpt2()
     groups = ragged_groups()
-    prompts = []
-    completions = []
+    expected = []
     for group in groups:
         for ids in group.completions:
-            prompts.append(group.prompt)
-            completions.append(ids)
+            expected.append(reference_logprobs(model, group.prompt, ids, temperature))
 
-    expected = []
-    for prompt, ids in zip(prompts, completions, strict=True):
-        expected.append(reference_logprobs(model, prompt, ids, temperature))
-    expected = pad_sequence(expected, batch_first=True)
-
-    for compute in (grpo.plain_logprobs, grpo.completion_logprobs):
-        logprobs, mask = compute(model, prompts, completions, temperature, pad_id)
-        assert_close(logprobs, expected)
-        assert mask.sum(1).tolist() == [len(ids) for ids in completions]
+    logprobs, mask = grpo.completion_logprobs(model, groups, temperature, pad_id)
+    assert_close(logprobs, pad_sequence(expected, batch_first=True))
+    assert mask.sum(1).tolist() == [len(row) for row in expected]
 
 
 @pytest.mark.parametrize("pad_id", [0, 2])
@@ -296,9 +320,7 @@ def test_L2_the_eos_is_in_the_mask_and_learned_even_when_it_is_the_pad_token(pad
     eos_id = 2
     group = Group([3, 4], [[9, eos_id], [9, 8, 7]], [1.0, 0.0])
 
-    before, mask = grpo.completion_logprobs(
-        model, [group.prompt] * 2, group.completions, pad_id=pad_id
-    )
+    before, mask = grpo.completion_logprobs(model, [group], pad_id=pad_id)
     assert mask.tolist() == [[True, True, False], [True, True, True]]
     assert before[0, 1] < 0, "the EOS is not scored"
     assert before[0, 2] == 0, "padding is scored"
@@ -351,8 +373,8 @@ def test_L2_sampling_uses_the_distribution_that_is_scored_the_full_softmax_at_th
     assert_close(frequencies, logprobs.exp(), 1.5 / num_draws, 0)
 
 
-@pytest.mark.parametrize("max_rows", [2**30, 1, 9])
-def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(max_rows):
+@pytest.mark.parametrize("at_once", [99, 9, 3, 1])
+def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(at_once):
     model = small_gpt2()
     eos_ids = {2, 7, 11}
     max_tokens = 10
@@ -372,7 +394,7 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(m
         expected.append(completion)
 
     config = update_settings(MAX_NEW_TOKENS=max_tokens)
-    ours = our_generate(model, prompts, 4, config, 5, eos_ids, max_rows=max_rows)
+    ours = our_generate(model, prompts, 4, config, 5, eos_ids, at_once=at_once)
     assert ours == [expected[i : i + 4] for i in range(0, 20, 4)]
 
     # The case is a hard one: completions end at once, late or never, and with several EOS ids.
@@ -397,8 +419,7 @@ def test_U12_the_page_in_the_readme_and_the_program_compute_the_same(monkeypatch
     for group, (_, _, rewards) in zip(groups, on_page, strict=True):
         ours = torch.tensor(grpo.group_advantages(group.rewards), dtype=torch.float64)
         assert_close(ours, page.group_advantages(rewards), **exact)
-        prompts = [group.prompt] * len(group.completions)
-        logprobs, mask = grpo.completion_logprobs(model, prompts, group.completions)
+        logprobs, mask = grpo.completion_logprobs(model, [group])
         theirs = [page.completion_logprobs(model, group.prompt, ids) for ids in group.completions]
         assert_close(logprobs[mask], torch.cat(theirs), **exact)
 
@@ -420,9 +441,7 @@ def test_U12_the_page_in_the_readme_and_the_program_compute_the_same(monkeypatch
 
 def make_config(**environ) -> Config:
     """The Config of a process with these environment variables."""
-    environ = {"NODE_ID": "n", **environ}
-    env, _ = read_environment({name: str(value) for name, value in environ.items()})
-    return resolve_config(env, {}, [])
+    return read_config({"NODE_ID": "n", **environ})
 
 
 def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeats_itself():
@@ -496,10 +515,9 @@ def group_by_hand(seed, task="small_products", right=1, **changes) -> dict:
 
 def new_store(folder, owner="n1") -> DriveStore:
     """The store of the experiment x, with all folders of its node `owner`."""
-    store = DriveStore(folder, "x")
-    store.create({"layout": drive_store.LAYOUT, "maker": owner})
-    store.create_node(owner)
-    for name in drive_store.NODE_DIRS:
+    store = DriveStore(folder, "x", [owner])
+    store.begin({"layout": drive_store.LAYOUT, "maker": owner})
+    for name in ("", *drive_store.NODE_DIRS):
         store.make_dir(f"nodes/{owner}/{name}")
     return store
 
@@ -571,7 +589,7 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
         # The process is started again, and this time it would publish something else.
         store = new_store(tmp_path / str(nth))
         store.publish("rewards", "n1", At(0), {"reward": 0.75})
-        store.remove_leftovers("n1")
+        store.remove_leftovers()
         now = contents(store.dir)
         assert now.keys() == {"config.json", path, marker}
         assert store.read_reward("n1", At(0))["reward"] == (0.25 if is_published else 0.75)
@@ -581,7 +599,9 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
 
 def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_path):
     store = new_store(tmp_path)
-    session = store.register(["n1"], {})
+    swarm = Swarm(store, 300)
+    swarm.join({})
+    session = swarm.session
     store.move_marker("open", "n1", At(2))
     store.move_marker("rewards", "n1", At(1))
     store.move_marker("rewards", "n1", At(2))
@@ -590,12 +610,46 @@ def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_
     for marker in ("rewards.n1.000007.0", "open.n1.000007.0", f"session.n2.{session}"):
         for stray in (f"{marker} (1)", f".{marker}", f"{marker}.tmp"):
             put(store, f"board/{stray}")
-    board = store.board()
+    board = store.read_board()
     assert board.open_round == 2
     assert board.sessions == {"n1": session}
     assert board.progress == {("open", "n1"): (2, 0), ("rewards", "n1"): (2, 0)}
     assert board.reached("rewards", At(2)) == ["n1"]
     assert board.reached("rewards", At(3)) == []
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_L6_of_two_warm_starts_that_are_made_at_once_one_counts(tmp_path, monkeypatch, has_links):
+    # The storage has hard links or, like FAT, none.
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    store = new_store(tmp_path)
+    store.sleep = lambda seconds: None
+    for text in ("first", "second"):
+        local = tmp_path / text
+        local.write_text(text)
+        store.upload(local, "/warmstart/weights", replaces=False)
+    assert contents(tmp_path / "warmstart") == {"weights": b"first"}
+
+
+def test_S1_who_waits_posts_its_marker_again_in_case_it_was_lost_on_its_way(tmp_path, monkeypatch):
+    store = new_store(tmp_path)
+    swarm = Swarm(store, 300)
+    swarm.join({})
+    store.move_marker("rewards", "n1", At(0))
+    marker = store.dir / "board/rewards.n1.000000.0"
+    marker.unlink()
+
+    # It looks at the board once more, and then after a minute and after two.
+    signals = SimpleNamespace(requested=0)
+    started = time.monotonic()
+    for seconds, is_there in ((0, False), (60, False), (120, True)):
+        monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: started + 1 + seconds)
+        swarm.check_in(signals)
+        assert marker.exists() == is_there, seconds
 
 
 def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_path):
@@ -612,25 +666,59 @@ def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_pat
         if now >= 20 and away.exists():
             away.rename(store.dir)
 
-    signals = SimpleNamespace(sleep=sleep)
-    retrying = RetryingStore(store, lambda kind, text: events.append(kind), signals)
-    assert retrying.read_json("nodes/n1/0.json") is None
+    store.sleep = sleep
+    store.on_event = lambda kind, text: events.append(kind)
+    assert store.read("nodes/n1/0.json", 99) is None
     assert events == [], "a missing file is no outage"
 
     store.dir.rename(away)
     for i in range(3):
-        retrying.append("nodes/n1/logs/order", f"{i}\n")
-        retrying.write(f"nodes/n1/{i}.json", b"{}")
+        store.append("nodes/n1/logs/order", f"{i}\n")
+        store.write(f"nodes/n1/{i}.json", b"{}")
     assert 20 <= now <= 25.5, "a pause is longer than 5 s"
     assert (store.dir / "nodes/n1/logs/order").read_text().split() == ["0", "1", "2"]
-    assert [retrying.read_json(f"nodes/n1/{i}.json") for i in range(3)] == [{}, {}, {}]
+    assert [store.read(f"nodes/n1/{i}.json", 99) for i in range(3)] == [b"{}"] * 3
     assert events == ["outage", "outage over"]
 
 
-def test_F6_the_first_config_counts_and_one_that_is_damaged_or_older_is_an_error(tmp_path):
+@pytest.mark.parametrize("number", drive_store.HOPELESS, ids=errno.errorcode.get)
+def test_F2_what_never_passes_is_a_sentence_for_a_process_that_starts_and_later_an_outage(
+    tmp_path, monkeypatch, number
+):
+    store = new_store(tmp_path)
+    swarm = Swarm(store, 300)
+    events = []
+    store.on_event = lambda kind, text: events.append((kind, text))
+    replace = os.replace
+
+    def refuse(source, target):
+        raise OSError(number, os.strerror(number), str(target))
+
+    def mend(seconds):
+        monkeypatch.setattr(os, "replace", replace)
+
+    store.sleep = mend
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(StoreError, match=os.strerror(number)) as refused:
+        swarm.join({})
+    assert f"GDRIVE_PATH={tmp_path}" in str(refused.value) and events == []
+
+    mend(0)
+    swarm.join({})
+    monkeypatch.setattr(os, "replace", refuse)
+    store.publish("rewards", "n1", At(0), {"reward": 0.5})
+    assert [kind for kind, _ in events] == ["outage", "outage over"]
+    assert os.strerror(number) in events[0][1]
+    assert store.read_reward("n1", At(0))["reward"] == 0.5
+
+
+def test_F6_the_first_config_counts_and_one_that_is_damaged_or_older_is_an_error(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(drive_store, "BEGIN_TIMEOUT_SECONDS", 0)
     for seed in (1, 2):
         settings = {"layout": drive_store.LAYOUT, "maker": "n1", "SEED": seed}
-        assert DriveStore(tmp_path, "x").create(settings)["SEED"] == 1
+        assert DriveStore(tmp_path, "x").begin(settings)["SEED"] == 1
 
     # Whatever another version of this program has made is refused and stays as it was.
     for name, path, content in [
@@ -642,11 +730,11 @@ def test_F6_the_first_config_counts_and_one_that_is_damaged_or_older_is_an_error
         put(store, path, content)
         before = contents(store.dir)
         with pytest.raises(StoreError, match="EXPERIMENT_NAME"):
-            store.create(settings)
+            store.begin(settings)
         assert contents(store.dir) == before
 
 
-@pytest.mark.parametrize("planted", ["link", "fifo", "parent that is a link"])
+@pytest.mark.parametrize("planted", ["link", "fifo"])
 def test_X2_what_a_stranger_planted_is_never_followed_and_never_written_through(tmp_path, planted):
     # A file outside all experiments, which must stay as it is.
     thesis = tmp_path / "home/round_000000.stage_0.json"
@@ -655,35 +743,29 @@ def test_X2_what_a_stranger_planted_is_never_followed_and_never_written_through(
 
     path = stage_file("rollouts", "n1", At(0))
     for operation, *args in [
-        ("read_json", path),
+        ("read", path, 99),
         ("write", path, b"{}"),
-        ("append", path, "{}"),
         ("delete", path, True),
         ("prune_rollouts", "n1", 9, False),
     ]:
-        # Plant something in place of the file, or of its folder.
+        # Plant something in place of the file.
         store = new_store(tmp_path / operation)
         full = store.dir / path
         if planted == "link":
             full.symlink_to(thesis)
-        elif planted == "fifo":
-            os.mkfifo(full)
         else:
-            full.parent.rmdir()
-            full.parent.symlink_to(thesis.parent)
+            os.mkfifo(full)
 
-        # A written file takes its place. Where that cannot be, the call fails, and the node waits.
-        failed = False
-        try:
-            getattr(store, operation)(*args)
-        except (InvalidFileError, OSError):
-            failed = True
+        # A written file takes its place, one that is deleted is gone.
+        result = None
+        with contextlib.suppress(InvalidFileError):
+            result = getattr(store, operation)(*args)
         assert contents(thesis.parent) == {thesis.name: b'{"thesis": 1}'}, operation
-        if operation == "read_json":
-            assert failed
-        if operation in ("write", "append"):
-            assert failed == planted.startswith("parent")
-            assert failed or full.read_bytes() == b"{}"
+        assert not result or operation == "write", "it was read"
+        if operation == "write":
+            assert full.read_bytes() == b"{}"
+        if operation in ("delete", "prune_rollouts"):
+            assert not os.path.lexists(full)
 
 
 def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(tmp_path):
@@ -692,7 +774,6 @@ def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(
     broken = [
         (b"", "empty"), (b"[]", "object"), (b'{"torn', "JSON"), (b'{"a": NaN}', "JSON"),
         (b'{"a": "\\ud800"}', "JSON"), (b'{"a":' * 99_999, "JSON"), (b" " * 9_000_000, "larger"),
-        (b'{"a": [' + b"[]," * 500_000 + b"[]]}", "elements"),
         (good | {"peer_id": "q"}, "path"), (good | {"round": 2}, "path"),
         (good | {"rollouts": []}, "type"),
     ]  # fmt: skip
@@ -706,12 +787,12 @@ def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(
     for content, reason in broken:
         put(store, stage_file("rollouts", "p", At(1)), content)
         with pytest.raises(InvalidFileError, match=reason):
-            store.fetch_rollouts("p", At(1))
+            store.fetch("rollouts", "p", At(1))
     assert time.monotonic() - started < 2
 
     # Keys that a newer program may add do no harm.
     put(store, stage_file("rollouts", "p", At(1)), good | {"new": 1})
-    assert [group["key"] for group in store.fetch_rollouts("p", At(1))] == [(1, 0, "p", 0)]
+    assert [group["key"] for group in store.fetch("rollouts", "p", At(1))] == [(1, 0, "p", 0)]
 
 
 # -------- Settings --------------------------------------------------------------------------------
@@ -730,12 +811,11 @@ CHECKED = {
 def config_error(**environ) -> str:
     """The message with which these environment variables are refused."""
     with pytest.raises(ConfigError) as caught:
-        env, _ = read_environment(environ)
-        resolve_config(env, {}, [])
+        read_config(environ)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("row", fields(Config), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
 def test_U1_a_bad_value_is_refused_with_its_name_the_value_and_what_is_allowed(row):
     # Good values as {text: value}, bad ones, and a part of the message.
     allowed = row.metadata["allowed"]
@@ -752,7 +832,7 @@ def test_U1_a_bad_value_is_refused_with_its_name_the_value_and_what_is_allowed(r
         bad = ["many", "nan", str(low - 1), str(high + 1)]
         hint = "expected"
     elif allowed:
-        good = {word: word for word in allowed if word != "auto"}
+        good = {word: word for word in allowed}
         bad = ["no such"]
         hint = allowed[-1]
     elif row.name in CHECKED:
@@ -777,22 +857,127 @@ def test_U1_all_mistakes_are_reported_together_and_a_blank_value_counts_as_unset
         assert name in message
         assert value in message
 
-    blank = {row.name: " " for row in fields(Config) if row.name != "NODE_ID"}
+    blank = {name: " " for name in TABLE if name != "NODE_ID"}
     assert make_config(**blank) == make_config()
+
+
+def test_U1_all_refused_tasks_are_named_and_former_roles_say_what_does_their_work():
+    message = config_error(TASKS="small_gdc, gcd, countdown")
+    assert "'small_gdc' is refused; did you mean small_gcd?" in message
+    assert "'countdown' is refused" in message and "'gcd' is refused" not in message
+    assert "TEST_MODE=True" in config_error(NODE_ROLE="validate")
+    assert "MANUAL" in config_error(NODE_ROLE="auto")
 
 
 def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variables_are_not():
     near_misses = {"LEARNING_RAT": "LEARNING_RATE", "NUM_GENERATION": "NUM_GENERATIONS"}
     near_misses["seed"] = "SEED"
     others = ("PATH", "HOME", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "NODE_OPTIONS", "PYTHONHASHSEED")
-    _, warnings = read_environment(dict.fromkeys([*near_misses, *others], "4"))
-    for text, (wrong, right) in zip(warnings, near_misses.items(), strict=True):
+    config = make_config(MODEL_NAME="tiny", **dict.fromkeys([*near_misses, *others], "4"))
+    for text, (wrong, right) in zip(config.notes, near_misses.items(), strict=True):
         assert text.startswith(f"{wrong} ")
         assert f"mean {right}?" in text
 
     # These two are errors, because the node would otherwise join another experiment.
     for name in ("EXPERIMENT_NAME", "GDRIVE_PATH"):
         assert f"mean {name}?" in config_error(**{name[:-1]: "mine"})
+
+
+def test_F6_a_joining_node_inherits_the_swarms_settings_and_may_not_change_the_experiments():
+    began = {"MODEL_NAME": "tiny", "SEED": 7, "NUM_TRAIN_SAMPLES": 4, "LEARNING_RATE": 1e-3}
+    saved = sapo.saved_settings(make_config(**began, EVAL_INTERVAL=5))
+    joining = read_config({"NODE_ID": "late", "NUM_GENERATIONS": "16"}, saved)
+    assert joining.NUM_GENERATIONS == 16, "what is set counts"
+    for name, value in began.items():
+        assert getattr(joining, name) == value
+    assert joining.EVAL_INTERVAL == 0, "a node's own settings are not inherited"
+    inherited = "SEED=7 NUM_TRAIN_SAMPLES=4 LEARNING_RATE=0.001"
+    assert joining.notes == [f"from the experiment: {inherited}"]
+
+    # A model's settings go to the same model alone.
+    other = read_config({"MODEL_NAME": "gpt2"}, saved | {"TASKS": "gcd"})
+    assert (other.SEED, other.TASKS, other.LEARNING_RATE) == (7, "gcd", 1e-6)
+
+    # The name that was made up stays when the settings are read again.
+    config = read_config({})
+    assert read_config(config.environ, saved).NODE_ID == config.NODE_ID != read_config({}).NODE_ID
+
+    for name, value in (
+        ("SEED", "8"),
+        ("TASKS", "gcd"),
+        ("REWARD", "verifier"),
+        ("MAX_STAGES", "2"),
+    ):
+        with pytest.raises(ConfigError, match=f"{name}=.* the experiment has"):
+            read_config({name: value}, saved)
+    with pytest.raises(ConfigError, match=r"SEED='x' \(in config.json\)"):
+        read_config({}, saved | {"SEED": "x"})
+
+
+def test_U6_test_mode_names_what_a_run_lacks(tmp_path):
+    (tmp_path / "experiments/default/model").mkdir(parents=True)
+    (tmp_path / "experiments/default/model/config.json").touch()
+
+    def check(rows, folder="model", num_workers=2) -> tuple[int, str]:
+        said = []
+        run = SimpleNamespace(
+            config=make_config(TEST_MODE=True, MAX_ROUNDS=2, NUM_WORKERS=2),
+            store=DriveStore(tmp_path, "default"),
+            swarm=SimpleNamespace(board=drive_store.Board(sessions={"n": "", "m": ""})),
+            log=SimpleNamespace(event=lambda kind, text: said.append(text)),
+        )
+        while len(run.swarm.board.workers) > num_workers:
+            run.swarm.board.sessions.popitem()
+        return coordinator.check_test_run(run, rows, ["n"], [folder]), said[0]
+
+    good = {"node_id": "n", "reward": 0.5, "informative_groups": 1, "external_groups": 1}
+    rows = [good | {"round": 0}, good | {"round": 1}]
+    assert check(rows) == (0, "passed")
+    assert check(rows[1:]) == (0, "passed"), "it has joined late"
+
+    flat = [row | {"informative_groups": 0} for row in rows]
+    alone = [row | {"external_groups": 0} for row in rows]
+    for arguments, problem in [
+        (([],), r"n has rewards in rounds \[\] only"),
+        ((rows[:1],), r"n has rewards in rounds \[0\] only"),
+        ((rows, "checkpoints"), "checkpoints is empty"),
+        ((flat,), "no group gave a gradient"),
+        ((alone,), "no group of a peer"),
+        ((alone, "model", 1), "^1 workers came, of 2$"),
+    ]:
+        status, said = check(*arguments)
+        assert status == 1 and re.search(problem, said), said
+
+
+def test_U7_a_gain_is_over_equal_seeds_and_unlike_runs_are_never_averaged(tmp_path):
+    def experiment(name, reward, **settings) -> coordinator.Experiment:
+        rows = [{"node_id": "n", "round": t, "reward": reward, "timestamp": 1} for t in range(20)]
+        config = {name: row.default for name, row in TABLE.items()} | settings
+        return coordinator.Experiment(name, config, drive_store.Board(), {}, rows)
+
+    eight = {"NUM_TRAIN_SAMPLES": 8, "NUM_TRANSPLANT_TREES": 0}
+    four = {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4}
+    rows = coordinator.compare_arms(
+        [
+            experiment("a0", 0.40, SEED=0, **four),
+            experiment("a1", 0.52, SEED=1, **four),
+            experiment("b0", 0.20, SEED=0, **eight),
+            experiment("b1", 0.24, SEED=1, **eight),
+            experiment("other", 0.01, SEED=0, LOSS_TYPE="grpo", **four),
+            experiment("unfiltered", 0.02, SEED=0, EXTERNAL_FILTER=False, **four),
+        ]
+    )
+    found = [(row["I/J"], row["runs"], row["reward per node"]) for row in rows]
+    assert [row[:2] for row in found] == [
+        ("4/4", 2), ("8/0", 2), ("4/4 unfiltered", 1), ("4/4", 1)
+    ]  # fmt: skip
+    assert [row[2] for row in found] == pytest.approx([9.2, 4.4, 0.4, 0.2])
+
+    # By hand: the gains are 8 / 4 and 10.4 / 4.8, and Student's t of two values is 12.71.
+    gain = (8 / 4 + 10.4 / 4.8) / 2 - 1
+    margin = 12.71 * (10.4 / 4.8 - 8 / 4) / 2
+    assert [row["gain"] for row in rows] == pytest.approx([gain, None, None, None])
+    assert rows[0]["interval"] == pytest.approx([gain - margin, gain + margin])
 
 
 # -------- Whole swarms in this process, judged by the files that they leave -----------------------
@@ -865,8 +1050,8 @@ def read_teachers(drive, name) -> list[list[str]]:
 def write_peer(drive, name, peer, groups, round_=0) -> None:
     """Publish groups as `peer`, which any program and any human can do."""
     store = DriveStore(drive, name)
-    store.create({"layout": drive_store.LAYOUT, "maker": peer})
-    store.create_node(peer)
+    store.begin({"layout": drive_store.LAYOUT, "maker": peer})
+    store.make_dir(f"nodes/{peer}")
     store.make_dir(f"nodes/{peer}/rollouts")
     rollouts = {str(i): group for i, group in enumerate(groups)}
     store.publish("rollouts", peer, At(round_), {"format": 1, "rollouts": rollouts})
@@ -961,15 +1146,16 @@ def test_L4_of_the_groups_of_one_age_each_is_drawn_equally_often(monkeypatch):
     groups = [SimpleNamespace(key=i, rewards=[0.0] * i + [1.0]) for i in range(9)]
     of_age = {0: groups[:3], 1: groups[3:]}
     monkeypatch.setattr(sapo, "wait_for_peers", lambda *_: None)
+    monkeypatch.setattr(sapo, "external_metrics", lambda *_: {})
     monkeypatch.setattr(sapo, "external_candidates", lambda run, node, at, age, rng: of_age[age])
 
     for num_drawn, chances in ((2, [2 / 3] * 3 + [0] * 6), (4, [1] * 3 + [1 / 6] * 6)):
         config = make_config(NUM_TRANSPLANT_TREES=num_drawn, ROLLOUT_MAX_AGE=1)
-        log = SimpleNamespace(seconds={"n": {}})
         counts = dict.fromkeys(range(9), 0)
         for t in range(1, 2001):
-            run = SimpleNamespace(config=config, log=log)
-            for group in sapo.sample_external(run, sapo.Node("n", None, None), At(t)):
+            run = SimpleNamespace(config=config)
+            node = sapo.Node("n", None, None, metrics={"external_pool": 0})
+            for group in sapo.sample_external(run, node, At(t)):
                 counts[group.key] += 1
         assert list(counts.values()) == pytest.approx([2000 * p for p in chances], abs=90)
 
@@ -987,6 +1173,30 @@ def test_L4_peers_are_drawn_at_random_and_not_in_the_order_of_the_listing(drive)
     assert peers - {"a", "b"}
 
 
+def test_L8_a_process_holds_one_model_for_each_node_and_too_little_memory_is_a_sentence(
+    drive, monkeypatch, capfd
+):
+    def count_models() -> int:
+        gc.collect()
+        return sum(type(thing) is GPT2LMHeadModel for thing in gc.get_objects())
+
+    def run_out(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    before = count_models()
+    counts = []
+    with monkeypatch.context() as patch:
+        at_call(patch, "policy_gradient", 1, lambda: counts.append(count_models()))
+        assert run_swarm(drive, "models", MAX_ROUNDS=1, **UNTRAINED) == 0
+    assert counts == [before + 2]
+
+    monkeypatch.setattr(grpo, "make_optimizer", run_out)
+    assert run_swarm(drive, "memory", **UNTRAINED) == 2
+    output = "".join(capfd.readouterr())
+    assert "does not fit into the memory" in output
+    assert "Traceback" not in output
+
+
 def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
     """Decoded and encoded again they would differ: "<answer>" is one token, but eight when it was
     sampled letter by letter."""
@@ -994,11 +1204,11 @@ def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monk
     spelled = [*tokenizer.convert_tokens_to_ids([*"<answer>5"]), tokenizer.eos_token_id]
     assert len(tokenizer("<answer>5").input_ids) == 2
 
-    def generate(model, codec, prompts, num_generations, *args):
+    def sample_in_batches(model, codec, prompts, num_generations, *args):
         return [[spelled] * num_generations for _ in prompts]
 
     update_policy = Mock(wraps=grpo.update_policy)
-    monkeypatch.setattr(grpo, "generate", generate)
+    monkeypatch.setattr(grpo, "sample_in_batches", sample_in_batches)
     monkeypatch.setattr(grpo, "update_policy", update_policy)
     assert run_swarm(drive, "spelled", MAX_ROUNDS=1, NUM_TRANSPLANT_TREES=0, **UNTRAINED) == 0
 
@@ -1034,7 +1244,7 @@ def test_F3_a_killed_run_resumes_as_if_nothing_had_happened(
 
     # SystemExit stands for a kill, of which the program cannot leave a record.
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(sapo, "record_failure", lambda *_: None)
+        patch.setattr(sapo, "say_failure", lambda *_: sys.exit())
         at_call(patch, step, call, sys.exit)
         run_swarm(drive, name)
     nodes = drive / "experiments" / name / "nodes"
@@ -1071,10 +1281,10 @@ def test_U5_U8_readers_change_nothing_and_the_final_model_is_an_ordinary_folder(
     drive, uninterrupted, capfd
 ):
     before = contents(uninterrupted)
-    for role, expected in [("validate", "passed"), ("monitor", "round 5 of 6"), ("report", "2/2")]:
+    for role, expected in [("monitor", "round 5 of 6"), ("report", "2/2")]:
         environ = {"GDRIVE_PATH": drive, "EXPERIMENT_NAME": "uninterrupted", "NODE_ROLE": role}
         assert sapo.main(environ) == 0
-        assert expected in " ".join(capfd.readouterr().out.split()), role  # lines are wrapped
+        assert expected in capfd.readouterr().out, role
     assert contents(uninterrupted) == before
 
     model = AutoModelForCausalLM.from_pretrained(uninterrupted / "nodes/node_0/model")

@@ -1,115 +1,129 @@
 """Does it catch mistakes? Each row breaks the program in one place; a proof must fail. By hand:
 
-    python .ci/mutants.py [FIRST LAST]      all, or some of them; hours on two cores
+    python .ci/mutants.py --check         is each text in the program exactly once? Seconds
+    python .ci/mutants.py [FIRST LAST]    all rows, or some of them; hours on two cores
 
-The proofs of the row's promise are run first, then all others. A row whose text is no longer in the
-program is named: it follows the program when that changes.
+Where a promise is about the swarm and its folder, random schedules come first, then the promise's
+own proofs, then all others. It prints number, promise, change, the proof that failed (of a schedule
+its seed: so many held before it) and seconds. A row follows the program when that changes.
 """
 
+import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PROOFS = ("test_sapo.py", ".ci")
+RANDOM_FIRST = ("S", "F", "L4", "L5", "L6", "X")  # promises
 
-MUTANTS = [  # promise, module, text, what stands there instead
-    ("L1", "grpo", "r.std(unbiased=True)", "r.std(unbiased=False)"),
-    ("L1", "grpo", '"dapo": lengths.sum()', '"dapo": lengths.sum() * 2'),
-    ("L1", "grpo", "-torch.min(unclipped, clipped)", "-torch.max(unclipped, clipped)"),
-    ("L1", "grpo", "is_first_step = not steps", "is_first_step = True"),
-    ("L1", "grpo", "mask.cumsum(-1) - 1).clamp(min=0)", "torch.ones_like(mask).cumsum(-1) - 1)"),
-    ("L1", "grpo", "model.eval()  # dropout off: log", "model.train()  # dropout off: log"),
-    ("L1", "grpo", "    if not rows:  # even", "    if False:  # even"),
-    ("L1", "grpo", "torch.promote_types(logits.dtype, torch.float32)", "logits.dtype"),
-    ("L1", "grpo", "return [row for row in rows if row.group.is_informative]", "return rows"),
-    ("L1", "grpo", "if not torch.isfinite(grad_norm):", "if False:"),
-    ("L2", "grpo", "return logits if temperature == 1 else logits / temperature", "return logits"),
-    ("L2", "grpo", "torch.softmax(logits, dim=-1).cumsum(-1)", "torch.softmax(2 * logits, dim=-1).cumsum(-1)"),
-    ("L2", "grpo", "ids.append(self.eos_id)", "pass"),
-    ("L2", "grpo", "split_special_tokens=True", "split_special_tokens=False"),
-    ("L2", "grpo", "eos_ids.add(end_of_turn)", "pass"),
-    ("L3", "grpo", "return float(answer == question.answer)  # its", "return float(eval(answer) == eval(question.answer))  # its"),
-    ("L3", "grpo", "float(score >= 0.99)", "score"),
-    ("L3", "grpo", "if math.gcd(a, b) > 10**12:", "if False:"),
-    ("L4", "sapo", 'if record["seed"] in grpo.HELD_OUT_SEEDS:', "if False:"),
-    ("L4", "sapo", 'if record["prompt"] != question.text:', "if False:"),
-    ("L4", "sapo", "if len(records) > config.max_groups_per_peer:", "if False:"),
-    ("L4", "sapo", "node.used_external |= {group.key for group in external}", "pass"),
-    ("L4", "sapo", "group.is_informative or not config.EXTERNAL_FILTER", "True"),
-    ("L4", "sapo", "own + node.external, run.config", "own, run.config"),
-    ("L5", "sapo", 'text = f"{config.SEED}|{node_id}|{at.round}', 'text = f"{config.SEED}|{hash(node_id)}|{at.round}'),
-    ("L6", "sapo", 'if store.has_dir("/warmstart") and not load_weights(store, path, model, log):', 'if store.has_dir("/warmstart"):'),
-    ("L7", "grpo", "if not error < 2e-3:", "if False:"),
-    ("L8", "grpo", "self.rows = max(self.smallest, (self.tried + 1) // 2)", "pass"),
-    ("S1", "coordinator", "if current == 0 and not submitted:", "if False:"),
-    ("S1", "drive_store", '*board.reached("open", At(t))}', "}"),
-    ("S2", "sapo", 'run.log.event("skip", text)', "pass"),
-    ("S2", "sapo", "register_forward_pre_hook(lambda *_: run.member.beat())", "register_forward_pre_hook(lambda *_: None)"),
-    ("S3", "sapo", "if run.peers.seconds_to_wait <= 0:", "if run.peers.seconds_to_wait <= -60:"),
-    ("S3", "sapo", "late if any(map(run.member.is_alive, sorted(late))) else set()", "late"),
-    ("S4", "drive_store", 'raise Stopped("superseded")', "pass"),
-    ("S5", "sapo", "in_job_step = 0 < len", "in_job_step = 0 <= len"),
-    ("F1", "drive_store", "            temp.write_bytes(data)\n            os.replace(temp, self.resolve(path))", "            self.resolve(path).write_bytes(data)"),
-    ("F1", "drive_store", "        published = self.already_published(kind, node, at)", "        self.move_marker(kind, node, at)\n        published = self.already_published(kind, node, at)"),
-    ("F1", "drive_store", "        published = self.already_published(kind, node, at)", "        published = None"),
-    ("F2", "drive_store", "self.store.markers.clear()", "pass"),
-    ("F2", "drive_store", "            file.truncate(size)", "            pass"),
-    ("F2", "drive_store", "                    if not self.store.session:", "                    if False:"),
-    ("F3", "sapo", "node.total_reward, node.used_external, node.held_out = nodes[node.id]", "node.total_reward = nodes[node.id][0]"),
-    ("F3", "sapo", 'node.total_reward += row.get("reward") or 0.0', "pass"),
-    ("F3", "drive_store", 'rf"\\.new-{re.escape(node)}-[0-9a-f]{{16}}"', 'rf"\\.new-{re.escape(node)}.*"'),
-    ("F4", "sapo", "if is_missing or (reason and node.id in board.sessions):", "if False:"),
-    ("F5", "drive_store", "            if at.round >= before_round:", "            if at.round >= before_round + 3:"),
-    ("F5", "drive_store", r'r"\.safetensors" if kind == "checkpoints" else r"\.stage_(0|[1-9]\d?)\.json"', r'r"\..*"'),
-    ("F6", "sapo", 'if columns.get("agree") and values[name]', "if False and values[name]"),
-    ("F6", "drive_store", 'is_foreign = not folders <= {"board", "nodes"}', "is_foreign = False"),
-    ("F7", "drive_store", 'if saved is None or saved.get("maker") == settings["maker"]:', "if True:"),
-    ("X1", "drive_store", 'char if char.isprintable() else "?"', "char"),
-    ("X2", "drive_store", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK"),
-    ("X3", "drive_store", "data = file.read(max_bytes + 1)", "data = file.read()"),
-    ("X3", "sapo", "if time.thread_time() - started > MAX_VERIFY_SECONDS_PER_PEER:", "if False:"),
-    ("X4", "sapo", 'record["text"] = mask(text, self.secret)', 'record["text"] = text'),
-    ("X4", "sapo", "rewards = grpo.group_rewards(question, texts, run.config.REWARD)", "rewards = [float('<answer>' in text) for text in texts]"),
-    ("U2", "sapo", "if self.requested > 1:", "if self.requested > 2:"),
-    ("U5", "coordinator", "if len(seeds) > 1 and min", "if seeds and min"),
-    ("U10", "sapo", "    except BaseException as error:  # sys.exit()", "    except ValueError as error:  # sys.exit()"),
+MUTANTS = [  # module, text, what stands there instead, promise
+    ("grpo", "r.std(unbiased=True)", "r.std(unbiased=False)", "L1"),
+    ("grpo", "-torch.min(unclipped, clipped)", "-torch.max(unclipped, clipped)", "L1"),
+    ("grpo", "if step == 0:", "if True:", "L1"),
+    ("grpo", "model.eval()  # dropout off: log", "model.train()  # dropout off: log", "L1"),
+    ("grpo", "torch.promote_types(logits.dtype, torch.float32)", "logits.dtype", "L1"),
+    ("grpo", "return logits if temperature == 1 else logits / temperature", "return logits", "L2"),
+    ("grpo", "torch.softmax(logits, dim=-1).cumsum(-1)", "torch.softmax(2 * logits, dim=-1).cumsum(-1)", "L2"),
+    ("grpo", "ids.append(self.eos_id)", "pass", "L2"),
+    ("grpo", "split_special_tokens=True", "split_special_tokens=False", "L2"),
+    ("sapo", 'random.Random(f"task {seed}")', "random.Random(seed)", "L3"),
+    ("sapo", 'derive_seed(run.config, node.id, at, "generate")', "0", "L3"),
+    ("grpo", "return float(answer == question.answer)", "return float(eval(answer) == eval(question.answer))", "L3"),
+    ("grpo", "else float(score >= 0.99)", "else score", "L3"),
+    ("sapo", 'if record["seed"] in grpo.HELD_OUT_SEEDS:', "if False:", "L4"),
+    ("sapo", 'if record["prompt"] != question.text:', "if False:", "L4"),
+    ("sapo", "if len(records) > ", "if False and len(records) > ", "L4"),
+    ("sapo", "rng.sample(candidates, min(num_missing, len(candidates)))", "candidates[:num_missing]", "L4"),
+    ("sapo", "min(config.ROLLOUT_MAX_AGE, at.round) + 1", "1", "L4"),
+    ("sapo", "node.used_external |= {group.key for group in external}", "pass", "L4"),
+    ("sapo", "group.is_informative or not config.EXTERNAL_FILTER", "True", "L4"),
+    ("sapo", "[: run.config.NUM_TRAIN_SAMPLES] + node.external", "[: run.config.NUM_TRAIN_SAMPLES]", "L4"),
+    ("sapo", "for group in node.groups for reward", "for group in node.groups + node.external for reward", "L4"),
+    ("sapo", "{config.SEED}|{node_id}", "{config.SEED}", "L5"),
+    ("sapo", "{config.SEED}|{node_id}", "{id(config)}|{node_id}", "L5"),
+    ("sapo", "\n        load_weights(run, name, model)\n", "\n", "L6"),
+    ("grpo", "{reason: not error < 2e-3}", "{reason: False}", "L7"),
+    ("grpo", "bool(missing)", "False", "L7"),
+    ("sapo", "[*models, model], strict", "[*models, copy.deepcopy(model)], strict", "L8"),
+    ("coordinator", "if t == 0 and not board.reached", "if False and not board.reached", "S1"),
+    ("drive_store", '*self.reached("open", At(t))}', "}", "S1"),
+    ("drive_store", "> self.stale_after / 4:", "> 1e9:", "S1"),
+    ("coordinator", "if swarm.is_alive(drive_store.COORDINATOR_ID):", "if drive_store.COORDINATOR_ID in board.sessions:", "S2"),
+    ("sapo", "(lambda *_: run.swarm.beat())", "(lambda *_: None)", "S2"),
+    ("sapo", "if run.seconds_to_wait <= 0:", "if run.seconds_to_wait <= -60:", "S3"),
+    ("sapo", "return late if any(", "return late if late or any(", "S3"),
+    ("drive_store", 'raise Stopped("superseded")', "pass", "S4"),
+    ("sapo", "signal.SIGUSR1, signal.SIGHUP)", "signal.SIGHUP)", "S5"),
+    ("drive_store", "            file.write(data)\n", "            file.write(data)\n        shutil.copyfile(temp, target)\n", "F1"),
+    ("drive_store", "        content = dump_json(", "        self.move_marker(kind, node_id, at)\n        content = dump_json(", "F1"),
+    ("drive_store", "self.write(path, content, replaces=False)", "self.write(path, content)", "F1"),
+    ("drive_store", "error.errno in HOPELESS", "error.errno in ()", "F2"),
+    ("drive_store", "if not self.was_there:", "if True:", "F2"),
+    ("drive_store", "if path.startswith(precious) and", "if False and", "F2"),
+    ("sapo", 'node.used_external = saved["trained"]', "pass", "F3"),
+    ("sapo", "in node.optimizer.state[p].items():", "in ():", "F3"),
+    ("coordinator", "if swarm.others() and board.open_round", "if board.open_round", "F3"),
+    ("sapo", "if is_missing or (reason and", "if False and (reason and", "F4"),
+    ("drive_store", r'r"[0-9a-f]{16}(\.post)?"', 'r".*"', "F5"),
+    ("sapo", "needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE", "needed = 0", "F5"),
+    ("sapo", "given.get(name, value) != value:", "False:", "F6"),
+    ("sapo", "    model, run.codec = load_checked_model(run)\n\n", "    run.store.begin(saved_settings(config))\n    model, run.codec = load_checked_model(run)\n\n", "F6"),
+    ("drive_store", 'if self.make_dir(f"/experiments/{self.dir.name}"):', 'if self.make_dir(f"/experiments/{self.dir.name}") or True:', "F7"),
+    ("drive_store", 'char if char.isprintable() else "?"', "char", "X1"),
+    ("drive_store", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK", "X2"),
+    ("drive_store", 'require(completion, {"response": str, "finished": bool})', "pass", "X3"),
+    ("sapo", 'text.replace(self.secret, "***") if self.secret else text', "text", "X4"),
+    ("sapo", 'replace(group, key=record["key"])', 'replace(group, key=record["key"], rewards=[each["reward"] for each in completions])', "X4"),
+    ("sapo", "if self.requested > 1:", "if self.requested > 2:", "U2"),
+    ("coordinator", "return 1 if problems else 0", "return 0", "U6"),
+    ("sapo", "except BaseException as error:", "except ValueError as error:", "U10"),
 ]  # fmt: skip
 
 
 def first_failure(folder: Path, *selection: str) -> str:
-    """The name of the first proof that fails, "" if none does."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *selection]
-    command += ["test_sapo.py", ".ci", "--ignore=.ci/test_device.py", "--tb=no", "-rfE"]
-    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    try:
-        done = subprocess.run(
-            command, cwd=folder, env=environ, capture_output=True, text=True, timeout=3600
-        )
-    except subprocess.TimeoutExpired:
+    """The name of the first of these proofs that fails, "" if all hold."""
+    command = ["timeout", "3600", sys.executable, "-m", "pytest", "-xq", "--tb=no", "-rfE"]
+    command += ["-p", "no:cacheprovider", "--ignore=.ci/test_device.py", *selection]
+    environ = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    if done.returncode == 124:
         return "a proof does not end"
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split("::")[-1] if failed else ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
+    assert failed or done.returncode in (0, 5), done.stdout + done.stderr  # 5: none was selected
+    return failed[1].split("::")[-1].replace("test_random[", "[seed ") if failed else ""
 
 
-def main(first: int, last: int) -> None:
-    for number, (promise, module, text, replacement) in enumerate(MUTANTS):
-        if not first <= number <= last:
+def main(numbers: range, only_check: bool) -> None:
+    texts = [(row, (ROOT / f"{row[0]}.py").read_text().count(row[1])) for row in MUTANTS]
+    assert all(count == 1 for _, count in texts), [each for each in texts if each[1] != 1]
+    assert only_check or not first_failure(ROOT, *PROOFS, "--collect-only"), "mend the proofs first"
+    for number in numbers:
+        module, text, replacement, promise = MUTANTS[number]
+        mutated = (ROOT / f"{module}.py").read_text().replace(text, replacement)
+        compile(mutated, f"row {number}", "exec")
+        if only_check:
             continue
+        started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             copy = Path(folder, "copy")
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".git", "venv", "rl-swarm"))
-            path = copy / f"{module}.py"
-            code = path.read_text()
-            if code.count(text) < 1:
-                caught_by = "NOT IN THE PROGRAM"
-            else:
-                path.write_text(code.replace(text, replacement, 1))
-                caught_by = first_failure(copy, "-k", f"{promise}_") or first_failure(copy)
-            change = text.strip().splitlines()[0][:60].replace("|", "/")
-            print(f"| {number} | {promise} | `{change}` | {caught_by or 'NOBODY'} |", flush=True)
+            (copy / f"{module}.py").write_text(mutated)
+            selections = [(*PROOFS, "-k", f"{promise}_"), PROOFS]
+            if promise.startswith(RANDOM_FIRST):
+                selections.insert(0, (".ci/test_world.py", "-k", "random"))
+            failures = (first_failure(copy, *selection) for selection in selections)
+            caught_by = next(filter(None, failures), "NOBODY")
+        change = text.strip().splitlines()[0][:60].replace("|", "/")
+        seconds = time.monotonic() - started
+        print(f"| {number} | {promise} | `{change}` | {caught_by} | {seconds:.0f} s |", flush=True)
 
 
 if __name__ == "__main__":
-    main(*(map(int, sys.argv[1:]) if len(sys.argv) > 2 else (0, len(MUTANTS))))
+    chosen = [int(argument) for argument in sys.argv[1:] if argument != "--check"]
+    first, last = chosen or (0, len(MUTANTS) - 1)
+    main(range(first, last + 1), "--check" in sys.argv)

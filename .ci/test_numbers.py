@@ -42,9 +42,7 @@ torch.set_num_threads(1)
 
 def logprobs_of(model, groups, temperature=1.0, pad_id=0):
     """Log-probability of each token of all completions of these groups, and their mask."""
-    prompts = [group.prompt for group in groups for _ in group.completions]
-    completions = [ids for group in groups for ids in group.completions]
-    return grpo.completion_logprobs(model, prompts, completions, temperature, pad_id)
+    return grpo.completion_logprobs(model, groups, temperature, pad_id)
 
 
 # -------- Small models of all architectures: exact or refused -------------------------------------
@@ -381,7 +379,7 @@ def test_L1_without_information_or_a_finite_gradient_there_is_no_step_and_gradie
     states = [flat_weights(model)]
     for uninformative in ((), range(4)):
         groups = ragged_groups(uninformative=uninformative)
-        limit = grpo.RowLimit(99, "the update")
+        limit = grpo.Limit(99, "the update")
         grpo.update_policy(model, optimizer, groups, update_settings(), small_codec(), limit)
         states.append(flat_weights(model))
     assert not torch.equal(states[1], states[0])
@@ -641,9 +639,8 @@ def test_L6_a_warm_start_belongs_to_its_seed_its_model_and_its_tokenizer():
 
 
 def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):
-    """The manual's peer: it writes right answers, most of them in forms that earn nothing."""
-    manual = (ROOT / ".github/MANUAL.md").read_text()
-    script = manual.split("<!-- peer -->\n```python\n")[1].split("```")[0]
+    """The recipe's peer: it writes right answers, most of them in forms that earn nothing."""
+    script = (ROOT / ".github/recipes/peer.py").read_text()
     (tmp_path / "peer.py").write_text(script.replace("time.sleep(0.2)", "time.sleep(0.02)"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.chdir(tmp_path)

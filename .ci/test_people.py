@@ -143,7 +143,7 @@ def test_U1_the_shared_folder_is_in_the_drive_that_is_mounted(tmp_path, monkeypa
 
 @pytest.mark.parametrize("role, name, value", [
     ("worker", "MODEL_NAME", "no/such model"), ("prepare", "MODEL_NAME", "no/such model"),
-    ("nothing", "NODE_ROLE", "nothing"),
+    ("auto", "NODE_ROLE", "auto"), ("validate", "NODE_ROLE", "validate"),
 ])  # fmt: skip
 def test_F6_U1_a_start_that_is_refused_says_why_and_touches_nothing(tmp_path, role, name, value):
     output = output_of(tmp_path / "drive", {"NODE_ROLE": role, name: value}, status=2)
@@ -195,8 +195,8 @@ def test_U2_L6_run_swarm_names_what_failed_ends_all_and_shares_out_the_gpus(
     found = re.findall(r"(?m)^run_swarm: (\w+) ended with exit code (\d+) ", done.screen)
     assert found == failed
     workers = [start for start in done.starts if start.get("NODE_ROLE") == "worker"]
-    gpus = {start["NODE_ID"]: start["LOCAL_RANK"] for start in workers}
-    expected = {"worker_0": "0", "worker_1": "1", "worker_2": "2"}
+    gpus = {start["NODE_ID"]: start["DEVICE"] for start in workers}
+    expected = {"worker_0": "cuda:0", "worker_1": "cuda:1", "worker_2": "cuda:0"}
     assert len(gpus) == num_workers and gpus.items() <= expected.items()
 
 
@@ -446,7 +446,7 @@ def test_L4_U5_a_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path,
 
 def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp_path):
     started = time.process_time()  # a minute where nothing else runs
-    output_of(tmp_path, UNSET, TEST_MODE=1, LOCAL_NODES=2)
+    assert "check: passed" in output_of(tmp_path, UNSET, TEST_MODE=1, LOCAL_NODES=2)
     assert time.process_time() < started + 60
     for name in ("informative_groups", "external_groups", "grad_norm"):
         assert any(row[name] for row in rewards_of(tmp_path)), name

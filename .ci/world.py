@@ -51,7 +51,7 @@ def load_model(*args):
     return copy.deepcopy(CACHE[0])
 
 
-def generate(model, codec, prompts, num_generations, config, seed, limit):
+def sample_in_batches(model, codec, prompts, num_generations, config, seed, limit):
     texts = answers(model, seed, len(prompts) * num_generations)
     ids = codec.encode_completions(texts, [True] * len(texts))
     return [ids[i : i + num_generations] for i in range(0, len(ids), num_generations)]
@@ -63,18 +63,16 @@ def update_policy(model, optimizer, groups, config, codec, limit):
         for group in groups
     ]
     number = learn(model, optimizer, rows)
-    rows = grpo.make_rows(groups, config)
-    for row in rows:
-        row.old_logprobs = torch.full([len(row.completion)], -1.0)
-    return rows, [(0.0, 0, number)] if rows else []
+    step = {"loss": 0.0, "clipped_tokens": 0, "grad_norm": number}
+    return grpo.update_numbers([], [step] * config.NUM_ITERATIONS, config)
 
 
-def warm_start(model, codec, config, tasks, progress):
+def warm_start(model, codec, config, tasks):
     """Each process makes other weights, as on machines that round differently."""
     for step in range(1, 4):
         compute(model)
         fill(model, number_from(WORLD.current.name, step))
-        progress(step, 3, torch.tensor(0.0))
+        yield step, torch.tensor(0.0)
 
 
 def save_model(model, codec, card, folder):
@@ -82,7 +80,8 @@ def save_model(model, codec, card, folder):
         Path(folder, name).write_text(f"{name} {number_from(weights_of(model))}")
 
 
-SEAMS = {f.__name__: f for f in (load_model, generate, update_policy, warm_start, save_model)}
+FAKES = (load_model, sample_in_batches, update_policy, warm_start, save_model)
+SEAMS = {fake.__name__: fake for fake in FAKES}
 REAL = {name: getattr(grpo, name) for name in SEAMS}
 
 
