@@ -327,7 +327,8 @@ def make_questions(run: Run, seeds: list[int]) -> "list[grpo.Question]":
     model, the next seed counts.)"""
     questions = []
     for seed in seeds:
-        task = random.Random(seed).choice(run.config.tasks)
+        # A stream of its own: the first numbers of Random(seed) make the question.
+        task = random.Random(f"task {seed}").choice(run.config.tasks)
         questions.append(grpo.first_valid_question(task, seed, run.codec.fits))
     return questions
 

@@ -462,6 +462,36 @@ def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeat
     assert not set(seeds) & {derive_seed(with_another_seed, *key) for key in keys}
 
 
+@pytest.mark.parametrize("start", [0, HELD_OUT_SEEDS.start])
+def test_L3_in_a_mixture_each_tasks_questions_are_distributed_as_the_tasks_own(start, monkeypatch):
+    """If one stream chose the task and made the question, a mixture would ask only a slice of each
+    task: of its sums, for example, nine in ten with two terms."""
+    lines = [(str(line), "1") for line in range(4)]
+    monkeypatch.setitem(grpo.FILE_TASKS, "file:mine", (lines, lines))
+
+    def kind(question):
+        about = question.entry["metadata"]
+        return about.get("num_terms") or about.get("task") or question.text  # of a file: the line
+
+    # Eight tasks, three of which have questions of several kinds.
+    tasks = ["basic_arithmetic", "calendar_arithmetic", "file:mine"]
+    tasks += ["gcd", "lcm", "products", "chain_sum", "count_bits"]
+    codec = SimpleNamespace(fits=lambda question: True)
+    run = SimpleNamespace(codec=codec, config=SimpleNamespace(tasks=tasks))
+    config = make_config()
+    seeds = [start + derive_seed(config, "n", At(t), "question") for t in range(2400)]
+    questions = sapo.make_questions(run, seeds)
+    assert all(question == make_question(question.task, question.seed) for question in questions)
+    for task in tasks[:3]:
+        in_mixture = [kind(question) for question in questions if question.task == task]
+        alone = [kind(make_question(task, seed)) for seed in seeds[:300]]
+        assert len(in_mixture) == pytest.approx(300, abs=60)
+        assert len(set(alone)) >= 4
+        for value in set(alone):
+            share = alone.count(value) / len(alone)
+            assert in_mixture.count(value) / len(in_mixture) == pytest.approx(share, abs=0.1)
+
+
 def test_L3_garbage_earns_nothing_although_the_verifier_alone_pays_a_little_for_nearly_anything():
     total = make_question("chain_sum", 1)
     fraction = make_question("fraction_simplification", 1)

@@ -148,11 +148,8 @@ def asked_alone(task: str) -> list[str]:
     return [question.text for question in in_training(make_run([task], seed=1), 3 * PER_TASK)]
 
 
-ONE_SEED = pytest.mark.xfail(strict=True, reason="one seed chooses the task and makes the question")
-
-
 @pytest.mark.parametrize("tasks", MIXTURES.values(), ids=MIXTURES)
-@pytest.mark.parametrize("way", [*(pytest.param(w, marks=ONE_SEED) for w in WAYS[:3]), WAYS[3]])
+@pytest.mark.parametrize("way", WAYS)
 def test_L3_in_a_mixture_each_tasks_questions_are_distributed_as_the_tasks_own(way, tasks):
     found = Counter()
     for task, texts in asked(way, *tasks).items():
