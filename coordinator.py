@@ -14,7 +14,7 @@ import statistics
 import sys
 import textwrap
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -159,9 +159,23 @@ def log_round_of_swarm(run, t: int) -> None:
     run.history += rows
     run.round_ends.append(run.swarm.looked_at)
     run.log.info(format_round(t, run.config.MAX_ROUNDS, rows, run.round_ends))
+    log_changes(run, t, rows)
 
 
 # -------- The line of a round ---------------------------------------------------------------------
+
+
+def log_changes(run, t: int, rows: list[dict]) -> None:
+    """Say who has joined or left the swarm since the round before, because the mean changes then.
+    A node has left if it has no reward of this round and is not alive."""
+    here = {row["node_id"] for row in rows}
+    left = {n for n in run.present - here if not run.swarm.is_alive(n)}
+    came = here - run.present if run.present else ()  # in the first round nobody joins
+    changes = [f"{node_id} joined in round {t}" for node_id in sorted(came)]
+    changes += [f"{node_id} has left ({run.swarm.status(node_id)})" for node_id in sorted(left)]
+    run.present = (run.present | here) - left
+    if changes:
+        run.log.event("nodes", f"{', '.join(changes)}, {len(run.present)} nodes now")
 
 
 def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends=()) -> str:
@@ -198,11 +212,20 @@ def has_signal(rows: list[dict]) -> bool:
     return any(row.get("informative_groups") for row in rows)
 
 
-def diagnose(rows: list[dict]) -> str:
-    """What happened in these rows, in a sentence with the curve, and the variable that may help."""
+def reward_curve(rows: list[dict]) -> list[float]:
+    """The mean reward of each round that has any, in order."""
     by_round = column_by("round", rows)
-    curve = [mean(by_round[round_]) for round_ in sorted(by_round)]
-    curve = [reward for reward in curve if reward is not None]
+    means = [mean(by_round[round_]) for round_ in sorted(by_round)]
+    return [reward for reward in means if reward is not None]
+
+
+def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
+    """What happened in these rows, in a sentence, and the variable that may help.
+
+    history: all rows since the beginning, where `rows` are the last ones. checkpoints: the stages
+    after which those that are kept were written, ascending.
+    """
+    curve = reward_curve(rows)
     if not curve:
         return "no rewards, because nothing was generated (NUM_TRAIN_SAMPLES=0)"
 
@@ -211,10 +234,22 @@ def diagnose(rows: list[dict]) -> str:
     first = statistics.fmean(curve[:part])
     last = statistics.fmean(curve[-part:])
     change = f"mean reward {first:.2f} -> {last:.2f}"
+
+    # Is it worse than the very first round, which was generated before any update, and by more than
+    # chance explains? The first 20 may hide that, where the policy has collapsed at once.
+    history = history or rows
+    untrained = [row for row in history if row["round"] == history[0]["round"]]
+    before = mean_of("reward", untrained) or 0.0
+    num_completions = sum(row.get("completions") or 0 for row in untrained)
+    if before - last > 0.05 + max(1, num_completions) ** -0.5:  # two standard errors
+        advice = "lower LEARNING_RATE"
+        if checkpoints:
+            advice += f"; the checkpoint after round {checkpoints[0].round} is there"
+        return f"worse than before training ({before:.2f} -> {last:.2f}): {advice}"
+
     if has_signal(rows):
         verdict = "learned" if last > first + 0.05 else "little was learned"
-        rounds = f"first and last {part} of {len(curve)} rounds"
-        return f"{verdict}; {change} ({rounds}) {sparkline(curve)}"
+        return f"{verdict}: {change} (first and last {part} of {len(curve)})"
 
     # Equal rewards within each group give no gradient.
     advice = "the answers are wrong: easier TASKS, or a better MODEL_NAME"
@@ -256,13 +291,18 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 
 # -------- Reading an experiment, also from notebooks ----------------------------------------------
 
+ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
+NEEDED = (*ARM, "SEED", "MAX_ROUNDS")  # of config.json
+HEADERS = ("node", "status", "round", "reward", "total", "last reward", "curve")  # the monitor's
+FIRST_LOOK_BYTES = 16 << 20  # of all metrics.jsonl: with 4 nodes about 4000 rounds, with 128 120
+
 
 @dataclass
 class Experiment:
     """All that readers show of an experiment, read at one moment."""
 
     name: str
-    config: dict  # the settings that it began with; 1 for one that readers need and that is missing
+    config: dict  # the settings that it began with; 1 for one of NEEDED that is missing
     board: "drive_store.Board"
     status: dict  # node, also the coordinator -> alive, done, stopped, failed or dead
     rows: list  # every reward with its metrics, in order
@@ -282,6 +322,22 @@ class Experiment:
         """Whether the last round has rewards and nobody works any more."""
         return self.newest_round >= self.num_rounds - 1 and not self.with_status("alive")
 
+    @property
+    def sick(self) -> list[str]:
+        """The nodes that have failed, and those that are dead, also the coordinator."""
+        sick = [n for n, status in self.status.items() if status in ("failed", "dead")]
+        return sorted(sick, key=self.status.get, reverse=True)
+
+    def summary(self, node_id: str) -> list:
+        """The line of a node in the monitor, see HEADERS. The reward is that of ten rounds."""
+        rows = self.select(node_id=node_id)
+        curve = self.curve(node_id=node_id)[rows[0]["round"] :] if rows else []
+        last = f"{age(rows[-1]['timestamp'])} ago" if rows else ""
+        reward = mean_of("reward", rows[-10:])
+        total = self.totals.get(node_id)
+        place = [node_id[:16], self.status[node_id], self.round_of(node_id)]
+        return [*place, reward, total, last, sparkline(curve)]
+
     def with_status(self, status: str) -> list[str]:
         """The workers that are alive, done, stopped, failed or dead."""
         return [node_id for node_id in self.board.workers if self.status[node_id] == status]
@@ -294,12 +350,16 @@ class Experiment:
         """The rows of the newest rounds that have any."""
         return [row for row in self.rows if row["round"] > self.newest_round - number]
 
-    def curve(self, metric: str = "reward", **columns) -> list[float]:
-        """The metric's mean over the rows with these values, for each round from their first to
-        their last. 0 where nobody was there."""
+    def curve(self, metric: str = "reward", **columns) -> list[float | None]:
+        """The metric's mean over the rows with these values, for each round from 0 to the newest.
+        None where there are none: nobody was there, or the task was not asked."""
         by_round = column_by("round", self.select(**columns), metric)
-        rounds = range(min(by_round, default=0), max(by_round, default=-1) + 1)
-        return [mean(by_round[round_]) or 0.0 for round_ in rounds]
+        return [mean(by_round[round_]) for round_ in range(self.newest_round + 1)]
+
+    def round_of(self, node_id: str) -> int:
+        """The round in which a node is, -1 if it has entered none."""
+        rounds = [at.round for (_, name), at in self.board.progress.items() if name == node_id]
+        return max(rounds, default=-1)
 
     @property
     def arm(self) -> str:
@@ -310,32 +370,68 @@ class Experiment:
 
     @property
     def totals(self) -> dict[str, float]:
-        """{node: cumulative reward} of the nodes that have submitted rewards."""
-        by_node = column_by("node_id", self.rows)
-        return {node_id: sum(filter(None, rewards)) for node_id, rewards in by_node.items()}
+        """{node: cumulative reward} of the nodes that have submitted rewards. A row of a log tells
+        it, also that of earlier rows, which may not have been read."""
+        totals = {}
+        for row in self.rows:
+            total = totals.get(row["node_id"], 0.0) + (row["reward"] or 0.0)
+            totals[row["node_id"]] = row.get("total_reward", total)
+        return totals
 
-    @property
-    def reward_per_node(self) -> float:
-        """The paper's metric, divided by the number of nodes."""
-        return statistics.fmean(self.totals.values())
+    def reward_per_node(self, num_rounds: int) -> float:
+        """The paper's metric, divided by the number of nodes, of the first rounds. Of a round it is
+        the mean over the nodes that were there; a round without any counts as the others' mean."""
+        reward = mean(self.curve()[:num_rounds]) or 0.0
+        return reward * num_rounds * self.config.get("MAX_STAGES", 1)
 
 
-def read_experiment(swarm, cache: dict | None = None) -> Experiment:
-    """Read an experiment. cache: pass the same dict again, and no reward file is read twice."""
-    rows = {} if cache is None else cache
+def read_experiment(swarm, logs: dict | None = None) -> Experiment:
+    """Read an experiment: all its reward files. Or with `logs`, the same dict in each call, only
+    what was appended to metrics.jsonl of its nodes since the call before."""
     store = swarm.store
     board = swarm.look()
     status = {}
+    rows = {}
     for node_id in sorted(board.sessions):
         status[node_id] = swarm.status(node_id)  # first: one that is done has all its rewards there
-        for at in store.list_stages("rewards", node_id, lenient=True):
-            if at.round <= board.open_round and (*at, node_id) not in rows:
-                if row := store.read_reward(node_id, at):
-                    names = {"experiment": store.dir.name, "my_reward": row["reward"]}
-                    rows[*at, node_id] = row | names
-    config = dict.fromkeys(ARM + MAY_DIFFER, 1)
-    config |= store.read_valid("config.json") or {}
+        if logs is None:
+            stages = store.list_stages("rewards", node_id, lenient=True)
+            found = [
+                store.read_reward(node_id, at) for at in stages if at.round <= board.open_round
+            ]
+        else:
+            found = read_metrics(store, node_id, logs, FIRST_LOOK_BYTES // len(board.sessions))
+        for row in filter(None, found):
+            if 0 <= row["round"] <= board.open_round:
+                rows.setdefault((row["round"], row["stage"], node_id), row)
+    config = dict.fromkeys(NEEDED, 1) | (store.read_valid("config.json") or {})
     return Experiment(store.dir.name, config, board, status, [rows[key] for key in sorted(rows)])
+
+
+def read_metrics(store, node_id: str, logs: dict, max_bytes: int) -> list[dict]:
+    """The rows of a node's metrics.jsonl. logs: {node: (position, rows)}, what was read before. Of
+    what is new the last max_bytes are read."""
+    position, rows = logs.get(node_id, (0, []))
+    path = store.resolve(f"nodes/{node_id}/logs/metrics.jsonl")
+    try:
+        with open(path, "rb", opener=drive_store.open_no_link) as file:
+            position = max(position, file.seek(0, os.SEEK_END) - max_bytes)
+            file.seek(position)
+            data = file.read(max_bytes)
+    except OSError:  # it is not there yet, or cannot be read now
+        return rows
+
+    # The last line may not be whole yet. One that is torn, or a stranger's, is skipped. No row is
+    # shorter than 64 bytes.
+    end = data.rfind(b"\n") + 1
+    for line in data[:end].splitlines()[-max_bytes // 64 :]:
+        with contextlib.suppress(drive_store.InvalidFileError):
+            row = drive_store.parse_json(line[: drive_store.MAX_METADATA_BYTES])
+            drive_store.require(row, {"round": int, "stage": int})
+            at = drive_store.At(row["round"], row["stage"])
+            rows.append(drive_store.parse_reward(row, node_id, at))
+    logs[node_id] = (position + end, rows)
+    return rows
 
 
 def column_by(name: str, rows: list[dict], metric: str = "reward") -> dict:
@@ -388,6 +484,7 @@ def get_experiment_metrics(path, name: str):
     Raises StoreError if there is no experiment of this name.
     """
     rows = read_experiment(open_experiment(path, name)).rows
+    rows = [row | {"experiment": name, "my_reward": row["reward"]} for row in rows]
     try:
         import pandas
     except Exception:  # it is not there, or does not fit the numpy that is
@@ -397,7 +494,8 @@ def get_experiment_metrics(path, name: str):
 
 def compare_experiments(path, names=None) -> list[dict]:
     """Compare experiments over seeds with their J = 0 baseline: all below `path`, or `names`."""
-    return compare_arms(read_experiments(path, list_experiments(path) if names is None else names))
+    names = list_experiments(path) if names is None else names
+    return compare_arms(read_experiments(path, names))[0]
 
 
 def read_experiments(path, names: list[str]) -> list[Experiment]:
@@ -427,10 +525,10 @@ def run_reader(config, signals) -> int:
     swarm = open_experiment(path, name, config.STALE_AFTER_SECONDS)
     swarm.store.on_event = lambda kind, text: say(f"monitor: {text}")
     swarm.store.sleep = signals.sleep
-    cache = {}
-    while True:
-        exp = read_experiment(swarm, cache)
-        screen = dashboard(exp, swarm.store)
+    logs = {}
+    for look in itertools.count():
+        exp = read_experiment(swarm, logs)
+        screen = format_screen(exp, swarm)
         if sys.stdout.isatty():
             screen = f"\033[2J\033[H{screen}"  # in place of what was shown before
         elif is_watched:
@@ -438,49 +536,99 @@ def run_reader(config, signals) -> int:
 
             clear_output(wait=True)
         say(screen)
+
+        # A notebook shows the picture below the text. Beside a terminal it is a file, which a
+        # browser or Google Drive shows, made every minute, and named once.
+        if in_notebook():
+            draw(picture_of(exp), say)
+        elif is_watched and look % 6 == 0:
+            inform = say if look == 0 else lambda text: None
+            save(path, f"monitor_{name}.png", draw(picture_of(exp), inform), inform)
         if exp.is_over or not is_watched:
             return 0
         signals.sleep(10)
 
 
-def dashboard(exp: Experiment, store) -> str:
-    """An experiment as text: nodes, last rounds, tasks, what looks wrong, one group."""
-    current = exp.board.open_round
-    workers = f"{len(exp.with_status('alive'))} of {len(exp.board.workers)} workers alive"
-    lines = [f"{store.dir.absolute()}: round {current} of {exp.num_rounds}, {workers}"]
+def format_screen(exp: Experiment, swarm) -> str:
+    """An experiment as text that fits the screen. What looks wrong comes first and is never cut
+    off; then where the experiment stands, its nodes, its last rounds, its tasks, and a group."""
+    width, height = shutil.get_terminal_size((80, 24))
+    board, current = exp.board, exp.board.open_round
+    lines = []
+    for warning in find_warnings(exp, swarm):
+        lines += textwrap.wrap(f"! {warning}", width, subsequent_indent="  ", max_lines=3)
 
-    # A line for each node: its status, the age of its session, its rewards and their curve.
-    for node_id, status in exp.status.items():
-        since = age(int(exp.board.sessions[node_id][:13]) / 1000)
-        line = f"{node_id:16.16} {status:7} {since:>8}  "
-        rows = exp.select(node_id=node_id)
-        if rows:
-            rewards = [row["reward"] or 0.0 for row in rows]
-            line += f"{len(rows):5} rewards, in all {sum(rewards):8.2f}, last "
-            line += f"{age(rows[-1]['timestamp'])} ago  {sparkline(moving_average(rewards))}"
-        lines.append(line.rstrip())
+    # Where it stands. Who has submitted the reward of a round has also published it.
+    stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
+    alive = exp.with_status("alive")
+    begun_at = exp.config.get("created_at")
+    begun = age(begun_at) if drive_store.is_finite_number(begun_at) else "?"
+    stands = (
+        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, begun {begun} ago, "
+    )
+    lines += textwrap.wrap(f"{stands}{len(alive)} of {len(board.workers)} workers alive", width)
+    submitted = {(row["node_id"], row["round"]) for row in exp.rows}
+    markers = board.progress.items()
+    published = submitted | {(n, at.round) for (kind, n), at in markers if kind == "rollouts"}
+    counts = []
+    for t in range(max(0, current - 2), current + 1):
+        num_published, num_submitted = (sum(at == t for _, at in s) for s in (published, submitted))
+        counts.append(f"{t}: {num_published}/{num_submitted}")
+    lines.append(f"nodes with rollouts/rewards of round {', '.join(counts)}")
 
-    # The last rounds, rewards by task, and what looks wrong.
-    for round_ in range(max(0, current - 2), current + 1):
-        lines.append(format_round(round_, exp.num_rounds, exp.select(round=round_)))
-    recent = exp.last_rounds(10)
-    tasks = [f"{task} {reward:.2f}" for task, reward in reward_per_task(recent).items()]
-    lines.append(f"by task: {', '.join(tasks)}")
-    if recent and not has_signal(recent):
-        lines.append(f"! {diagnose(recent)}")
-    if names := exp.with_status("dead") + exp.with_status("failed"):
-        lines.append(f"! look at logs/stdout.log of {join_names(names)}")
-    for reason, count in store.invalid_files.most_common(3):
-        lines.append(f"! unusable file, {count} times: {drive_store.printable(reason)}")
+    # Below the nodes: the last rounds, with the time that is left, and the tasks.
+    ends = column_by("round", exp.last_rounds(11), "timestamp")
+    round_ends = [max(ends[t]) for t in sorted(ends)]
+    below = [
+        format_round(t, exp.num_rounds, exp.select(round=t), round_ends) for t in sorted(ends)[-2:]
+    ]
+    tasks = reward_per_task(exp.last_rounds(10)).items()
+    by_task = f"by task: {', '.join(f'{task} {reward:.2f}' for task, reward in tasks)}"
+    below += textwrap.wrap(by_task, width, subsequent_indent="  ", max_lines=3)
 
-    # A group of the open round.
-    at = drive_store.At(current)
-    publishers = exp.board.reached("rollouts", at)
+    # A line for each node. Of many the sick, the slowest and the newest are shown.
+    room = max(0, height - 4 - len(lines) - len(below))
+    slowest = sorted(alive, key=exp.round_of)
+    newest = sorted(exp.status, key=board.sessions.get, reverse=True)
+    ranked = dict.fromkeys([*exp.sick[: room // 2], *slowest[: room // 4], *newest])
+    shown = sorted(list(ranked)[:room], key=lambda n: (n not in exp.sick, exp.round_of(n), n))
+    lines += tabulate(map(exp.summary, shown), HEADERS, "plain", floatfmt=".2f").splitlines()
+    if others := Counter(exp.status[node_id] for node_id in exp.status.keys() - set(shown)):
+        counts = [f"{count} {status}" for status, count in others.most_common()]
+        lines.append(f"and {others.total()} more: {', '.join(counts)}")
+    lines += below
+
+    # A group of the newest file.
+    newest = max(((at, n) for (kind, n), at in markers if kind == "rollouts"), default=None)
     with contextlib.suppress(drive_store.InvalidFileError):
-        groups = store.fetch("rollouts", publishers[-1], at) if publishers else None
+        groups = newest and swarm.store.fetch("rollouts", newest[1], newest[0])
         if groups:
-            lines += [f"{publishers[-1]} was asked:", *format_sample(groups[0])]
-    return "\n".join(lines)
+            lines += [f"{newest[1]} was asked:", *format_sample(groups[0])]
+    return "\n".join(line[:width].rstrip() for line in lines[: height - 2])
+
+
+def find_warnings(exp: Experiment, swarm) -> list[str]:
+    """What looks wrong, as sentences."""
+    warnings = []
+    if exp.sick:
+        names = join_names([f"{node_id} {exp.status[node_id]}" for node_id in exp.sick], 4)
+        warnings.append(f"{names}: look at logs/stdout.log in nodes/{exp.sick[0]}")
+
+    # Does anything move? A session begins with its time.
+    moves = [int(session[:13]) / 1000 for session in exp.board.sessions.values()]
+    moves += [row["timestamp"] for row in exp.last_rounds(1)] + list(swarm.moved_at.values())
+    moved_at = max(moves, default=time.time())
+    if not exp.is_over and time.time() - moved_at > swarm.stale_after:
+        warnings.append(f"standstill: nothing has moved for {age(moved_at)}")
+
+    # Is anything learned, and can all files be read?
+    recent = exp.last_rounds(10)
+    diagnosis = diagnose(recent, exp.rows)
+    if recent and (diagnosis.startswith("worse") or not has_signal(recent)):
+        warnings.append(diagnosis)
+    for reason, count in swarm.store.invalid_files.most_common(3):
+        warnings.append(f"unusable file, {count} times: {drive_store.printable(reason)}")
+    return warnings
 
 
 def format_sample(group: dict, before: dict | None = None) -> list[str]:
@@ -497,146 +645,223 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
     return [f"? {lines[0].strip()}", *lines[1:]]
 
 
-# -------- The report and the pictures -------------------------------------------------------------
+# -------- The report ------------------------------------------------------------------------------
 
-ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
-# Experiments that differ in more than these and in their arm are never compared.
-MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "created_at", "maker")
+# In these the runs of an arm may differ, besides the two that name it.
+MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "TEST_MODE", "created_at", "maker")
 # Student's t for a 95% interval of the mean of 2, 3, … 10 values, and of more.
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.2)
+T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
-def compare_arms(experiments: list[Experiment]) -> list[dict]:
-    """One row for each arm, over its runs, the best first, with its gain over the J = 0 baseline.
+def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
+    """(rows, notes). A row for each arm, over its seeds, the best first, with its gain over the
+    J = 0 baseline; and what the rows leave out or cannot tell, as sentences.
 
     They are compared over the rounds that all have, or the longest run would have earned most.
     """
-    common = min((exp.newest_round + 1 for exp in experiments), default=0)
-    arms = defaultdict(list)  # (other settings, arm) -> its runs
+    # Tests and runs that ended early are left out.
+    compared, notes = [], []
+    num_rounds = {exp.name: len({row["round"] for row in exp.rows}) for exp in experiments}
     for exp in experiments:
-        first_rows = [row for row in exp.rows if row["round"] < common]
-        others = {name: exp.config[name] for name in exp.config if name not in ARM + MAY_DIFFER}
-        family = json.dumps([others, len(exp.totals)], sort_keys=True)
-        arms[family, exp.arm].append(replace(exp, rows=first_rows))
+        is_short = num_rounds[exp.name] < max(num_rounds.values()) / 2
+        if is_short or exp.config.get("TEST_MODE"):
+            reason = "fewer than half of the longest run" if is_short else "TEST_MODE"
+            notes.append(f"{exp.name} is left out: {num_rounds[exp.name]} rounds, {reason}")
+        else:
+            compared.append(exp)
+
+    # An arm is named by I and J, and by the other settings that are not equal in all runs.
+    common = min((exp.newest_round + 1 for exp in compared), default=0)
+    settings = [exp.config | {"nodes": len(exp.totals)} for exp in compared]
+    names = {name for each in settings for name in each} - {*ARM, *MAY_DIFFER}
+    names = [n for n in sorted(names) if len({str(each.get(n)) for each in settings}) > 1]
+    arms = defaultdict(list)  # (I/J, other settings) -> its runs
+    for exp, each in zip(compared, settings, strict=True):
+        rows = [row for row in exp.rows if row["round"] < common]
+        others = " ".join(f"{name}={drive_store.printable(each.get(name), 999)}" for name in names)
+        arms[exp.arm, others].append(replace(exp, rows=rows))
+        present = {(row["node_id"], row["round"]) for row in rows}
+        if len(present) < common * len(exp.totals):
+            num_missing = common * len(exp.totals) - len(present)
+            notes.append(f"{exp.name} has gaps: {num_missing} rounds of its nodes do not count")
+    if names:
+        listed = drive_store.printable(", ".join(names), 200)
+        notes.append(f"runs that differ in {listed} are never averaged, nor is a gain over them")
+    if unknown := [exp.name for exp in compared if not exp.config.get("code")]:
+        listed = join_names(unknown)
+        notes.append(f"of which code is not known (a pasted cell, an earlier version): {listed}")
 
     rows = []
-    for (family, arm), runs in arms.items():
+    for (arm, others), runs in arms.items():
         # The baseline trains on as many groups, all its own.
         num_external = runs[0].config["NUM_TRANSPLANT_TREES"]
-        num_groups = runs[0].config["NUM_TRAIN_SAMPLES"] + num_external
-        baseline = arms.get((family, f"{num_groups}/0"), []) if num_external > 0 else []
-        gain, interval = gain_over(baseline, runs, common)
-        rewards = [exp.reward_per_node for exp in runs]
+        alone = f"{runs[0].config['NUM_TRAIN_SAMPLES'] + num_external}/0"
+        baseline = arms.get((alone, others), []) if num_external > 0 else []
+        rewards = reward_by_seed(runs, common)
+        gains = gains_over(reward_by_seed(baseline, common), rewards, common)
         row = {
-            "I/J": arm,
+            "I/J": f"{arm} {others}".strip(),
             "nodes": len(runs[0].totals),
             "runs": len(runs),
             "rounds": common,
-            "reward per node": statistics.fmean(rewards),
-            "sd": statistics.stdev(rewards) if len(rewards) > 1 else None,
+            "reward per node": statistics.fmean(rewards.values()),
+            "sd": statistics.stdev(rewards.values()) if len(rewards) > 1 else None,
             "held-out": mean(mean_of("held_out", exp.last_rounds(20)) for exp in runs),
-            "completions": statistics.fmean(sum(exp.curve("completions")) for exp in runs),
-            "gain": gain,
-            "interval": interval,
-            "by seed": [[exp.config["SEED"], exp.reward_per_node] for exp in runs],
+            "completions": round(mean(sum(filter(None, exp.curve("completions"))) for exp in runs)),
+            "gain": statistics.fmean(gains) if len(gains) > 1 else None,
+            "interval": interval_of(gains) if len(gains) > 2 else None,
+            "by seed": list(map(list, rewards.items())),
             "experiments": [exp.name for exp in runs],
             "curves": [exp.curve() for exp in runs],
         }
         rows.append(row)
-    return sorted(rows, key=lambda row: -row["reward per node"])
+        if num_external > 0 and len(gains) < 3:
+            seeds = (
+                f"{len(gains)} seeds with a run of its baseline {alone} that has earned something"
+            )
+            label = drive_store.printable(row["I/J"], 60)
+            notes.append(f"{label} has {seeds}: a gain takes 2, an interval 3")
+    return sorted(rows, key=lambda row: -row["reward per node"]), notes
 
 
-def gain_over(baseline: list[Experiment], runs: list[Experiment], num_rounds: int) -> tuple:
-    """(mean gain, its 95% interval) over pairs of runs with equal seeds, (None, None) for fewer
-    than two. A pair whose baseline has earned nearly nothing does not count."""
-    rewards = {exp.config["SEED"]: exp.reward_per_node for exp in baseline}
-    pairs = [(exp.reward_per_node, rewards.get(exp.config["SEED"], 0.0)) for exp in runs]
-    gains = [ours / alone - 1 for ours, alone in pairs if alone > 0.01 * num_rounds]
-    if len(gains) < 2:
-        return None, None
-    gain = statistics.fmean(gains)
+def reward_by_seed(runs: list[Experiment], num_rounds: int) -> dict[int, float]:
+    """{seed: reward per node}. Several runs of one seed are averaged."""
+    seeds = [exp.config["SEED"] for exp in runs]
+    rewards = [exp.reward_per_node(num_rounds) for exp in runs]
+    pairs = list(zip(seeds, rewards, strict=True))
+    return {seed: mean(reward for other, reward in pairs if other == seed) for seed in seeds}
+
+
+def gains_over(baseline: dict, rewards: dict, num_rounds: int) -> list[float]:
+    """The gain of each seed that both have. One whose baseline has earned nearly nothing does not
+    count."""
+    seeds = [seed for seed in rewards if baseline.get(seed, 0.0) > 0.01 * num_rounds]
+    return [rewards[seed] / baseline[seed] - 1 for seed in seeds]
+
+
+def interval_of(gains: list[float]) -> list[float]:
+    """The 95% interval of their mean."""
     t = T_95[min(len(gains), 11) - 2]
     margin = t * statistics.stdev(gains) / len(gains) ** 0.5
-    return gain, [gain - margin, gain + margin]
+    return [mean(gains) - margin, mean(gains) + margin]
 
 
 def report(path: str, pattern: str) -> int:
-    """Compare the experiments whose names match. Print the tables, and write them to reports/, with
-    the numbers as JSON and a picture. Returns the exit status."""
+    """Compare the experiments whose names match. Print the table, and write it to reports/, with
+    the numbers as JSON and a picture; and all rows of each experiment as JSON, for notebooks.
+    Returns the exit status."""
     experiments = read_experiments(path, fnmatch.filter(list_experiments(path), pattern))
     if not experiments:
         say(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
         return 1
-    rows = compare_arms(experiments)
-    text = format_report(experiments, rows)
+    rows, notes = compare_arms(experiments)
+    text = format_report(rows, notes)
     say(text)
 
-    name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
-    curves = {f"{row['I/J']} ({row['experiments'][0]})": row["curves"] for row in rows}
-    files = {
-        "md": text.encode(),
-        "json": json.dumps(rows).encode(),
-        "png": draw({"reward": curves}, say),
+    # Arms beside one another, and their gains.
+    curves = [(row["I/J"], row["curves"]) for row in rows]
+    known = [row for row in rows if row["interval"]]
+    arms = [drive_store.printable(row["I/J"], 40) for row in known]
+    gains = [100 * row["gain"] for row in known]
+    margins = [100 * (row["interval"][1] - row["gain"]) for row in known]
+    bars = {"fmt": "o", "color": COLORS[1], "linewidth": 3, "capsize": 6}
+    panels = {
+        "reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves),
+        "gain over J = 0 in %, 95% interval": lambda axis: axis.errorbar(
+            gains, arms, xerr=margins, **bars
+        ),
     }
-    store = drive_store.DriveStore(path, "")
-    with contextlib.suppress(OSError):  # the table is on the screen, and nobody wants to wait here
-        store.make_dir("/reports")
-        for suffix, data in files.items():
-            if data:
-                store.write(f"/reports/report_{name}.{suffix}", data)
-                say(f"written: {path}/reports/report_{name}.{suffix}")
+    name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
+    save(path, f"report_{name}.md", text.encode(), say)
+    save(path, f"report_{name}.json", json.dumps(rows).encode(), say)
+    save(path, f"report_{name}.png", draw(panels, say), say)
+    for exp in experiments:
+        about = {"experiment": exp.name, "config": exp.config, "totals": exp.totals}
+        save(path, f"{exp.name}.json", json.dumps(about | {"rows": exp.rows}).encode(), say)
     return 0
 
 
-def format_report(experiments: list[Experiment], rows: list[dict]) -> str:
-    """Two tables in Markdown: the experiments and the arms."""
-    runs = []
-    for exp in experiments:
-        run = {
-            "experiment": exp.name,
-            "rounds": exp.newest_round + 1,
-            "nodes": len(exp.totals),
-            "I/J": exp.arm,
-            "model": drive_store.printable(exp.config.get("MODEL_NAME"), 24),
-            "last": f"{age(exp.rows[-1]['timestamp'])} ago",
-            "reward at the end": mean_of("reward", exp.last_rounds(20)),
-        }
-        runs.append(run)
-
-    columns = ("I/J", "nodes", "runs", "reward per node", "sd", "held-out", "completions")
-    arms = []
+def format_report(rows: list[dict], notes: list[str]) -> str:
+    """A table of the arms in Markdown, with the notes below it."""
+    columns = (
+        "nodes",
+        "runs",
+        "rounds",
+        "reward per node",
+        "sd",
+        "held-out",
+        "completions",
+        "gain",
+    )
+    table = []
     for row in rows:
-        arm = {column: row[column] for column in columns} | {"gain": None}
-        if row["gain"] is not None:
-            arm["gain"] = "{:+.0%} ({:+.0%} to {:+.0%})".format(row["gain"], *row["interval"])
-        arms.append(arm | {"experiments": join_names(row["experiments"], 1)})
+        low, high = row["interval"] or (None, None)
+        arm = {"I/J": drive_store.printable(row["I/J"], 60)}
+        arm |= {column: row[column] for column in columns} | {"from": low, "to": high}
+        table.append(arm | {"experiments": join_names(row["experiments"], 1)})
+    form = [".2f"] * len(columns) + ["+.0%"] * 3 + [""]
+    text = tabulate(table, "keys", "github", floatfmt=form, missingval="")
+    return "\n- ".join([f"{text}\n", *notes])
 
-    form = {"headers": "keys", "tablefmt": "github", "floatfmt": ".2f", "missingval": ""}
-    over = f"Over the first {rows[0]['rounds']} rounds, which all of them have:"
-    return "\n\n".join([tabulate(runs, **form), over, tabulate(arms, **form)])
+
+# -------- The pictures ----------------------------------------------------------------------------
+
+# Of Okabe and Ito, who chose them so that the colour-blind tell them apart, without the yellow.
+COLORS = ("black", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C7A00")
+STYLES = ("-", "--", ":")
 
 
-def write_picture(swarm, log) -> None:
-    """Draw reports/EXPERIMENT.png if matplotlib is installed: the reward of the nodes with their
-    mean and spread, the reward per task, and the shares that explain it."""
-    store = swarm.store
-    exp = read_experiment(swarm)
-    # Each node begins at its own first round; a late joiner's curve is drawn from 0.
-    nodes = {node_id: [exp.curve(node_id=node_id)] for node_id in exp.totals}
-    nodes["mean ± sd over nodes"] = [curve for [curve] in nodes.values()]
-    tasks = {task: [exp.curve(f"reward_{task}")] for task in reward_per_task(exp.rows)}
+def write_picture(exp: Experiment, root, log) -> None:
+    """Draw reports/EXPERIMENT.png if matplotlib is installed."""
+    save(root, f"{exp.name}.png", draw(picture_of(exp), log.info), log.info)
+
+
+def save(root, name: str, data: bytes | None, inform) -> None:
+    """Write a file into reports/, whole or not at all, and say so. Where that folder is missing or
+    cannot be written there is none: nobody waits for it."""
+    store = drive_store.DriveStore(root, "")
+    with contextlib.suppress(OSError):
+        if data and store.has_dir("/reports"):
+            store.write(f"/reports/{name}", data)
+            inform(f"written: {store.root.absolute()}/reports/{name}")
+
+
+def picture_of(exp: Experiment) -> dict:
+    """The panels of an experiment's picture, for `draw`."""
+    # Up to eight nodes have a colour and a name, of more all are grey.
+    curves = {node_id: [exp.curve(node_id=node_id)] for node_id in sorted(exp.totals)}
+    nodes = [(f"mean ± sd of {len(curves)} nodes", sum(curves.values(), []))]
+    nodes += [(node_id if len(curves) <= 8 else None, curves[node_id]) for node_id in curves]
+
+    # By task, the best first, and what explains the reward.
+    tasks = [(task, [exp.curve(f"reward_{task}")]) for task in reward_per_task(exp.rows)]
     counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
-    shares = {
-        "own groups that are informative": [[some / max(1, groups) for some, groups in counts]],
-        "answers in <answer> tags": [exp.curve("answer_tag_rate")],
-        "truncated answers": [exp.curve("truncated_rate")],
-    }
-    panels = {f"{exp.name}: reward": nodes, "by task": tasks, "shares": shares}
+    shares = [
+        (
+            "own groups that are informative",
+            [[some / all_ if all_ else None for some, all_ in counts]],
+        ),
+        ("answers in <answer> tags", [exp.curve("answer_tag_rate")]),
+        ("answers that are cut off", [exp.curve("truncated_rate")]),
+    ]
 
-    picture = draw(panels, log.info)
-    if picture and store.has_dir("/reports"):
-        store.write(f"/reports/{exp.name}.png", picture)
-        log.info(f"picture: {store.root.absolute()}/reports/{exp.name}.png")
+    # Who was there, and the last rewards.
+    nodes_of = column_by("round", exp.rows, "node_id")
+    rounds = range(min(nodes_of, default=0), exp.newest_round + 1)
+    present = [len(set(nodes_of[t])) for t in rounds]
+    order = sorted(exp.totals, key=exp.totals.get)  # the highest on top
+    totals = [exp.totals[node_id] for node_id in order]
+    rewards = [row["reward"] for row in exp.last_rounds(20) if row["reward"] is not None]
+    return {
+        f"{exp.name}: reward": lambda axis: draw_curves(axis, nodes),
+        "reward by task": lambda axis: draw_curves(axis, tasks),
+        "what explains it": lambda axis: draw_curves(axis, shares),
+        "nodes that submitted each round": lambda axis: axis.stairs(
+            present, [*rounds, rounds.stop], fill=True, color=COLORS[6]
+        ),
+        "cumulative reward": lambda axis: axis.barh(order, totals, color=COLORS[6]),
+        "rewards of the last 20 rounds": lambda axis: axis.hist(rewards, 20, color=COLORS[6]),
+    }
 
 
 def draw(panels: dict, inform) -> bytes | None:
@@ -654,26 +879,45 @@ def draw(panels: dict, inform) -> bytes | None:
 
 
 def plot(panels: dict) -> bytes:
-    """{title: {label: curves}} as PNG. Of several curves, those of seeds or nodes, the mean is
-    drawn with a band of one standard deviation. All are smoothed."""
+    """{title: function that draws on an axis} as PNG, three in a row."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    figure = Figure((5 * len(panels) + 2, 4), dpi=150, layout="constrained")
-    for number, (title, lines) in enumerate(panels.items(), start=1):
-        axis = figure.add_subplot(1, len(panels), number)
-        for label, curves in lines.items():
-            length = min(map(len, curves))  # one run may be longer than another
-            smooth = numpy.array([moving_average(curve)[:length] for curve in curves])
-            center, spread = smooth.mean(0), smooth.std(0)
-            label = drive_store.printable(label, 32).replace("$", "")
-            axis.plot(center, label=label, alpha=0.7, linewidth=1.2 if len(curves) == 1 else 2.5)
-            axis.fill_between(range(length), center - spread, center + spread, alpha=0.15)
-        axis.set(title=title.replace("$", ""), xlabel="round", ylim=(0, 1.02))
-        if lines:  # a node with I = 0 has no tasks
-            axis.legend(fontsize=6)
+    num_columns = min(3, len(panels))
+    num_rows = -(-len(panels) // num_columns)  # rounded up
     file = io.BytesIO()
-    figure.savefig(file, format="png")
+    with rc_context({"text.parse_math": False, "ytick.labelsize": 7}):  # a name may hold a "$"
+        figure = Figure((5.5 * num_columns, 4.5 * num_rows), dpi=110, layout="constrained")
+        for number, (title, draw_on) in enumerate(panels.items(), start=1):
+            axis = figure.add_subplot(num_rows, num_columns, number, title=title)
+            draw_on(axis)
+        figure.savefig(file, format="png")
     return file.getvalue()
+
+
+def draw_curves(axis, lines: list[tuple]) -> None:
+    """Draw (label, curves) pairs, smoothed. Of several curves, those of seeds or nodes, the mean is
+    drawn with a band of one standard deviation. A line without a label is grey. Where a curve has
+    None there is a gap."""
+    for number, (label, curves) in enumerate(lines):
+        smooth = list(itertools.zip_longest(*map(moving_average, curves)))  # some may be longer
+        values = numpy.array(smooth, dtype=float).reshape(len(smooth), len(curves))
+        values = numpy.ma.masked_invalid(values)  # (round, curve)
+        center, spread = values.mean(1), values.std(1)
+        style = {"color": "0.8", "linewidth": 0.5, "zorder": 1}
+        if label is not None:
+            width = 2.5 if len(curves) > 1 else 1.3
+            style = {"color": COLORS[number % 8], "linestyle": STYLES[number // 8 % 3]}
+            style |= {"linewidth": width, "marker": ".", "markersize": 3}
+            style["label"] = drive_store.printable(label, 40)
+        axis.plot(center, **style)
+        rounds = range(len(center))
+        axis.fill_between(
+            rounds, center - spread, center + spread, color=style["color"], alpha=0.15
+        )
+    axis.set(xlabel="round", ylim=(0, None))  # the top fits the values
+    if lines:  # a node with I = 0 has no tasks
+        axis.legend(fontsize=7)
 
 
 # -------- Words and numbers, also for sapo.py -----------------------------------------------------
@@ -715,18 +959,20 @@ def reward_per_task(rows: list[dict]) -> dict[str, float]:
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
-def moving_average(values: list[float]) -> list[float]:
-    """Running mean over a tenth of the values, at most 100."""
+def moving_average(values: list) -> list:
+    """Running mean over a tenth of the values, at most 100. What is None stays None."""
     window = max(1, min(100, len(values) // 10))
-    return [statistics.fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    smooth = [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
+    return [None if value is None else near for value, near in zip(values, smooth, strict=True)]
 
 
-def sparkline(values: list[float], width: int = 24) -> str:
-    """A curve of values in 0 to 1 as at most `width` characters. [0, 0.5, 1] -> "▁▅█"."""
-    columns = min(width, len(values))
+def sparkline(values: list, width: int = 24) -> str:
+    """A curve of values in 0 to 1 as at most `width` characters. [0, 0.5, None, 1] -> "▁▅ █"."""
+    columns = min(width, len(values)) or 1
     ends = [i * len(values) // columns for i in range(columns + 1)]
-    heights = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(ends)]
-    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * height))] for height in heights)
+    heights = [mean(values[a:b]) for a, b in itertools.pairwise(ends)]
+    levels = [None if height is None else min(7, int(8 * height)) for height in heights]
+    return "".join(" " if level is None else "▁▂▃▄▅▆▇█"[level] for level in levels)
 
 
 def join_names(names: list[str], limit: int = 20) -> str:

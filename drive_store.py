@@ -409,6 +409,9 @@ class DriveStore(Folder):
                 with open(local, "wb") as copy:
                     shutil.copyfileobj(source, copy, 2**20)
         except OSError as error:
+            if error.errno == errno.ENOSPC:  # nobody runs out of space by reading
+                text = f"TMPDIR: there is no room for {local}"
+                raise StoreError(f"{text}; set TMPDIR to another local folder") from error
             check_read_error(self, path, error)
             raise InvalidFileError("it is gone") from error
 
@@ -628,6 +631,8 @@ def parse_reward(data: dict, node_id: str, at: At) -> dict:
 
 def parse_json(data: bytes) -> dict:
     """Parse one JSON object."""
+    if data.count(b"[") + data.count(b"{") > 10**6:  # they would take seconds
+        raise InvalidFileError("more than a million lists")
     try:
         parsed = json.loads(data)
         # NaN, 1e999 and "\ud800" parse but cannot be saved.
@@ -674,6 +679,8 @@ class Swarm:
         self.board = Board()  # as of the last look
         self.statuses = {}  # of the nodes asked for since then: a question costs a read of a file
         self.moved_at = {}  # node -> when one of its markers was last seen to move
+        self.beats = {}  # node -> the time in the last heartbeat that was read
+        self.has_other_clock = set()  # nodes of which that was said
         self.session = ""  # of this process, once it has joined
         self.next_heartbeat = 0.0
         self.looked_at = self.changed_at = 0.0  # when the last look began, when one saw a change
@@ -777,6 +784,8 @@ class Swarm:
         signs = [int(session[:13]) / 1000, self.moved_at.get(node_id, 0.0)]
         if is_finite_number(heartbeat.get("time")):
             signs.append(heartbeat["time"])
+            if self.store.on_event is not None:  # readers tell nobody
+                self.compare_clocks(node_id, heartbeat["time"])
         # A peer's clock may be ahead.
         youngest = min(abs(time.time() - sign) for sign in signs)
         status = "alive" if youngest < self.stale_after else "dead"
@@ -784,6 +793,16 @@ class Swarm:
             status = heartbeat["state"]
         self.statuses[node_id] = status
         return status
+
+    def compare_clocks(self, node_id: str, beat_at: float) -> None:
+        """Say once if a heartbeat that has just changed tells a time far from this machine's."""
+        has_changed = self.beats.get(node_id, beat_at) != beat_at
+        self.beats[node_id] = beat_at
+        seconds = abs(beat_at - time.time())
+        if has_changed and seconds > self.stale_after and node_id not in self.has_other_clock:
+            self.has_other_clock.add(node_id)
+            text = f"the clock of {node_id} and this one differ by {seconds:.0f} s: set them right"
+            self.store.on_event("clock", f"{text}, or live nodes count as dead")
 
     def is_alive(self, node_id: str) -> bool:
         return self.status(node_id) == "alive"

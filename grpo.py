@@ -36,6 +36,7 @@ import random
 import re
 import sys
 import traceback
+import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
@@ -383,7 +384,11 @@ def scaled_logits(model, hidden, temperature: float):
     """
     logits = model.get_output_embeddings()(hidden)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)  # Gemma 2
+    config = model.config.get_text_config()
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    factor /= getattr(config, "logits_scaling", None) or 1.0  # Granite
+    logits = logits if factor == 1 else logits * factor
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
     logits = cap * torch.tanh(logits / cap) if cap else logits
     return logits if temperature == 1 else logits / temperature  # dividing by 1 would copy them
 
@@ -703,7 +708,8 @@ def make_question(task: str, seed: int) -> Question:
         training, held_out = FILE_TASKS[task]
         rng = random.Random(f"line {seed}")  # a stream of its own, as for the choice of the task
         text, answer = rng.choice(held_out if seed in HELD_OUT_SEEDS else training)
-        return Question(task, seed, text, answer, None, {"metadata": {"source_dataset": "file"}})
+        entry = {"metadata": {"source_dataset": "file"}}
+        return Question(task, seed, text, last_part(answer), None, entry)
 
     name, settings = TASK_TABLE[task]
     try:
@@ -774,7 +780,7 @@ def verifier_score(question: Question, answer: str) -> float:
     """The score of the task's verifier, which may raise anything. Never evaluates the answer."""
     source = question.entry["metadata"]["source_dataset"]
     if source == "file":
-        return float(answer.split() == question.answer.split())
+        return float(is_same_answer(answer, question.answer))
     if source == "binary_matrix":
         return float(answer == question.answer)  # its verifier would call eval(answer)
     if source == "propositional_logic" and not is_safe_formula(question, answer):
@@ -799,6 +805,28 @@ def is_safe_formula(question: Question, answer: str) -> bool:
 
 
 # -------- The names of tasks, and questions of one's own ------------------------------------------
+
+NUMBER = r"[-+]?(\d{1,30}|\d{1,3}(,\d{3}){1,9})(\.\d{1,30})?"  # 7, -1.50, 12,000
+
+
+def is_same_answer(answer: str, right: str) -> bool:
+    """Whether two answers to a question of one's own are equal apart from white space, or are two
+    numbers of one value. Only digits are read. ("1,000.0", "1000") -> True."""
+    texts = [plain_text(text).split() for text in (answer, right)]
+    if texts[0] == texts[1]:
+        return True
+    numbers = [re.sub(r"\\boxed\{(.*)\}|\$", r"\1", "".join(text)).rstrip(".") for text in texts]
+    if not all(re.fullmatch(NUMBER, number, re.ASCII) for number in numbers):
+        return False
+    return len({decimal.Decimal(number.replace(",", "")) for number in numbers}) == 1
+
+
+def plain_text(text: str) -> str:
+    """Text in one form of its letters: composed (ä may be one sign or two), with ASCII's digits and
+    minus sign."""
+    text = unicodedata.normalize("NFC", text).replace("\N{MINUS SIGN}", "-")
+    return "".join(str(int(char)) if char.isdecimal() else char for char in text)
+
 
 # TASKS=file:mine.jsonl: the name of a task -> (questions to train on, held-out questions), each a
 # list of (text, answer).
@@ -830,6 +858,12 @@ def task_names(text: str, may_read_files: bool) -> list[str]:
     return names
 
 
+def last_part(answer: str) -> str:
+    """The answer that is asked for: of a derivation what stands behind its last "####".
+    "3 + 4 = 7 #### 7" -> "7"."""
+    return answer.rpartition("####")[2].strip()
+
+
 def load_task_file(path: str) -> str:
     """Read questions from lines of {"question": …, "answer": …}; a tenth of them is held out.
 
@@ -849,13 +883,15 @@ def load_task_file(path: str) -> str:
         try:
             row = json.loads(line)
             is_text = {type(row["question"]), type(row["answer"])} <= {str, int, float}
+            is_text = is_text and row["answer"] == row["answer"]  # NaN, a gap in a table, is not
         except (ValueError, RecursionError, TypeError, LookupError):
             is_text = False
         if not is_text:
             mistakes.append(f"line {number}: expected JSON with a question and an answer")
             continue
         question, answer = str(row["question"]), str(row["answer"]).strip()
-        if not answer or extract_tagged_answer(f"<answer>{answer}</answer>") != answer:
+        last = last_part(answer)
+        if not last or extract_tagged_answer(f"<answer>{last}</answer>") != last:
             mistakes.append(f"line {number}: its answer is empty, has tags or is too long")
         if answers.setdefault(question, answer) != answer:
             mistakes.append(f"line {number}: a second answer to one question")
@@ -887,6 +923,9 @@ ANSWER_TEMPLATES = (
 # they get this one. (A macro hides the function of the same name.)
 PROMPT_DATE = "1 January 2025"
 DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\n"
+
+
+SECRET = "HUGGINGFACE_ACCESS_TOKEN"  # the variable that holds it
 
 
 class ModelError(ValueError):
@@ -942,10 +981,16 @@ class Codec:
         return examples
 
     def prompt_ids(self, examples: list[str], text: str) -> list[int]:
-        """System prompt and question in the model's chat template, or examples and question. The
-        tokenizer may put a BOS before plain text, without which models such as Llama know none."""
+        """The token ids of a prompt. The tokenizer may put a BOS before plain text, without which
+        models such as Llama know none."""
+        prompt = self.prompt_text(examples, text)
+        is_plain = not self.tokenizer.chat_template
+        return self.tokenizer(prompt, add_special_tokens=is_plain).input_ids
+
+    def prompt_text(self, examples: list[str], text: str) -> str:
+        """System prompt and question in the model's chat template, or examples and question."""
         if not self.tokenizer.chat_template:
-            return self.tokenizer("".join(examples) + text + "\n").input_ids
+            return "".join(examples) + text + "\n"
 
         system = SYSTEM_PROMPTS["default"]
         turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
@@ -956,7 +1001,7 @@ class Codec:
             turns,
             chat_template=DATE_MACRO + self.tokenizer.get_chat_template(),
             add_generation_prompt=True,
-            return_dict=False,
+            tokenize=False,
             date_string=PROMPT_DATE,
             enable_thinking=False,
         )
@@ -1026,6 +1071,8 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     model = model.to(config.DEVICE).eval()
 
     try:
+        reason = "it has layers with a state (Mamba, linear attention), which no cache repeats"
+        refuse(config, {reason: has_state(model)})
         codec = make_codec(model, tokenizer, config, dtype)
         prompt = check_tokens(codec, config, tasks)
         check_logprobs(model, codec, config, prompt)
@@ -1038,6 +1085,12 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         traceback.print_exc()
         raise model_error(config, f"{type(error).__name__}: {error}") from error
     return model, codec
+
+
+def has_state(model) -> bool:
+    """Whether some layers keep a state instead of keys and values. Their modules' names say it."""
+    names = " ".join(name for name, _ in model.named_modules())
+    return re.search(r"mamba|linear_attn|\bconv(1d)?\b", names) is not None
 
 
 def load_pretrained(config):
@@ -1060,11 +1113,14 @@ def load_pretrained(config):
     if is_sdpa and config.DEVICE == "cpu" and config.DTYPE == "bfloat16":
         model.set_attn_implementation(GROUPED_ATTENTION)
 
-    # Weights that are missing would be random, and different in each process.
-    missing = sorted(info["missing_keys"])
+    # Weights that are missing would be random, and different in each process. Some that the model
+    # does not take, such as scales of a quantization, show that the files are another model's.
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     is_trainable = all(p.requires_grad and p.is_floating_point() for p in model.parameters())
     reasons = {
         f"its files lack {' '.join(missing[:1])}": bool(missing),
+        f"its files hold {len(unexpected)} tensors that its model does not take, such as "
+        f"{', '.join(unexpected[:3])}": bool(unexpected),
         "it gives no hidden states": model.base_model is model,
         "its weights are quantized or frozen: take the model in full precision": not is_trainable,
     }
@@ -1090,8 +1146,13 @@ def refuse(config, reasons: dict[str, bool]) -> None:
 
 
 def model_error(config, reason: str) -> ModelError:
-    """The error that names MODEL_NAME, and the first line of the reason."""
-    reason = reason.splitlines()[0][:300]
+    """The error that names MODEL_NAME. Of a library's message the lines that help remain: the
+    first, and those that say where to ask or what to install."""
+    first, *more = filter(str.strip, reason.splitlines())
+    helpful = [line for line in more if re.search("https?://|install|log in|logged in", line)]
+    reason = " ".join(line.strip()[:300] for line in [first, *helpful[:2]])
+    if "gated" in reason:
+        reason += f" Your token belongs into {SECRET}."
     return ModelError(f"MODEL_NAME={config.MODEL_NAME!r} cannot be used: {reason}")
 
 
@@ -1182,7 +1243,9 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         texts = [codec.decode(ids) for ids in completions]
         answers = [extract_tagged_answer(text) or "" for text in texts]
         is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
-        is_whole = "".join(question.text.split()) in "".join(codec.tokenizer.decode(prompt).split())
+        texts_seen = [plain_text(text) for text in (question.text, codec.tokenizer.decode(prompt))]
+        asked, seen = ["".join(text.split()) for text in texts_seen]
+        is_whole = asked in seen
         has_eos = prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template
         # An id beyond the embedding raises IndexError on a CPU and an opaque assertion on a GPU.
         highest = max(codec.tokenizer.vocab_size - 1, *map(max, [prompt, *completions]))
@@ -1228,19 +1291,33 @@ def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
         model.zero_grad()
 
 
-def misfits(codec: Codec, config, tasks) -> list[str]:
-    """What of one's own questions does not fit this model, a sentence for each file."""
+def file_notes(codec: Codec, config, tasks) -> list[str]:
+    """What the user should know of the own questions: sentences for each file."""
     sentences = []
     for task in tasks:
+        rows = list(itertools.chain(*FILE_TASKS.get(task, ())))
         long = []
-        for text, answer in itertools.chain(*FILE_TASKS.get(task, ())):
-            [ids] = codec.encode_completions([f"<answer>{answer}</answer>"], [True])
-            is_short = len(ids) <= config.MAX_NEW_TOKENS
-            if not is_short or not codec.fits(Question(task, 0, text, answer, None, {})):
+        needed = 0  # tokens of the longest right answer
+        for text, answer in rows:
+            question = Question(task, 0, text, last_part(answer), None, {})
+            [ids] = codec.encode_completions([f"<answer>{question.answer}</answer>"], [True])
+            needed = max(needed, len(ids))
+            if len(ids) > config.MAX_NEW_TOKENS or not codec.fits(question):
                 long.append(text)
         if long:
             what = f"{len(long)} questions or their answers are too long, such as {long[0]!r:.60}"
-            sentences.append(f"{task}: {what}")
+            sentences.append(f"{task}: {what}; MAX_NEW_TOKENS={needed} would hold all answers")
+
+        # A right answer must be repeated sign by sign, unless it is a number.
+        derived = [answer for _, answer in rows if "####" in answer]
+        if derived:
+            sentences.append(f"{task}: of {len(derived)} answers only the part behind #### counts")
+        odd = [a for _, a in rows if "\n" in last_part(a) or last_part(a).endswith(".")]
+        if len(odd) > len(rows) / 10:
+            what = (
+                f"{len(odd)} answers have several lines or end in a full stop, which a model must"
+            )
+            sentences.append(f"{task}: {what} repeat to be right, such as {odd[0]!r:.60}")
     return sentences
 
 
@@ -1436,9 +1513,46 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
 # ==================================================================================================
 
 
+TRY_SCRIPT = '''"""Ask this model as it was asked in training: python try.py "What is 2 + 2?" """
+
+import pathlib
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+BEFORE, QUESTION, AFTER = {before!r}, {question!r}, {after!r}
+
+folder = pathlib.Path(__file__).parent
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+prompt = BEFORE + (sys.argv[1] if len(sys.argv) > 1 else QUESTION) + AFTER
+inputs = tokenizer(prompt, add_special_tokens={is_plain}, return_tensors="pt")
+how = {{"do_sample": True, "top_k": 0, "temperature": {temperature}, "max_new_tokens": {length}}}
+output = model.generate(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, **how)
+print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
+'''
+
+
+def try_script(codec: Codec, question: Question, config) -> str:
+    """A script that asks the final model as training did: with the system prompt and without
+    thinking, or after solved examples."""
+    asked = question.text.strip()
+    prompt = codec.prompt_text(codec.solved_examples(question), asked)
+    before, _, after = prompt.rpartition(asked)
+    return TRY_SCRIPT.format(
+        before=before,
+        question=asked,
+        after=after,
+        is_plain=not codec.tokenizer.chat_template,
+        temperature=config.TEMPERATURE,
+        length=config.MAX_NEW_TOKENS,
+    )
+
+
 def save_model(model, codec: Codec, card: str, folder) -> None:
     """Write model, tokenizer and model card as an ordinary Hugging Face folder, the weights in the
     type that they came in. The model must not be trained afterwards."""
+    transformers.utils.logging.disable_progress_bar()  # "Writing model shards"
     model.generation_config.eos_token_id = sorted(codec.eos_ids)  # else `generate` goes on for ever
     model.to(codec.dtype).save_pretrained(folder)
     # Several chat templates would need a subfolder.

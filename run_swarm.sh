@@ -86,7 +86,7 @@ keep_and_show() {  # NAME: output to its log; on the screen, that of some, but f
     case $1:$line in
       worker_0:worker_0\ [0-9]*/*) ;;  # rounds are the coordinator's, for all
       *:"to resume: "* | *:"stopped; to go on:" | *" python sapo.py") ;;  # this script's command resumes all
-      worker_0:* | [!w]*) printf "%s\n" "[$1] $line" 2>/dev/null || true ;;
+      worker_0:* | [!w]*) printf "%s\n" "[$1] ${line#"$1 "}" 2>/dev/null || true ;;
     esac
   done
 }

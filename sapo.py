@@ -13,10 +13,13 @@ default 0, which is plain GRPO). Settings are environment variables (`python sap
     EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py
 """
 
+import ast
 import contextlib
 import copy
 import difflib
+import gc
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -24,6 +27,7 @@ import random
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -121,7 +125,7 @@ def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
         num_missing = config.NUM_TRANSPLANT_TREES - len(external)
         if num_missing == 0:
             break
-        candidates = external_candidates(run, node, at, age, rng)
+        candidates = external_candidates(run, node, at, age, rng)  # EXERCISE: another draw
         external += rng.sample(candidates, min(num_missing, len(candidates)))
         node.metrics["external_pool"] += len(candidates)
     node.used_external |= {group.key for group in external}
@@ -295,6 +299,7 @@ class Run:
     signals: "Signals"
     history: list[dict] = field(default_factory=list)  # the metrics of all stages and nodes
     round_ends: list[float] = field(default_factory=list)  # times
+    present: set = field(default_factory=set)  # of a coordinator: who was in the last round
 
     nodes: list[Node] = field(default_factory=list)
     codec: "grpo.Codec | None" = None
@@ -522,20 +527,29 @@ def generation_metrics(groups: "list[grpo.Group]") -> dict:
     """Step 2 in numbers: what can explain a flat learning curve."""
     lengths = [len(ids) for ids in collect(groups, "completions")]
     answers = [grpo.extract_tagged_answer(text) for text in collect(groups, "texts")]
+    # A text that goes on behind its answer is not cut off.
+    ends = zip(collect(groups, "finished"), answers, strict=True)
     metrics = {
         "groups": len(groups),
         "completions": len(lengths),
         "informative_local": sum(group.is_informative for group in groups),
         "answer_tag_rate": coordinator.mean(answer is not None for answer in answers),
-        "truncated_rate": coordinator.mean(not end for end in collect(groups, "finished")),
+        "truncated_rate": coordinator.mean(not end and answer is None for end, answer in ends),
         "mean_length": coordinator.mean(lengths),
         "generated_tokens": sum(lengths),
     }
     by_task = defaultdict(list)
     for group in groups:
-        task = re.sub(r"\W+", "_", group.question.task)[:30]  # a plain name for the column
-        by_task[f"reward_{task}"] += group.rewards
+        by_task[f"reward_{column_name(group.question.task)}"] += group.rewards
     return metrics | {name: coordinator.mean(rewards) for name, rewards in by_task.items()}
+
+
+def column_name(task: str) -> str:
+    """A plain name of at most 30 characters for a task's column. The hash of a file stays, so that
+    two files have two columns. "file:我的.jsonl#1f3b5d7a" -> "file_jsonl_1f3b5d7a"."""
+    name, _, digest = task.partition("#")
+    name = re.sub(r"\W+", "_", name, flags=re.ASCII)
+    return f"{name[:21]}_{digest}" if digest else name[:30]
 
 
 def external_metrics(run: Run, node: Node, at, external: list) -> dict:
@@ -631,7 +645,7 @@ def log_round(run: Run, t: int) -> None:
     # What may be wrong, and now and then what the model says.
     recent = run.history[-10 * num_rows :]
     if len(run.round_ends) % 10 == 0 and not coordinator.has_signal(recent):
-        log.event("no signal", coordinator.diagnose(recent))
+        log.event("no signal", coordinator.diagnose(recent, run.history))
     if (t + 1) % SAMPLE_INTERVAL == 0 and t < config.MAX_ROUNDS - 1:
         log_samples(run)
 
@@ -800,11 +814,14 @@ class Config:
 
 
 TABLE = {row.name: row for row in fields(Config) if row.metadata}
+OTHERS_NAMES = {  # variables of other programs
+    "LR": "LEARNING_RATE", "BATCH_SIZE": "NUM_TRAIN_SAMPLES", "STEPS": "MAX_ROUNDS",
+    "EPOCHS": "MAX_ROUNDS", "MODEL": "MODEL_NAME",
+}  # fmt: skip
 FORMER = {  # roles of earlier versions, and what does their work now
     "validate": "TEST_MODE=True checks itself at its end, and exits with 1 if something is missing",
     "auto": "set NODE_ROLE and NODE_ID from the rank in the shell, as .github/MANUAL.md shows",
 }
-SECRET = "HUGGINGFACE_ACCESS_TOKEN"
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 
 
@@ -822,7 +839,8 @@ def read_config(environ, saved=None) -> Config:
     # Names that are nearly right. Without these two the run would go to another place.
     near_misses = {}  # what the user is told -> the variable that was probably meant
     for name in sorted(set(environ) - set(TABLE)):
-        for intended in difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88):
+        close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
+        for intended in [OTHERS_NAMES[name]] if name in OTHERS_NAMES else close:
             text = f"{name} is not a variable of this program: did you mean {intended}?"
             near_misses[text] = intended
     fatal = {"EXPERIMENT_NAME", "GDRIVE_PATH"} - given.keys()
@@ -851,6 +869,8 @@ def read_config(environ, saved=None) -> Config:
 
     values = defaults | theirs | given | {"MODEL_NAME": model, "DEVICE": device}
     config = Config({**environ, "NODE_ID": values["NODE_ID"]}, notes, **values)
+    if config.ROLLOUT_ARCHIVE_OLD and not config.ROLLOUT_CLEANUP_ENABLED:
+        notes.append("ROLLOUT_ARCHIVE_OLD does nothing without ROLLOUT_CLEANUP_ENABLED=True")
     mistakes += check_together(config)
     if mistakes:
         listed = "\n  ".join(dict.fromkeys([*mistakes, *near_misses]))
@@ -961,14 +981,26 @@ def num_sharers(num_workers: int) -> int:
 def saved_settings(config: Config) -> dict:
     """What config.json holds: the settings that a joining node inherits, and what readers need."""
     names = [name for name, row in TABLE.items() if row.metadata["scope"] != "node"]
-    names += ["EXPERIMENT_NAME", "MODEL_NAME", "LOCAL_NODES", "NUM_WORKERS"]
+    names += ["EXPERIMENT_NAME", "MODEL_NAME", "LOCAL_NODES", "NUM_WORKERS", "TEST_MODE"]
     return {
         "layout": drive_store.LAYOUT,
         "maker": config.node_ids[0],
         "reasoning_gym": grpo.REASONING_GYM_VERSION,
+        "code": hash_code(),
         "created_at": time.time(),
         **{name: getattr(config, name) for name in names},
     }
+
+
+def hash_code() -> str | None:
+    """A hash of this program without comments and blank lines, so that a report tells changed ones
+    apart. None in a pasted cell, which has no source."""
+    modules = (drive_store, grpo, coordinator, sys.modules[__name__])
+    try:
+        trees = [ast.dump(ast.parse(inspect.getsource(module))) for module in modules]
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256("".join(trees).encode()).hexdigest()[:12]
 
 
 def help_text() -> str:
@@ -992,7 +1024,7 @@ def help_text() -> str:
 
 def start_command(config: Config, **changes) -> str:
     """The command that starts this process again, with everything that was set but the token."""
-    shown = {name: config.environ.get(name, "") for name in TABLE if name != SECRET}
+    shown = {name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET}
     folder = os.path.abspath(config.GDRIVE_PATH)
     shown |= {"EXPERIMENT_NAME": config.EXPERIMENT_NAME, "GDRIVE_PATH": folder, **changes}
     words = [f"{name}={shlex.quote(text)}" for name, text in shown.items() if text.strip()]
@@ -1093,12 +1125,25 @@ def checkpoint_tensors(nodes: list[Node]) -> dict:
     return tensors
 
 
+def check_local_room(run: Run) -> None:
+    """Raise StoreError unless a checkpoint fits on the local disk, through which it passes."""
+    needed = sum(tensor.nbytes for tensor in checkpoint_tensors(run.nodes).values()) + 10**6
+    folder = tempfile.gettempdir()
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        text = f"TMPDIR={folder} has {free / 1e9:.2f} GB, a checkpoint needs {needed / 1e9:.2f} GB"
+        raise drive_store.StoreError(f"{text}: make room, or set TMPDIR to another local folder")
+
+
 def write_tensors(store, path: str, tensors: dict, text: str, replaces: bool = True) -> None:
     """Write {name: tensor} and a text to a safetensors file of the shared folder."""
     saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder, "tensors")
-        safetensors.torch.save_file(saved, local, {"about": text})
+        try:
+            safetensors.torch.save_file(saved, local, {"about": text})
+        except (OSError, safetensors.SafetensorError) as error:
+            raise drive_store.StoreError(f"TMPDIR={folder}: cannot be written ({error})") from error
         store.upload(local, path, replaces)
 
 
@@ -1131,6 +1176,8 @@ def copy_tensors(saved: dict, ours: dict) -> None:
 def export_models(run: Run) -> None:
     """Write each node's model as an ordinary Hugging Face folder, push it if there is a token, and
     say how to try it."""
+    question = make_questions(run, [1])[0]
+    script = grpo.try_script(run.codec, question, run.config)
     for node in run.nodes:
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -1138,6 +1185,7 @@ def export_models(run: Run) -> None:
             except Exception as error:  # a library may refuse what it has loaded
                 run.log.event("export", f"the model of {node.id} cannot be written: {error!r}")
                 continue
+            Path(folder, "try.py").write_text(script, encoding="utf-8")
             target = f"nodes/{node.id}/model"
             run.store.make_dir(target)
             for name in os.listdir(folder):
@@ -1145,15 +1193,8 @@ def export_models(run: Run) -> None:
             if run.config.HUGGINGFACE_ACCESS_TOKEN:
                 push_model(run, node, folder)
 
-    # A chat model is asked by turns, another one by the prompt that it was trained with.
-    question = make_questions(run, [1])[0]
-    prompt = [{"role": "user", "content": question.text}]
-    if not run.codec.tokenizer.chat_template:
-        prompt = run.codec.decode(run.codec.encode_prompt(question))
-    folder = str(run.store.dir.absolute() / f"nodes/{run.nodes[0].id}/model")
-    ask = f'pipeline("text-generation", {json.dumps(folder)})({json.dumps(prompt)})'
-    code = f"from transformers import pipeline; print({ask})"
-    run.log.info(f"final model: {folder}\n  try it: python -c {shlex.quote(code)}")
+    folder = run.store.dir.absolute() / f"nodes/{run.nodes[0].id}/model"
+    run.log.info(f"final model: {folder}\n  try it: python {shlex.quote(str(folder / 'try.py'))}")
 
 
 def push_model(run: Run, node: Node, folder: str) -> None:
@@ -1182,6 +1223,11 @@ def model_card(run: Run, node: Node) -> str:
 
     # For people.
     held_out = ", ".join(f"{value:.2f} {when}" for when, value in node.held_out.items())
+    manner = (
+        f"plain text after {run.codec.num_shots} solved examples, sampled from the full softmax"
+    )
+    if run.codec.tokenizer.chat_template:
+        manner = "reasoning-gym's system prompt, thinking off, sampled from the full softmax"
     return f"""---
 {yaml}
 ---
@@ -1196,6 +1242,8 @@ rollouts.
 - tasks (reasoning-gym): {", ".join(config.tasks)}
 - cumulative reward: {node.total_reward:.2f}
 - held-out accuracy (pass@1): {held_out or "not measured"}
+
+`python try.py "What is 2 + 2?"` asks it as training did: {manner}.
 """
 
 
@@ -1214,7 +1262,7 @@ def main(environ=None) -> int:
         sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal's encoding lacks
     num_threads = torch.get_num_threads()
     signals = Signals()
-    log = Log(environ.get(SECRET, "").strip())
+    log = Log(environ.get(grpo.SECRET, "").strip())
     try:
         config = read_config(environ)
         if config.NODE_ROLE in ("monitor", "report"):
@@ -1267,7 +1315,8 @@ def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
             log.info(f"stopped; to go on:\n  {start_command(config)}")
     except KeyboardInterrupt:  # while it starts, in an outage, or the second Ctrl-C
         log.info(f"stopped without a checkpoint; to go on:\n  {start_command(config)}")
-        return 130
+        status, state = 130, "stopped"
+        store.on_event = None  # now nothing waits for the folder
     except BaseException as error:  # also of sys.exit() in somebody's own code
         status, state = say_failure(log, error), "failed"
         if swarm.session:
@@ -1276,10 +1325,18 @@ def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
         log.bar.close()
 
     # The last heartbeat and the last lines, if this process has joined the swarm.
-    if state is not None:
-        swarm.beat(state)
-    if swarm.session:
-        log.flush(store)
+    with contextlib.suppress(OSError if store.on_event is None else ()):
+        if state is not None:
+            swarm.beat(state)
+        if swarm.session:
+            log.flush(store)
+
+    # In a notebook the next run needs the memory of this one's models, which hold one another.
+    run.nodes.clear()
+    if config.NODE_ROLE != "coordinator":
+        gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return status
 
 
@@ -1305,11 +1362,12 @@ def run_clock(run: Run, saved: dict | None) -> int:
     if find_standing(run, saved) == "finished":
         return 0
     coordinator.run_coordinator(run)
-    run.log.event("end", coordinator.diagnose(run.history))
-    coordinator.write_picture(run.swarm, run.log)
-    workers = run.swarm.board.workers
-    rows = coordinator.read_experiment(run.swarm).rows
-    return coordinator.check_test_run(run, rows, workers, [f"nodes/{n}/rollouts" for n in workers])
+    exp = coordinator.read_experiment(run.swarm)  # also what earlier sessions have seen
+    curve = coordinator.sparkline(coordinator.reward_curve(exp.rows))
+    run.log.event("end", f"{coordinator.diagnose(exp.rows)}\n  {curve}")
+    coordinator.write_picture(exp, run.store.root, run.log)
+    folders = [f"nodes/{node_id}/rollouts" for node_id in exp.board.workers]
+    return coordinator.check_test_run(run, exp.rows, exp.board.workers, folders)
 
 
 def run_worker(run: Run, saved: dict | None) -> int:
@@ -1330,7 +1388,9 @@ def run_worker(run: Run, saved: dict | None) -> int:
         if read_config(config.environ, saved) != config:
             raise ConfigError("another node began it with other settings: start this node again")
         how = "a new experiment" if saved == settings else "joining what another has just begun"
-        log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}")
+        names = set(coordinator.list_experiments(run.store.root)) - {config.EXPERIMENT_NAME}
+        beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
+        log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
 
     apply_warm_start(run, model)
     make_nodes(run, model)
@@ -1343,6 +1403,8 @@ def run_worker(run: Run, saved: dict | None) -> int:
     at_once = grpo.estimate_completions_at_once(model, config, available)
     run.update_limit = grpo.Limit(at_once, "the update", log.info)
     run.generation_limit = grpo.Limit(2**30, "generation", log.info)
+
+    check_local_room(run)
 
     # Resume before joining: a start that is refused must not supersede a running node.
     run.samples = sample_answers(run)
@@ -1401,7 +1463,7 @@ def load_checked_model(run: Run):
     else:
         run.log.info(f"loading {config.MODEL_NAME} (a download may take minutes)")
     model, codec = grpo.load_model(config, config.tasks)
-    for sentence in grpo.misfits(codec, config, config.tasks):
+    for sentence in grpo.file_notes(codec, config, config.tasks):
         run.log.info(f"note: {sentence}")
     if run.signals.requested:  # a stop while the model was loading must not begin an experiment
         raise KeyboardInterrupt
@@ -1425,13 +1487,23 @@ def apply_warm_start(run: Run, model) -> None:
     steps = config.WARM_START_STEPS
     log.info(f"making the warm start of {config.MODEL_NAME}: {steps} steps")
     log.show_bar(steps, 0, "step")
+    losses = []  # since the last line
+    started = time.monotonic()
+    line_at = started + 5.0
     for step, loss in grpo.warm_start(model, run.codec, config, config.tasks):
         if run.signals.requested:
             log.info(f"warm start stopped at step {step} of {steps}; the next start begins it anew")
             raise KeyboardInterrupt
         log.bar.update()
-        if step % max(1, steps // 10) == 0 and log.bar.disable:
-            log.info(f"warm start {step}/{steps}: loss {loss.item():.3f}")
+        losses.append(loss)
+        now = time.monotonic()
+        if now >= line_at and log.bar.disable:
+            seconds_left = (now - started) / step * (steps - step)
+            line_at = now + max(5.0, seconds_left / 5)
+            mean_loss = torch.stack(losses).mean().item()
+            losses.clear()
+            left = tqdm.tqdm.format_interval(seconds_left)
+            log.info(f"warm start {step}/{steps}: loss {mean_loss:.3f}, {left} left")
     log.bar.close()
 
     # Only one that could not be used is replaced. All load the file that stands there in the end,
@@ -1506,8 +1578,12 @@ def finish_run(run: Run) -> int:
     if rows:
         total = coordinator.mean(node.total_reward for node in run.nodes)
         num_rounds = len({row["round"] for row in rows})
-        text = f"{coordinator.diagnose(rows)}; trained {num_rounds} of {config.MAX_ROUNDS} rounds"
-        run.log.event("end", f"{text}; cumulative reward {total:.2f} per node")
+        checkpoints = run.store.list_stages("checkpoints", run.nodes[0].id)
+        verdict = coordinator.diagnose(rows, checkpoints=checkpoints)
+        trained = f"trained {num_rounds} of {config.MAX_ROUNDS} rounds"
+        curve = coordinator.sparkline(coordinator.reward_curve(rows))
+        earned = f"cumulative reward {total:.2f} per node"
+        run.log.event("end", f"{verdict}\n  {curve} {trained}, {earned}")
     evaluate(run, "after training")
     export_models(run)
 
@@ -1515,7 +1591,8 @@ def finish_run(run: Run) -> int:
     board = run.swarm.board
     is_first = board.workers[0] in config.node_ids
     if is_first and drive_store.COORDINATOR_ID not in board.sessions:
-        coordinator.write_picture(run.swarm, run.log)
+        exp = coordinator.read_experiment(run.swarm)
+        coordinator.write_picture(exp, run.store.root, run.log)
 
     folders = [f"nodes/{run.nodes[0].id}/checkpoints"]
     for node in run.nodes:

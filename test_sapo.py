@@ -342,7 +342,8 @@ def test_L1_log_softmax_of_bfloat16_logits_is_computed_in_float32():
 
 def test_L1_dropout_and_recomputation_are_off_even_if_the_model_was_left_in_train_mode():
     left_in_train_mode = small_gpt2(dropout=0.5)
-    left_in_train_mode.gradient_checkpointing_enable()  # would switch the KV cache off, too
+    recompute = getattr(left_in_train_mode, "activation_checkpointing_enable", None)  # its new name
+    (recompute or left_in_train_mode.gradient_checkpointing_enable)()  # switches the KV cache off
     clean = small_gpt2()
 
     draws = []
@@ -742,6 +743,26 @@ def test_F2_what_never_passes_is_a_sentence_for_a_process_that_starts_and_later_
     assert store.read_reward("n1", At(0))["reward"] == 0.5
 
 
+def test_F2_a_local_disk_that_is_full_is_named_as_what_it_is(tmp_path, monkeypatch, capsys):
+    store = new_store(tmp_path / "drive")
+    store.on_event = store.sleep = Mock(side_effect=AssertionError("it waits for the folder"))
+    store.write("nodes/n1/x", b"12345")
+    with pytest.raises(StoreError, match="TMPDIR.*/dev/full"):
+        store.download("nodes/n1/x", Path("/dev/full"), 99)
+    monkeypatch.setattr(
+        sapo.tempfile, "TemporaryDirectory", lambda: contextlib.nullcontext("/none")
+    )
+    with pytest.raises(StoreError, match="TMPDIR"):
+        sapo.write_tensors(store, "nodes/n1/y", {"x": torch.ones(2)}, "")
+
+    # Room is looked at before a process joins.
+    monkeypatch.undo()
+    monkeypatch.setattr(sapo.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    assert run_swarm(tmp_path, "full", WARM_START_STEPS=0, NODE_ID="n") == 2
+    assert re.search("TMPDIR=.* a checkpoint needs .* GB", capsys.readouterr().out)
+    assert not list(tmp_path.glob("experiments/full/nodes/*"))
+
+
 def test_F6_the_first_config_counts_and_one_that_is_damaged_or_older_is_an_error(
     tmp_path, monkeypatch
 ):
@@ -913,6 +934,13 @@ def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variabl
         assert f"mean {name}?" in config_error(**{name[:-1]: "mine"})
 
 
+def test_U1_archiving_without_cleaning_up_is_said_to_do_nothing():
+    note = "ROLLOUT_ARCHIVE_OLD does nothing"
+    for cleanup, is_said in (("False", True), ("True", False)):
+        environ = {"ROLLOUT_ARCHIVE_OLD": "True", "ROLLOUT_CLEANUP_ENABLED": cleanup}
+        assert any(note in text for text in read_config(environ).notes) == is_said
+
+
 def test_F6_a_joining_node_inherits_the_swarms_settings_and_may_not_change_the_experiments():
     began = {"MODEL_NAME": "tiny", "SEED": 7, "NUM_TRAIN_SAMPLES": 4, "LEARNING_RATE": 1e-3}
     saved = sapo.saved_settings(make_config(**began, EVAL_INTERVAL=5))
@@ -979,6 +1007,40 @@ def test_U6_test_mode_names_what_a_run_lacks(tmp_path):
         assert status == 1 and re.search(problem, said), said
 
 
+def test_U3_a_policy_that_is_worse_than_before_training_is_told_so_and_noise_is_not():
+    def verdict(rewards, **more) -> str:
+        rows = [{"round": t, "reward": r, "completions": 64} for t, r in enumerate(rewards)]
+        return coordinator.diagnose(rows, **more)
+
+    # The first twenty rounds hide the fall.
+    fallen = [0.4, 0.2, *[0.0] * 30, *[0.1] * 20]
+    text = verdict(fallen, checkpoints=[At(39), At(49)])
+    assert text.startswith("worse than before training (0.40 -> 0.10): lower LEARNING_RATE")
+    assert "the checkpoint after round 39 is there" in text
+    assert not verdict([0.4, *[0.3] * 40]).startswith("worse")
+    rows = [{"round": t, "reward": r, "completions": 64} for t, r in enumerate(fallen)]
+    assert coordinator.diagnose(rows[-10:], rows).startswith("worse")
+
+
+def test_U3_who_came_and_who_left_is_said_and_who_is_slow_has_not_left():
+    said = []
+    log = SimpleNamespace(event=lambda kind, text: said.append(text))
+    swarm = SimpleNamespace(is_alive=lambda node: node == "slow", status=lambda node: "stopped")
+    run = SimpleNamespace(present=set(), log=log, swarm=swarm)
+    for t, nodes in enumerate(
+        [("anna", "slow"), ("anna",), ("anna", "carl"), ("carl",), ("carl",)]
+    ):
+        coordinator.log_changes(run, t, [{"node_id": node} for node in nodes])
+    assert said == ["carl joined in round 2, 3 nodes now", "anna has left (stopped), 2 nodes now"]
+
+
+def test_U3_an_answer_that_is_closed_is_not_cut_off():
+    texts = ["<answer>4</answer> and", "<answer>4", "4"]
+    question = make_question("small_products", 0)
+    group = Group([1], [[1]] * 3, [1.0, 0.0, 0.0], question, texts, [False, False, True])
+    assert sapo.generation_metrics([group])["truncated_rate"] == pytest.approx(1 / 3)
+
+
 def test_U7_a_gain_is_over_equal_seeds_and_unlike_runs_are_never_averaged(tmp_path):
     def experiment(name, reward, **settings) -> coordinator.Experiment:
         rows = [{"node_id": "n", "round": t, "reward": reward, "timestamp": 1} for t in range(20)]
@@ -987,27 +1049,34 @@ def test_U7_a_gain_is_over_equal_seeds_and_unlike_runs_are_never_averaged(tmp_pa
 
     eight = {"NUM_TRAIN_SAMPLES": 8, "NUM_TRANSPLANT_TREES": 0}
     four = {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4}
-    rows = coordinator.compare_arms(
-        [
-            experiment("a0", 0.40, SEED=0, **four),
-            experiment("a1", 0.52, SEED=1, **four),
-            experiment("b0", 0.20, SEED=0, **eight),
-            experiment("b1", 0.24, SEED=1, **eight),
-            experiment("other", 0.01, SEED=0, LOSS_TYPE="grpo", **four),
-            experiment("unfiltered", 0.02, SEED=0, EXTERNAL_FILTER=False, **four),
-        ]
-    )
-    found = [(row["I/J"], row["runs"], row["reward per node"]) for row in rows]
-    assert [row[:2] for row in found] == [
-        ("4/4", 2), ("8/0", 2), ("4/4 unfiltered", 1), ("4/4", 1)
+    runs = []
+    for seed, ours, alone in [(0, 0.40, 0.20), (1, 0.52, 0.24), (2, 0.44, 0.20)]:
+        runs.append(experiment(f"a{seed}", ours, SEED=seed, **four))
+        runs.append(experiment(f"b{seed}", alone, SEED=seed, **eight))
+    unlike = experiment("unlike", 0.01, SEED=0, LOSS_TYPE="grpo", **four)
+    unfiltered = experiment("unfiltered", 0.02, SEED=0, EXTERNAL_FILTER=False, **four)
+    rows, notes = coordinator.compare_arms([*runs, unlike, unfiltered])
+    found = [(row["I/J"], row["runs"]) for row in rows]
+    assert found == [
+        ("4/4 LOSS_TYPE=dapo", 3), ("8/0 LOSS_TYPE=dapo", 3),
+        ("4/4 unfiltered LOSS_TYPE=dapo", 1), ("4/4 LOSS_TYPE=grpo", 1),
     ]  # fmt: skip
-    assert [row[2] for row in found] == pytest.approx([9.2, 4.4, 0.4, 0.2])
+    rewards = [row["reward per node"] for row in rows]
+    assert rewards == pytest.approx([27.2 / 3, 12.8 / 3, 0.4, 0.2])
+    assert any("differ in LOSS_TYPE" in note for note in notes)
 
-    # By hand: the gains are 8 / 4 and 10.4 / 4.8, and Student's t of two values is 12.71.
-    gain = (8 / 4 + 10.4 / 4.8) / 2 - 1
-    margin = 12.71 * (10.4 / 4.8 - 8 / 4) / 2
+    # By hand: Student's t of three values is 4.30.
+    gains = [8 / 4 - 1, 10.4 / 4.8 - 1, 8.8 / 4 - 1]
+    gain, margin = statistics.mean(gains), 4.30 * statistics.stdev(gains) / 3**0.5
     assert [row["gain"] for row in rows] == pytest.approx([gain, None, None, None])
     assert rows[0]["interval"] == pytest.approx([gain - margin, gain + margin])
+
+    # Two seeds have no interval, a single one has no gain, and it is said why.
+    for num_seeds in (1, 2):
+        rows, notes = coordinator.compare_arms(runs[: 2 * num_seeds])
+        assert rows[0]["interval"] is None
+        assert (rows[0]["gain"] is None) == (num_seeds == 1)
+        assert any(f"4/4 has {num_seeds} seed" in note for note in notes)
 
 
 # -------- Whole swarms in this process, judged by the files that they leave -----------------------
@@ -1207,24 +1276,26 @@ def test_L8_a_process_holds_one_model_for_each_node_and_too_little_memory_is_a_s
     drive, monkeypatch, capfd
 ):
     def count_models() -> int:
-        gc.collect()
         return sum(type(thing) is GPT2LMHeadModel for thing in gc.get_objects())
 
     def run_out(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    gc.collect()
     before = count_models()
     counts = []
     with monkeypatch.context() as patch:
         at_call(patch, "policy_gradient", 1, lambda: counts.append(count_models()))
         assert run_swarm(drive, "models", MAX_ROUNDS=1, **UNTRAINED) == 0
     assert counts == [before + 2]
+    assert count_models() == before, "in a notebook the next run would find no room"
 
     monkeypatch.setattr(grpo, "make_optimizer", run_out)
     assert run_swarm(drive, "memory", **UNTRAINED) == 2
     output = "".join(capfd.readouterr())
     assert "does not fit into the memory" in output
     assert "Traceback" not in output
+    assert count_models() == before
 
 
 def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
@@ -1332,6 +1403,12 @@ def test_U9_pasted_into_one_cell_the_four_modules_do_the_same(drive, uninterrupt
     assert cell.Config.__module__ == cell.DriveStore.__module__ == "cell"
     assert run_swarm(drive, "pasted", program=cell) == 0
     assert read_results(drive, "pasted") == read_results(drive, "uninterrupted")
+
+    # It has no source whose hash a report could compare.
+    codes = []
+    for name in ("pasted", "uninterrupted"):
+        codes.append(json.loads((drive / f"experiments/{name}/config.json").read_text())["code"])
+    assert codes[0] is None and codes[1] == sapo.hash_code()
 
     # There, a name that two modules define would silently mean the later thing.
     for one, other in itertools.combinations(modules, 2):

@@ -63,10 +63,14 @@ SIZES = {  # a small value -> the settings, of any architecture, that get it
 EXACT = {  # architecture -> settings beside these
     "qwen2": {}, "llama": {}, "phi3": {"sliding_window": None}, "mistral": {}, "gpt2": {}, "gemma3_text": {},
     "gemma2": {"final_logit_softcapping": 0.5}, "gpt_neox": {}, "bloom": {}, "mpt": {},
+    "granite": {"logits_scaling": 4.0}, "cohere2": {"logit_scale": 0.2},
+    "granitemoehybrid": {"logits_scaling": 4.0, "layer_types": ["attention", "attention"]},
 }  # fmt: skip
-NOT_EXACT = {
-    "mamba": {}, "jamba": {}, "lfm2": {"layer_types": ["conv", "full_attention"]}, "bart": {}, "llama4_text": {},
-    "granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.2},
+NOT_EXACT = {"mamba": {}, "jamba": {}, "bart": {}, "llama4_text": {}}
+HAVE_A_STATE = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]}, "falcon_h1": {"mamba_d_ssm": 64},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
 }  # fmt: skip
 ALL = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if os.environ.get("ARCHITECTURES") == "all" else {}
 
@@ -82,14 +86,15 @@ def small_model(architecture="llama", vocab_size=29, **settings):
     return AutoModelForCausalLM.from_config(type(default)(**small | settings)).eval()
 
 
-def save_model(folder, chat=None, change=lambda _: None, lacks="", dtype=None, **more):
+def save_model(folder, chat=None, change=lambda _: None, lacks="", extra="", dtype=None, **more):
     """Write such a model, with tiny's tokenizer and two tokens for turns, as a Hugging Face folder.
     Returns a Config for it. chat: its template; change: what to do to the tokenizer at the end;
-    lacks: a weight that is not written."""
+    lacks: a weight that is not written; extra: one that the model does not have."""
     tokenizer = grpo.build_tiny_model(TINY_TASKS)[1]
     tokenizer.add_tokens([AddedToken(token) for token in ("<|im_start|>", "<|im_end|>")])
     model = small_model(vocab_size=len(tokenizer), **more).to(dtype)
     weights = {name: weight for name, weight in model.state_dict().items() if name != lacks}
+    weights |= {extra: torch.ones(2)} if extra else {}
     model.save_pretrained(folder, state_dict=weights)
     change(tokenizer)
     tokenizer.chat_template = chat
@@ -167,6 +172,8 @@ REFUSALS = [  # what is said, and a change of a sound model's folder
     (".", lambda folder: (folder / "config.json").unlink()), (".", shutil.rmtree),
     ("no EOS token", rebuild(eos_token_id=None, change=lambda tokenizer: setattr(tokenizer, "eos_token", None))),
     ("its files lack lm_head.weight", rebuild(lacks="lm_head.weight")),
+    *((rf"hold 1 tensors that its model does not take, such as .*{name}", rebuild(extra=f"model.layers.0.{name}"))
+      for name in ("mlp.up_proj.weight_scale_inv", "self_attn.q_proj.bias", "mlp.up_proj.lora_A.weight")),
     (r"has token (\d+), the model \1 in all", rebuild(chat="{{ messages[-1].content }}<turn>", change=lambda tokenizer: tokenizer.add_tokens("<turn>"))),
     ("add_eos_token", rebuild(change=lambda tokenizer: setattr(tokenizer.backend_tokenizer, "post_processor", CLOSING))),
     ("is not whole.*: mend its chat template", rebuild(chat=CHATML.replace("m.content", "m.content[0].text"))),
@@ -179,6 +186,8 @@ REFUSALS = [  # what is said, and a change of a sound model's folder
     ("UndefinedError: ", rebuild(chat="{{ tools[0].name }}" + CHATML)),
     ("MAX_NEW_TOKENS=16: expected less than its 16", rebuild(rope_parameters=ROPE)),
     *((".", rebuild(architecture=name, **settings)) for name, settings in NOT_EXACT.items()),
+    *(("layers with a state", rebuild(architecture=name, **settings)) for name, settings in HAVE_A_STATE.items()
+      if name in transformers.CONFIG_MAPPING),
 ]  # fmt: skip
 
 
@@ -189,6 +198,21 @@ def test_L2_L7_a_refusal_names_the_cause(tmp_path, reason, change):
     config = make_config(MODEL_NAME=tmp_path / "model", MAX_NEW_TOKENS=16)
     with pytest.raises(grpo.ModelError, match=f"MODEL_NAME=.* cannot be used.*{reason}"):
         grpo.load_model(config, ["small_gcd"])
+
+
+@pytest.mark.parametrize("message, helpful", [
+    ("You are trying to access a gated repo.\nMake sure to have access to it at https://hub/x.\n401 Client Error.\n",
+     ["gated repo", "https://hub/x", "HUGGINGFACE_ACCESS_TOKEN"]),
+    ("Couldn't instantiate the backend tokenizer from one of:\n(1) a file,\n(2) a slow tokenizer.\n"
+     "You need to have sentencepiece or tiktoken installed.\n", ["backend", "sentencepiece or tiktoken installed"]),
+])  # fmt: skip
+def test_L7_of_a_librarys_message_the_lines_that_help_remain(monkeypatch, message, helpful):
+    monkeypatch.setattr(
+        transformers.AutoConfig, "from_pretrained", Mock(side_effect=OSError(message))
+    )
+    with pytest.raises(grpo.ModelError) as refused:
+        grpo.load_model(make_config(MODEL_NAME="some/model"), ["small_gcd"])
+    assert all(words in str(refused.value) for words in helpful) and "\n" not in str(refused.value)
 
 
 def freeze(model, dtype=torch.float32):

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import coordinator
 import grpo
 
 from common import LEARNING, events_of, folder_of, read_log, run
@@ -27,6 +28,8 @@ def write(path, *questions) -> str:
     ('{"question": "x"}', "expected"),
     ('{"question": "x", "answer": [1]}', "expected"),
     ('{"question": "x", "answer": true}', "expected"),
+    ('{"question": "x", "answer": NaN}', "expected"),
+    ('{"question": "x", "answer": null}', "expected"),
     ('{"question": "x", "answer": " "}', "empty"),
     ('{"question": "1 + 1?", "answer": "3"}', "a second answer to one question"),
     ('{"question": "x", "answer": "<answer>1</answer>"}', "tags"),
@@ -37,6 +40,53 @@ def test_L3_a_line_that_is_no_question_is_named_as_what_it_is(tmp_path, line, re
     message = config_error(TASKS=f"file:{tmp_path}/mine.jsonl")
     assert re.search(rf"line 3: .*{reason}", message)
     assert len(message) < 1000
+
+
+@pytest.mark.parametrize("right, answers, wrong_answers", [
+    (4.0, ["4", "4.0", "+4", "$4", "４"], ["5", "4e0", "2+2", "four", ""]),
+    ("1,000", ["1000", "1,000.00", r"\boxed{1000}", "1000."], ["1,00", "10,00", "1000 0"]),
+    ("-3", ["\N{MINUS SIGN}3", "-3.0"], ["3", "- -3"]),
+    ("3 + 4 = 7\n#### 7", ["7", "7.0"], ["3 + 4 = 7 #### 7", "4"]),
+    ("Übung", ["U\u0308bung", "Übung"], ["Ubung", "übung"]),
+    ("한국 어", ["\u1112\u1161\u11ab\u1100\u116e\u11a8\u00a0어"], ["한국"]),
+    ("5²", ["5²"], ["52", "25"]),
+])  # fmt: skip
+def test_L3_two_numbers_are_compared_by_value_and_two_texts_in_one_form(
+    tmp_path, right, answers, wrong_answers
+):
+    tasks = write(tmp_path / "mine.jsonl", ("1 + 1?", right), ("1 + 2?", right))
+    (task,) = make_config(TASKS=tasks).tasks
+    question = grpo.make_question(task, 1)
+    for answer in answers:
+        assert grpo.compute_reward(question, f"<answer>{answer}</answer>") == 1, answer
+    for answer in wrong_answers:
+        assert grpo.compute_reward(question, f"<answer>{answer}</answer>") == 0, answer
+
+
+def test_L3_answers_that_a_model_can_hardly_repeat_are_named(tmp_path):
+    rows = [(f"{i} + 1?", f"{i} + 1 = {i + 1}\n#### {i + 1}") for i in range(9)]
+    rows += [(f"Is {i} odd?", "yes.") for i in range(3)]
+    config = make_config(MODEL_NAME="tiny", TASKS=write(tmp_path / "mine.jsonl", *rows))
+    codec = grpo.load_model(config, config.tasks)[1]
+    derived, odd = grpo.file_notes(codec, config, config.tasks)
+    assert "9 answers" in derived and "####" in derived
+    assert "3 answers" in odd and "full stop" in odd
+
+
+def test_U4_two_files_of_one_name_and_one_in_chinese_have_columns_of_their_own(tmp_path):
+    names = ("questions_about_arithmetic_easy", "questions_about_arithmetic_hard", "我的问题")
+    files = []
+    for i, name in enumerate(names):
+        rows = [(f"{i} + {j}?", str(i + j)) for j in range(20)]
+        files.append(write(tmp_path / f"{name}.jsonl", *rows))
+    settings = LEARNING | {"TASKS": ",".join(files), "NUM_TRAIN_SAMPLES": 9, "WARM_START_STEPS": 4}
+    assert run(tmp_path / "drive", settings, MAX_ROUNDS=2) == 0
+    paths = folder_of(tmp_path / "drive").glob("*/rewards/*")
+    columns = {name for path in paths for name in json.loads(path.read_text())}
+    columns = sorted(name for name in columns if name.startswith("reward_"))
+    assert len(columns) == 3 and all(re.fullmatch(r"\w{1,40}", name, re.ASCII) for name in columns)
+    rows = coordinator.get_experiment_metrics(tmp_path / "drive", "default")
+    assert set(columns) <= set(rows)
 
 
 def test_L3_text_from_windows_and_from_the_web_is_read_as_it_is(tmp_path):

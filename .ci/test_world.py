@@ -997,6 +997,16 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(s
     assert sum(found) == 1 and found[0] == 0 and "outage" not in process.output, found
 
 
+def test_S2_a_clock_that_is_far_off_is_named_once(scene):
+    scene.swarm |= {"MAX_ROUNDS": 12}
+    scene.start("n", 6.0)
+    scene.world.process("off", 6.0, clock_error=5000, **scene.swarm).start()
+    scene.run()
+    for name in ("n", "off"):
+        events = [row["event"] for row in scene.rows(name, "training_events")]
+        assert events.count("clock") == 1, events
+
+
 def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(scene):
     scene.swarm |= {"ROLLOUT_CLEANUP_ENABLED": True, "MAX_ROUNDS": 9, "ROLLOUT_MAX_AGE": 0}
     finish(scene, MAX_ROUNDS=3)
@@ -1016,14 +1026,15 @@ def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(sc
 
 
 @pytest.mark.parametrize("words, settings", [
-    ("a new experiment", {"EXPERIMENT_NAME": "other"}), ("resuming", {"MAX_ROUNDS": 7}),
+    ("a new experiment", {"EXPERIMENT_NAME": "other"}), ("beside default", {"EXPERIMENT_NAME": "defualt"}),
+    ("resuming", {"MAX_ROUNDS": 7}),
     ("joining", {"NODE_ID": "late"}), ("already finished", {}),
     ("already finished", {"NODE_ROLE": "coordinator", "NODE_ID": ""}),
 ])  # fmt: skip
 def test_F6_a_start_says_whether_it_is_new_joined_resumed_or_finished(scene, words, settings):
     finish(scene)
     before = {path: data for path, data in scene.contents().items() if "/nodes/n/" in path}
-    if "new" in words:
+    if "EXPERIMENT_NAME" in settings:
         scene.world.trained = lambda *_: None  # the oracle knows one experiment
     finish(scene, settings.get("NODE_ID") or "n", 0, words, **settings)
     after = scene.contents()
