@@ -156,7 +156,6 @@ def log_round_of_swarm(run, t: int) -> None:
     stages = [drive_store.At(t, stage) for stage in range(run.config.MAX_STAGES)]
     for node_id in run.swarm.board.workers:
         rows += filter(None, [run.store.read_reward(node_id, at) for at in stages])
-    run.history += rows
     run.round_ends.append(run.swarm.looked_at)
     run.log.info(format_round(t, run.config.MAX_ROUNDS, rows, run.round_ends))
     log_changes(run, t, rows)
@@ -279,12 +278,13 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
         if set(rounds_of[node_id]) != set(range(first, config.MAX_ROUNDS)):
             problems.append(f"{node_id} has rewards in rounds {rounds_of[node_id]} only")
     num_workers = len(run.swarm.board.workers)
-    if num_workers < config.NUM_WORKERS:
-        problems.append(f"{num_workers} workers came, of {config.NUM_WORKERS}")
-    if not has_signal(rows):
-        problems.append(f"no group gave a gradient: {diagnose(rows)}")
-    if config.NUM_TRANSPLANT_TREES > 0 and num_workers > 1 and not mean_of("external_groups", rows):
-        problems.append("no group of a peer was trained on")
+    has_peers = config.NUM_TRANSPLANT_TREES > 0 and num_workers > 1
+    lacks = {
+        f"{num_workers} workers came, of {config.NUM_WORKERS}": num_workers < config.NUM_WORKERS,
+        f"no group gave a gradient: {diagnose(rows)}": not has_signal(rows),
+        "no group of a peer was trained on": has_peers and not mean_of("external_groups", rows),
+    }
+    problems += [text for text, holds in lacks.items() if holds]
     run.log.event("check", "; ".join(problems) or "passed")
     return 1 if problems else 0
 
@@ -292,8 +292,7 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 # -------- Reading an experiment, also from notebooks ----------------------------------------------
 
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
-NEEDED = (*ARM, "SEED", "MAX_ROUNDS")  # of config.json
-HEADERS = ("node", "status", "round", "reward", "total", "last reward", "curve")  # the monitor's
+NEEDED = (*ARM, "SEED", "MAX_ROUNDS", "created_at")  # of config.json
 FIRST_LOOK_BYTES = 16 << 20  # of all metrics.jsonl: with 4 nodes about 4000 rounds, with 128 120
 
 
@@ -324,19 +323,22 @@ class Experiment:
 
     @property
     def sick(self) -> list[str]:
-        """The nodes that have failed, and those that are dead, also the coordinator."""
-        sick = [n for n, status in self.status.items() if status in ("failed", "dead")]
-        return sorted(sick, key=self.status.get, reverse=True)
+        """The nodes that have failed, then those that are dead, also the coordinator."""
+        return [n for sick in ("failed", "dead") for n in self.status if self.status[n] == sick]
 
-    def summary(self, node_id: str) -> list:
-        """The line of a node in the monitor, see HEADERS. The reward is that of ten rounds."""
+    def summary(self, node_id: str) -> dict:
+        """The line of a node in the monitor. The reward is that of ten rounds."""
         rows = self.select(node_id=node_id)
         curve = self.curve(node_id=node_id)[rows[0]["round"] :] if rows else []
-        last = f"{age(rows[-1]['timestamp'])} ago" if rows else ""
-        reward = mean_of("reward", rows[-10:])
-        total = self.totals.get(node_id)
-        place = [node_id[:16], self.status[node_id], self.round_of(node_id)]
-        return [*place, reward, total, last, sparkline(curve)]
+        return {
+            "node": node_id[:16],
+            "status": self.status[node_id],
+            "round": self.round_of(node_id),
+            "reward": mean_of("reward", rows[-10:]),
+            "total": self.totals.get(node_id),
+            "last reward": f"{age(rows[-1]['timestamp'])} ago" if rows else "",
+            "curve": sparkline(curve),
+        }
 
     def with_status(self, status: str) -> list[str]:
         """The workers that are alive, done, stopped, failed or dead."""
@@ -377,12 +379,6 @@ class Experiment:
             total = totals.get(row["node_id"], 0.0) + (row["reward"] or 0.0)
             totals[row["node_id"]] = row.get("total_reward", total)
         return totals
-
-    def reward_per_node(self, num_rounds: int) -> float:
-        """The paper's metric, divided by the number of nodes, of the first rounds. Of a round it is
-        the mean over the nodes that were there; a round without any counts as the others' mean."""
-        reward = mean(self.curve()[:num_rounds]) or 0.0
-        return reward * num_rounds * self.config.get("MAX_STAGES", 1)
 
 
 def read_experiment(swarm, logs: dict | None = None) -> Experiment:
@@ -561,19 +557,17 @@ def format_screen(exp: Experiment, swarm) -> str:
     # Where it stands. Who has submitted the reward of a round has also published it.
     stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
     alive = exp.with_status("alive")
-    begun_at = exp.config.get("created_at")
-    begun = age(begun_at) if drive_store.is_finite_number(begun_at) else "?"
     stands = (
-        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, begun {begun} ago, "
+        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, begun "
+        f"{age(exp.config['created_at'])} ago, {len(alive)} of {len(board.workers)} workers alive"
     )
-    lines += textwrap.wrap(f"{stands}{len(alive)} of {len(board.workers)} workers alive", width)
-    submitted = {(row["node_id"], row["round"]) for row in exp.rows}
-    markers = board.progress.items()
-    published = submitted | {(n, at.round) for (kind, n), at in markers if kind == "rollouts"}
+    lines += textwrap.wrap(stands, width)
+    published_at = {n: at for (kind, n), at in board.progress.items() if kind == "rollouts"}
     counts = []
     for t in range(max(0, current - 2), current + 1):
-        num_published, num_submitted = (sum(at == t for _, at in s) for s in (published, submitted))
-        counts.append(f"{t}: {num_published}/{num_submitted}")
+        submitted = {row["node_id"] for row in exp.select(round=t)}
+        published = submitted | {n for n, at in published_at.items() if at.round == t}
+        counts.append(f"{t}: {len(published)}/{len(submitted)}")
     lines.append(f"nodes with rollouts/rewards of round {', '.join(counts)}")
 
     # Below the nodes: the last rounds, with the time that is left, and the tasks.
@@ -582,9 +576,9 @@ def format_screen(exp: Experiment, swarm) -> str:
     below = [
         format_round(t, exp.num_rounds, exp.select(round=t), round_ends) for t in sorted(ends)[-2:]
     ]
-    tasks = reward_per_task(exp.last_rounds(10)).items()
-    by_task = f"by task: {', '.join(f'{task} {reward:.2f}' for task, reward in tasks)}"
-    below += textwrap.wrap(by_task, width, subsequent_indent="  ", max_lines=3)
+    rewards = reward_per_task(exp.last_rounds(10)).items()
+    tasks = ", ".join(f"{task} {reward:.2f}" for task, reward in rewards)
+    below += textwrap.wrap(f"by task: {tasks}", width, subsequent_indent="  ", max_lines=3)
 
     # A line for each node. Of many the sick, the slowest and the newest are shown.
     room = max(0, height - 4 - len(lines) - len(below))
@@ -592,18 +586,17 @@ def format_screen(exp: Experiment, swarm) -> str:
     newest = sorted(exp.status, key=board.sessions.get, reverse=True)
     ranked = dict.fromkeys([*exp.sick[: room // 2], *slowest[: room // 4], *newest])
     shown = sorted(list(ranked)[:room], key=lambda n: (n not in exp.sick, exp.round_of(n), n))
-    lines += tabulate(map(exp.summary, shown), HEADERS, "plain", floatfmt=".2f").splitlines()
+    lines += tabulate(map(exp.summary, shown), "keys", "plain", floatfmt=".2f").splitlines()
     if others := Counter(exp.status[node_id] for node_id in exp.status.keys() - set(shown)):
         counts = [f"{count} {status}" for status, count in others.most_common()]
         lines.append(f"and {others.total()} more: {', '.join(counts)}")
     lines += below
 
     # A group of the newest file.
-    newest = max(((at, n) for (kind, n), at in markers if kind == "rollouts"), default=None)
+    newest = max(published_at, key=lambda n: (published_at[n], n), default=None)
     with contextlib.suppress(drive_store.InvalidFileError):
-        groups = newest and swarm.store.fetch("rollouts", newest[1], newest[0])
-        if groups:
-            lines += [f"{newest[1]} was asked:", *format_sample(groups[0])]
+        if groups := newest and swarm.store.fetch("rollouts", newest, published_at[newest]):
+            lines += [f"{newest} was asked:", *format_sample(groups[0])]
     return "\n".join(line[:width].rstrip() for line in lines[: height - 2])
 
 
@@ -681,15 +674,12 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         others = " ".join(f"{name}={drive_store.printable(each.get(name), 999)}" for name in names)
         arms[exp.arm, others].append(replace(exp, rows=rows))
         present = {(row["node_id"], row["round"]) for row in rows}
-        if len(present) < common * len(exp.totals):
-            num_missing = common * len(exp.totals) - len(present)
+        if num_missing := common * len(exp.totals) - len(present):
             notes.append(f"{exp.name} has gaps: {num_missing} rounds of its nodes do not count")
-    if names:
-        listed = drive_store.printable(", ".join(names), 200)
-        notes.append(f"runs that differ in {listed} are never averaged, nor is a gain over them")
-    if unknown := [exp.name for exp in compared if not exp.config.get("code")]:
-        listed = join_names(unknown)
-        notes.append(f"of which code is not known (a pasted cell, an earlier version): {listed}")
+    if differing := drive_store.printable(", ".join(names), 200):
+        notes.append(f"runs that differ in {differing} are never averaged, nor is a gain over them")
+    if unknown := join_names([exp.name for exp in compared if not exp.config.get("code")]):
+        notes.append(f"of which code is not known (a pasted cell, an earlier version): {unknown}")
 
     rows = []
     for (arm, others), runs in arms.items():
@@ -698,7 +688,10 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         alone = f"{runs[0].config['NUM_TRAIN_SAMPLES'] + num_external}/0"
         baseline = arms.get((alone, others), []) if num_external > 0 else []
         rewards = reward_by_seed(runs, common)
-        gains = gains_over(reward_by_seed(baseline, common), rewards, common)
+        # The gain of each seed that both have. A baseline that has earned nearly nothing is none.
+        earned = reward_by_seed(baseline, common)
+        seeds = [seed for seed in rewards if earned.get(seed, 0.0) > 0.01 * common]
+        gains = [rewards[seed] / earned[seed] - 1 for seed in seeds]
         row = {
             "I/J": f"{arm} {others}".strip(),
             "nodes": len(runs[0].totals),
@@ -716,33 +709,28 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         }
         rows.append(row)
         if num_external > 0 and len(gains) < 3:
-            seeds = (
-                f"{len(gains)} seeds with a run of its baseline {alone} that has earned something"
+            notes.append(
+                f"{drive_store.printable(row['I/J'], 60)} has {len(gains)} seeds with a run of its "
+                f"baseline {alone} that has earned something: a gain takes 2, an interval 3"
             )
-            label = drive_store.printable(row["I/J"], 60)
-            notes.append(f"{label} has {seeds}: a gain takes 2, an interval 3")
     return sorted(rows, key=lambda row: -row["reward per node"]), notes
 
 
 def reward_by_seed(runs: list[Experiment], num_rounds: int) -> dict[int, float]:
-    """{seed: reward per node}. Several runs of one seed are averaged."""
-    seeds = [exp.config["SEED"] for exp in runs]
-    rewards = [exp.reward_per_node(num_rounds) for exp in runs]
-    pairs = list(zip(seeds, rewards, strict=True))
-    return {seed: mean(reward for other, reward in pairs if other == seed) for seed in seeds}
-
-
-def gains_over(baseline: dict, rewards: dict, num_rounds: int) -> list[float]:
-    """The gain of each seed that both have. One whose baseline has earned nearly nothing does not
-    count."""
-    seeds = [seed for seed in rewards if baseline.get(seed, 0.0) > 0.01 * num_rounds]
-    return [rewards[seed] / baseline[seed] - 1 for seed in seeds]
+    """{seed: reward per node}, the paper's metric divided by the number of nodes. Of a round it is
+    the mean over the nodes that were there; a round without any counts as the others' mean. Several
+    runs of one seed are averaged."""
+    rows = []
+    for exp in runs:
+        num_stages = num_rounds * exp.config.get("MAX_STAGES", 1)
+        reward = num_stages * (mean(exp.curve()) or 0.0)
+        rows.append({"seed": exp.config["SEED"], "reward": reward})
+    return {seed: mean(rewards) for seed, rewards in column_by("seed", rows).items()}
 
 
 def interval_of(gains: list[float]) -> list[float]:
     """The 95% interval of their mean."""
-    t = T_95[min(len(gains), 11) - 2]
-    margin = t * statistics.stdev(gains) / len(gains) ** 0.5
+    margin = T_95[min(len(gains), 11) - 2] * statistics.stdev(gains) / len(gains) ** 0.5
     return [mean(gains) - margin, mean(gains) + margin]
 
 
@@ -765,12 +753,10 @@ def report(path: str, pattern: str) -> int:
     gains = [100 * row["gain"] for row in known]
     margins = [100 * (row["interval"][1] - row["gain"]) for row in known]
     bars = {"fmt": "o", "color": COLORS[1], "linewidth": 3, "capsize": 6}
-    panels = {
-        "reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves),
-        "gain over J = 0 in %, 95% interval": lambda axis: axis.errorbar(
-            gains, arms, xerr=margins, **bars
-        ),
-    }
+    panels = {"reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves)}
+    if known:
+        title = "gain over J = 0 in %, 95% interval"
+        panels[title] = lambda axis: axis.errorbar(gains, arms, xerr=margins, **bars)
     name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
     save(path, f"report_{name}.md", text.encode(), say)
     save(path, f"report_{name}.json", json.dumps(rows).encode(), say)
@@ -880,14 +866,16 @@ def draw(panels: dict, inform) -> bytes | None:
 
 def plot(panels: dict) -> bytes:
     """{title: function that draws on an axis} as PNG, three in a row."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    import matplotlib.figure
 
     num_columns = min(3, len(panels))
     num_rows = -(-len(panels) // num_columns)  # rounded up
     file = io.BytesIO()
-    with rc_context({"text.parse_math": False, "ytick.labelsize": 7}):  # a name may hold a "$"
-        figure = Figure((5.5 * num_columns, 4.5 * num_rows), dpi=110, layout="constrained")
+    # A name may hold a "$".
+    with matplotlib.rc_context({"text.parse_math": False, "ytick.labelsize": 7}):
+        figure = matplotlib.figure.Figure(
+            (5.5 * num_columns, 4.5 * num_rows), dpi=110, layout="constrained"
+        )
         for number, (title, draw_on) in enumerate(panels.items(), start=1):
             axis = figure.add_subplot(num_rows, num_columns, number, title=title)
             draw_on(axis)
@@ -904,12 +892,16 @@ def draw_curves(axis, lines: list[tuple]) -> None:
         values = numpy.array(smooth, dtype=float).reshape(len(smooth), len(curves))
         values = numpy.ma.masked_invalid(values)  # (round, curve)
         center, spread = values.mean(1), values.std(1)
-        style = {"color": "0.8", "linewidth": 0.5, "zorder": 1}
-        if label is not None:
-            width = 2.5 if len(curves) > 1 else 1.3
-            style = {"color": COLORS[number % 8], "linestyle": STYLES[number // 8 % 3]}
-            style |= {"linewidth": width, "marker": ".", "markersize": 3}
-            style["label"] = drive_store.printable(label, 40)
+        style = {
+            "label": drive_store.printable(label, 40),
+            "color": COLORS[number % 8],
+            "linestyle": STYLES[number // 8 % 3],
+            "linewidth": 2.5 if len(curves) > 1 else 1.3,
+            "marker": ".",
+            "markersize": 3,
+        }
+        if label is None:
+            style = {"color": "0.8", "linewidth": 0.5, "zorder": 1}
         axis.plot(center, **style)
         rounds = range(len(center))
         axis.fill_between(

@@ -813,11 +813,9 @@ def is_same_answer(answer: str, right: str) -> bool:
     """Whether two answers to a question of one's own are equal apart from white space, or are two
     numbers of one value. Only digits are read. ("1,000.0", "1000") -> True."""
     texts = [plain_text(text).split() for text in (answer, right)]
-    if texts[0] == texts[1]:
-        return True
     numbers = [re.sub(r"\\boxed\{(.*)\}|\$", r"\1", "".join(text)).rstrip(".") for text in texts]
     if not all(re.fullmatch(NUMBER, number, re.ASCII) for number in numbers):
-        return False
+        return texts[0] == texts[1]
     return len({decimal.Decimal(number.replace(",", "")) for number in numbers}) == 1
 
 
@@ -1071,8 +1069,6 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     model = model.to(config.DEVICE).eval()
 
     try:
-        reason = "it has layers with a state (Mamba, linear attention), which no cache repeats"
-        refuse(config, {reason: has_state(model)})
         codec = make_codec(model, tokenizer, config, dtype)
         prompt = check_tokens(codec, config, tasks)
         check_logprobs(model, codec, config, prompt)
@@ -1085,12 +1081,6 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
         traceback.print_exc()
         raise model_error(config, f"{type(error).__name__}: {error}") from error
     return model, codec
-
-
-def has_state(model) -> bool:
-    """Whether some layers keep a state instead of keys and values. Their modules' names say it."""
-    names = " ".join(name for name, _ in model.named_modules())
-    return re.search(r"mamba|linear_attn|\bconv(1d)?\b", names) is not None
 
 
 def load_pretrained(config):
@@ -1117,7 +1107,11 @@ def load_pretrained(config):
     # does not take, such as scales of a quantization, show that the files are another model's.
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     is_trainable = all(p.requires_grad and p.is_floating_point() for p in model.parameters())
+    # Some layers keep a state instead of keys and values. Their modules' names say it.
+    names = " ".join(name for name, _ in model.named_modules())
+    has_state = re.search(r"mamba|linear_attn|\bconv(1d)?\b", names) is not None
     reasons = {
+        "it has layers with a state (Mamba, linear attention), which no cache repeats": has_state,
         f"its files lack {' '.join(missing[:1])}": bool(missing),
         f"its files hold {len(unexpected)} tensors that its model does not take, such as "
         f"{', '.join(unexpected[:3])}": bool(unexpected),
@@ -1294,30 +1288,34 @@ def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
 def file_notes(codec: Codec, config, tasks) -> list[str]:
     """What the user should know of the own questions: sentences for each file."""
     sentences = []
-    for task in tasks:
-        rows = list(itertools.chain(*FILE_TASKS.get(task, ())))
+    for task in filter(FILE_TASKS.get, tasks):
+        rows = list(itertools.chain(*FILE_TASKS[task]))
+        answers = [last_part(answer) for _, answer in rows]
+
+        # What is too long for a prompt, or for MAX_NEW_TOKENS?
+        tagged = [f"<answer>{answer}</answer>" for answer in answers]
+        lengths = list(map(len, codec.encode_completions(tagged, [True] * len(rows))))
         long = []
-        needed = 0  # tokens of the longest right answer
-        for text, answer in rows:
-            question = Question(task, 0, text, last_part(answer), None, {})
-            [ids] = codec.encode_completions([f"<answer>{question.answer}</answer>"], [True])
-            needed = max(needed, len(ids))
-            if len(ids) > config.MAX_NEW_TOKENS or not codec.fits(question):
+        for (text, answer), length in zip(rows, lengths, strict=True):
+            question = Question(task, 0, text, answer, None, {})
+            if length > config.MAX_NEW_TOKENS or not codec.fits(question):
                 long.append(text)
         if long:
-            what = f"{len(long)} questions or their answers are too long, such as {long[0]!r:.60}"
-            sentences.append(f"{task}: {what}; MAX_NEW_TOKENS={needed} would hold all answers")
+            sentences.append(
+                f"{task}: {len(long)} questions or their answers are too long, such as "
+                f"{long[0]!r:.60}; MAX_NEW_TOKENS={max(lengths)} would hold all answers"
+            )
 
         # A right answer must be repeated sign by sign, unless it is a number.
         derived = [answer for _, answer in rows if "####" in answer]
         if derived:
             sentences.append(f"{task}: of {len(derived)} answers only the part behind #### counts")
-        odd = [a for _, a in rows if "\n" in last_part(a) or last_part(a).endswith(".")]
+        odd = [answer for answer in answers if "\n" in answer or answer.endswith(".")]
         if len(odd) > len(rows) / 10:
-            what = (
-                f"{len(odd)} answers have several lines or end in a full stop, which a model must"
+            sentences.append(
+                f"{task}: {len(odd)} answers have several lines or end in a full stop, which a "
+                f"model must repeat to be right, such as {odd[0]!r:.60}"
             )
-            sentences.append(f"{task}: {what} repeat to be right, such as {odd[0]!r:.60}")
     return sentences
 
 

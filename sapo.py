@@ -545,11 +545,9 @@ def generation_metrics(groups: "list[grpo.Group]") -> dict:
 
 
 def column_name(task: str) -> str:
-    """A plain name of at most 30 characters for a task's column. The hash of a file stays, so that
-    two files have two columns. "file:我的.jsonl#1f3b5d7a" -> "file_jsonl_1f3b5d7a"."""
-    name, _, digest = task.partition("#")
-    name = re.sub(r"\W+", "_", name, flags=re.ASCII)
-    return f"{name[:21]}_{digest}" if digest else name[:30]
+    """A plain name for a task's column, its last 30 characters: a file's hash stands at the end, so
+    that two files have two columns. "file:我的.jsonl#1f3b5d7a" -> "file_jsonl_1f3b5d7a"."""
+    return re.sub(r"\W+", "_", task, flags=re.ASCII)[-30:]
 
 
 def external_metrics(run: Run, node: Node, at, external: list) -> dict:
@@ -1388,7 +1386,7 @@ def run_worker(run: Run, saved: dict | None) -> int:
         if read_config(config.environ, saved) != config:
             raise ConfigError("another node began it with other settings: start this node again")
         how = "a new experiment" if saved == settings else "joining what another has just begun"
-        names = set(coordinator.list_experiments(run.store.root)) - {config.EXPERIMENT_NAME}
+        names = set(run.store.list_names("/experiments")) - {config.EXPERIMENT_NAME}
         beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
         log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
 

@@ -71,7 +71,7 @@ def count_properties(texts: list[str]) -> Counter:
     return counts
 
 
-def letters(text: str) -> SimpleNamespace:
+def letters(text: str, add_special_tokens=True) -> SimpleNamespace:
     """A tokenizer whose tokens are the letters of a text."""
     return SimpleNamespace(input_ids=list(text))
 
