@@ -78,7 +78,7 @@ MUTANTS = [  # module, text, what stands there instead, promise
     ("drive_store", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK", "X2"),
     ("drive_store", 'require(completion, {"response": str, "finished": bool})', "pass", "X3"),
     ("sapo", 'text.replace(self.secret, "***") if self.secret else text', "text", "X4"),
-    ("sapo", 'replace(group, key=record["key"])', 'replace(group, key=record["key"], rewards=[each["reward"] for each in completions])', "X4"),
+    ("sapo", 'replace(group, key=record["key"])', 'replace(group, key=record["key"], rewards=[each["reward"] for each in shared])', "X4"),
     ("sapo", "if self.requested > 1:", "if self.requested > 2:", "U2"),
     ("coordinator", "return 1 if problems else 0", "return 0", "U6"),
     ("sapo", "except BaseException as error:", "except ValueError as error:", "U10"),

@@ -48,7 +48,7 @@ SMOL = dict(
     TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
 )  # fmt: skip
 STUDIES = {  # settings, arms, learning rates, seeds that choose, seeds that are reported
-    "tiny": (TINY, "8/0 4/4 2/6 4/0 1/7 2/0 1/0 4/4u 8/0x2", "3e-4 6e-4 1e-3 2e-3",
+    "tiny": (TINY, "8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u 1/7 2/0 1/0", "6e-4 1e-3 2e-3 4e-3",
              (1, 2, 3), range(4, 10)),
     "smol": (SMOL, "8/0 4/4 2/6 4/0 4/4f", "1e-5 3e-5 1e-4", (1,), range(2, 5)),
 }  # fmt: skip
