@@ -292,7 +292,7 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 # -------- Reading an experiment, also from notebooks ----------------------------------------------
 
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
-NEEDED = (*ARM, "SEED", "MAX_ROUNDS", "created_at")  # of config.json
+NEEDED = (*ARM, "SEED", "MAX_ROUNDS")  # of config.json
 FIRST_LOOK_BYTES = 16 << 20  # of all metrics.jsonl: with 4 nodes about 4000 rounds, with 128 120
 
 
@@ -557,9 +557,11 @@ def format_screen(exp: Experiment, swarm) -> str:
     # Where it stands. Who has submitted the reward of a round has also published it.
     stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
     alive = exp.with_status("alive")
+    begun_at = exp.config.get("created_at")
+    begun = age(begun_at) if drive_store.is_finite_number(begun_at) else "?"  # a stranger's
     stands = (
-        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, begun "
-        f"{age(exp.config['created_at'])} ago, {len(alive)} of {len(board.workers)} workers alive"
+        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, begun {begun} ago, "
+        f"{len(alive)} of {len(board.workers)} workers alive"
     )
     lines += textwrap.wrap(stands, width)
     published_at = {n: at for (kind, n), at in board.progress.items() if kind == "rollouts"}
