@@ -1,13 +1,13 @@
-"""The learner on an accelerator. torch_xla gives any machine one: PJRT's client for CPUs is a
-device of its own.
+"""The learner on an accelerator: on CUDA where there is a GPU, else on XLA. torch_xla gives any
+machine a device: PJRT's client for CPUs is one of its own.
 
     python3 -m venv env && env/bin/pip install torch==2.9.0 torch_xla==2.9.0 transformers==4.57.3 \
         'reasoning-gym>=0.1.25,<0.2' pytest
     XLA_FLAGS=--xla_backend_optimization_level=0 PJRT_DEVICE=CPU PYTHONPATH=. \
         env/bin/python -m pytest -q .ci/test_device.py
 
-Started by hand. It takes minutes on one core, nearly all of it to compile each new shape. Without
-torch_xla only the last part runs, with stand-ins for features that only CUDA and MPS have.
+Started by hand. XLA takes minutes on one core, nearly all of it to compile each new shape. Without a
+device only the last part runs, with stand-ins for features that only CUDA and MPS have.
 """
 
 import itertools
@@ -38,7 +38,9 @@ except ImportError:
     torch_xla = None
 
 torch.set_num_threads(1)
-on_device = pytest.mark.skipif(torch_xla is None, reason="there is no torch_xla")
+PLACE = "cuda" if torch.cuda.is_available() else "xla"
+there_is_none = PLACE == "xla" and torch_xla is None
+on_device = pytest.mark.skipif(there_is_none, reason="there is neither a GPU nor torch_xla")
 
 
 # Without this option a model's move to XLA separates tied weights.
@@ -78,7 +80,11 @@ class StrictDevice(TorchFunctionMode):
 
 @pytest.fixture(scope="module")
 def device():
-    """The XLA device, made strict, on which each optimizer step is computed at once."""
+    """The GPU; or the XLA device, made strict, on which each optimizer step is computed at once."""
+    if PLACE == "cuda":
+        yield torch.device("cuda")
+        return
+
     # Pending operations would be compiled again together with everything that depends on them.
     hook = register_optimizer_step_post_hook(lambda *_: torch_xla.sync())
     with pytest.MonkeyPatch.context() as patch, StrictDevice():
@@ -107,8 +113,9 @@ def test_device_a_tensor_left_on_the_cpu_and_a_float64_are_errors(device):
         on_the_device + torch.ones(3)
     with pytest.raises(RuntimeError):
         torch.ones(3).masked_fill_(on_the_device > 0, 2)
-    with pytest.raises(TypeError):
-        on_the_device.double()
+    if PLACE == "xla":
+        with pytest.raises(TypeError):
+            on_the_device.double()
 
     # A GPU allows these.
     assert (on_the_device + torch.tensor(1.0))[torch.tensor([0])].tolist() == [2]
@@ -250,19 +257,20 @@ def save_from_main_memory(tensors, *args, **kwargs):
 
 
 def run_main(drive, name, **settings) -> int:
-    """Run sapo.main with SMALL and these settings, on a machine whose devices are cpu and xla."""
-    devices = {"cpu": "float32", "xla": "float32"}
+    """Run sapo.main with SMALL and these settings, on a machine with a CPU and this device."""
+    devices = {"cpu": "float32", PLACE: "float32"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "available_devices", lambda: devices)
-        patch.setattr(modeling_utils, "safe_save_file", save_from_main_memory)
+        if PLACE == "xla":
+            patch.setattr(modeling_utils, "safe_save_file", save_from_main_memory)
         return sapo.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings})
 
 
 @pytest.fixture(scope="module")
 def drive(device, tmp_path_factory):
-    """A shared folder with the experiments cpu and xla, from one warm start, made on the CPU."""
+    """A shared folder with an experiment for each place, from one warm start, made on the CPU."""
     drive = tmp_path_factory.mktemp("drive")
-    for place in ("cpu", "xla"):
+    for place in ("cpu", PLACE):
         assert run_main(drive, place, DEVICE=place) == 0
     return drive
 
@@ -270,32 +278,38 @@ def drive(device, tmp_path_factory):
 @on_device
 def test_device_a_swarm_writes_the_same_and_measures_the_same_held_out_accuracy(drive):
     rollouts, rewards, models = {}, {}, {}
-    for name in ("cpu", "xla"):
+    for name in ("cpu", PLACE):
         files = sorted(drive.glob(f"experiments/{name}/nodes/*/rollouts/*.json"))
         rollouts[name] = [json.loads(path.read_text())["rollouts"] for path in files]
         rewards[name] = read_rewards(drive, name)
         model = drive / f"experiments/{name}/nodes/node_1/model/model.safetensors"
         models[name] = torch.cat([tensor.flatten() for tensor in load_file(model).values()])
-    assert_close(models["xla"], models["cpu"], 1e-4)
-    assert rollouts["cpu"] == rollouts["xla"]
+    # Adam makes a whole step of a gradient near zero, and rounding may decide its sign.
+    is_different = (models[PLACE] - models["cpu"]).abs() > 1e-4
+    assert is_different.float().mean() < (1e-3 if PLACE == "cuda" else 1e-6)
+    assert rollouts["cpu"] == rollouts[PLACE]
     assert len(rollouts["cpu"]) == len(rewards["cpu"]) == 2 * 2
 
     # All metrics but times are the same.
-    for expected, ours in zip(rewards["cpu"], rewards["xla"], strict=True):
+    for expected, ours in zip(rewards["cpu"], rewards[PLACE], strict=True):
         for name, value in ours.items():
             if isinstance(value, int | float) and not re.search("seconds|timestamp", name):
                 assert value == pytest.approx(expected[name], 1e-4, 1e-6), name
 
     # There was something to compare.
-    assert any(row["grad_norm"] > 0 and row["external_groups"] > 0 for row in rewards["xla"])
-    assert any(row["held_out"] > 0 for row in rewards["xla"])
+    assert any(row["grad_norm"] > 0 and row["external_groups"] > 0 for row in rewards[PLACE])
+    assert any(row["held_out"] > 0 for row in rewards[PLACE])
 
 
 @on_device
 def test_device_a_stopped_and_resumed_run_equals_an_uninterrupted_one(drive):
     for max_rounds in (1, 2):
-        assert run_main(drive, "resumed", DEVICE="xla", MAX_ROUNDS=max_rounds) == 0
-    assert read_results(drive, "resumed") == read_results(drive, "xla")
+        assert run_main(drive, "resumed", DEVICE=PLACE, MAX_ROUNDS=max_rounds) == 0
+    rewards, checkpoint = read_results(drive, "resumed")
+    expected_rewards, expected_checkpoint = read_results(drive, PLACE)
+    assert rewards == expected_rewards
+    if PLACE == "xla":  # CUDA adds in another order each time
+        assert checkpoint == expected_checkpoint
 
 
 @on_device
