@@ -14,8 +14,8 @@
 
 The rules were fixed before the first run. An arm's learning rate is the one with the highest mean
 cumulative reward over seeds 1 to 3, and only the seeds after these are reported. (smol has one
-rate, which an earlier version chose.)
-Gains over 8/0 are paired by seed and have a 95% interval (Student's t on logarithms of ratios).
+rate, which an earlier version chose.) Gains over 8/0 are paired by seed and have a 95% interval
+(Student's t on logarithms of ratios).
 
 A finished run is a line of FOLDER/results.jsonl, or of the file that the variable RESULTS names. It
 is never repeated, so an interruption costs one run. THREADS (1) are those of a run, whose results
@@ -72,12 +72,10 @@ COSTS = ("completions", "generate_seconds", "train_seconds")  # what it takes is
 
 
 def settings_of(arm: str) -> dict:
-    """Settings of an arm. "4/4u" -> I = 4, J = 4, unfiltered; "8/0x2" -> LOCAL_OVERSAMPLE = 2;
-    "4/4f" -> DTYPE=float32."""
-    own, external, oversample, marks = re.fullmatch(r"(\d+)/(\d+)x?(\d*)([uf]*)", arm).groups()
+    """Settings of an arm. "4/4u" -> I = 4, J = 4, unfiltered; "8/0x2" -> LOCAL_OVERSAMPLE = 2."""
+    own, external, oversample, mark = re.fullmatch(r"(\d+)/(\d+)x?(\d*)(u?)", arm).groups()
     settings = {"NUM_TRAIN_SAMPLES": own, "NUM_TRANSPLANT_TREES": external}
-    settings |= {"LOCAL_OVERSAMPLE": oversample or 1, "EXTERNAL_FILTER": "u" not in marks}
-    return settings | {"DTYPE": "float32" if "f" in marks else "auto"}
+    return settings | {"LOCAL_OVERSAMPLE": oversample or 1, "EXTERNAL_FILTER": mark != "u"}
 
 
 def read_results(folder: Path, study: str) -> dict:
