@@ -1,5 +1,10 @@
-"""Who opens the next round, and when? Whichever process enters it first opens it: a worker's, or
-that of a coordinator, which trains nothing and needs no model.
+"""Which process opens the next round, and when?
+
+In a swarm without a coordinator, the first worker to finish the open round opens the next round.
+
+A *coordinator* is an optional process that opens the rounds instead. It does not train and needs no
+model. While it is alive, the workers wait for it, and it waits until the workers that are in step
+(see `Board.in_step`) have submitted their rewards or the time is up.
 """
 
 import contextlib
@@ -18,8 +23,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy  # comes with transformers
-import tqdm  # also
+import numpy  # numpy and tqdm come with transformers
+import tqdm
 from tabulate import tabulate  # comes with reasoning-gym
 
 if "DriveStore" in globals():  # the four modules pasted into one notebook cell
@@ -29,19 +34,21 @@ else:
 
 
 def wait_for_round(run, next_own: int) -> int:
-    """Wait for the round to enter, and return it:
-    - the newest open one, if it is `next_own` or later and any other process has ever joined;
-    - else `next_own`, which this process thereby opens, when for `opening_delay` seconds no
-      coordinator was alive (until one is seen: since this process has joined).
+    """Wait until this process may enter a round, and return that round.
 
-    So a process that was always alone repeats after a kill the rounds since its checkpoint.
+    `next_own` is the round after the last round that this process has finished. Return
+    - the open round, if it is `next_own` or later and nodes of other processes have ever joined;
+    - otherwise `next_own`, as soon as no coordinator has been alive for `opening_delay` seconds.
+
+    After a crash, a process that was always alone thus repeats the rounds since its checkpoint.
     """
     swarm = run.swarm
     while True:
-        board = swarm.check_in(run.signals)  # a look, and a sign of life; raises Stopped
+        board = swarm.check_in(run.signals)  # poll and heartbeat; may raise Stopped
         if swarm.others() and board.open_round >= next_own:
             return board.open_round
 
+        # `coordinator_seen_at` is at first the time of joining.
         if swarm.is_alive(drive_store.COORDINATOR_ID):
             swarm.coordinator_seen_at = swarm.looked_at
         elif swarm.looked_at - swarm.coordinator_seen_at >= opening_delay(run):
@@ -50,50 +57,58 @@ def wait_for_round(run, next_own: int) -> int:
 
 
 def opening_delay(run) -> float:
-    """Seconds without a live coordinator after which this process opens a round itself."""
-    if not run.history and lacks_workers(run):  # its first round waits for NUM_WORKERS
+    """Return the seconds without a live coordinator after which this process opens a round."""
+    # Before its first round (run.history is empty), a process waits for NUM_WORKERS live workers.
+    if not run.history and lacks_workers(run):
         return run.config.COORDINATOR_ROUND_INTERVAL  # 60 by default
+
+    # A coordinator has joined. It may be alive even if a read of its heartbeat failed.
     if drive_store.COORDINATOR_ID in run.swarm.board.sessions:
-        return 2.0  # there has been one, and a single look at its heartbeat may fail
+        return 2.0
+
+    # A coordinator cannot join before a worker has created the experiment, so give it half a second
+    # before round 1.
     if run.last_round == 0:
-        return 0.5  # for a coordinator that could not join before the experiment had begun
+        return 0.5
     return 0.0
 
 
 def run_coordinator(run) -> None:
-    """Open one round after another, MAX_ROUNDS in all. Raises Stopped if it is to end before.
+    """Open one round after another, MAX_ROUNDS in total. Raise Stopped if the process should end.
 
-    ROUND_ADVANCE says when a round is over:
-    time        COORDINATOR_ROUND_INTERVAL (60 s) after its opening (round 0: after the first
-                reward), if a live worker works on it or a reward was submitted
-    completion  when a reward was submitted, and every live worker that is in step has submitted
+    ROUND_ADVANCE decides when a round is over:
+    time        after COORDINATOR_ROUND_INTERVAL, if a worker in step is alive or a reward was
+                submitted; otherwise, the round stays open
+    completion  when a reward was submitted, and every live worker in step has submitted
     hybrid      whichever comes first (the default)
-    The first round of a start also waits for NUM_WORKERS to be alive, one interval at most; the
-    last one for all live workers, an interval and STALE_AFTER_SECONDS at most.
+
+    In round 0, the interval starts with the first reward, because models may take minutes to
+    download. This process's first round also waits until NUM_WORKERS workers are alive, for at most
+    one interval. The last round waits for all live workers, for at most one interval +
+    STALE_AFTER_SECONDS.
     """
     swarm = run.swarm
     last_round = run.config.MAX_ROUNDS - 1
     swarm.join({"role": "coordinator"}, folders=["logs"])
-    t = -1  # the round that it keeps open
+    t = -1  # the round that this process keeps open
 
     while True:
         run.log.flush(run.store)
         board = swarm.check_in(run.signals)
 
-        # Enter round 0, or one that workers have opened while they saw no live coordinator.
+        # Enter round 0, or a round that workers have opened without a live coordinator.
         newest = max(0, board.open_round)
         if t < newest:
             t = newest
             opened_at = swarm.looked_at
             swarm.enter(t)
 
-        # Before the first reward of all, models may take minutes to download.
         if t == 0 and not board.reached("rewards", drive_store.At(0, run.config.MAX_STAGES - 1)):
             opened_at = swarm.looked_at
 
         if round_is_over(run, t, swarm.looked_at - opened_at):
             if t < last_round:
-                swarm.enter(t + 1)  # before the log, for which nobody is to wait
+                swarm.enter(t + 1)  # before logging, because the workers are waiting
             log_round_of_swarm(run, t)
             if t >= last_round:
                 return
@@ -102,38 +117,39 @@ def run_coordinator(run) -> None:
         swarm.sleep()
 
 
-# ==== The heart ends here. Below: when a round is over, its line, what reads an experiment ========
+# ==== The core ends here. Below: when a round is over, its log line, monitor, report, plots =======
 
 
 def round_is_over(run, t: int, elapsed: float) -> bool:
-    """Whether round t is over after so many seconds, by the rules of `run_coordinator`. The last
-    round waits for all workers, but not for ever."""
+    """Return whether round t is over after `elapsed` seconds, by the rules of `run_coordinator`."""
     config = run.config
     board = run.swarm.board
     interval = config.COORDINATOR_ROUND_INTERVAL
     is_last = t >= config.MAX_ROUNDS - 1
 
-    # The first round of a start waits for those who come.
+    # The first round of this process waits for workers to join.
     if not run.round_ends and elapsed < interval and lacks_workers(run):
         return False
 
-    # Who has submitted the reward of this round? On some storages a marker never shows: in a long
-    # round the reward itself is looked for.
+    # Which workers have submitted the reward of this round? On some storage backends, a marker may
+    # never become visible. If the round takes long, look for the reward files themselves.
     last_stage = drive_store.At(t, config.MAX_STAGES - 1)
     submitted = set(board.reached("rewards", last_stage))
     if elapsed > config.STALE_AFTER_SECONDS:
         submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
 
-    # Is anybody alive who still works on it?
+    # Is an expected worker alive that has not submitted? In the last round, and if no worker is in
+    # step, all workers are expected.
     expected = board.in_step("rewards", t, config.MAX_STAGES)
-    if is_last or not expected:  # in some round nobody may be in step
+    if is_last or not expected:
         expected = set(board.workers)
     pending = expected - submitted
     is_pending = any(run.swarm.is_alive(node_id) for node_id in sorted(pending))
     if is_last and is_pending:
         return elapsed > interval + config.STALE_AFTER_SECONDS
 
-    # While somebody is pending only the time can end the round. Else all who live have submitted.
+    # While a worker is pending, only the time can end the round. Otherwise, every expected worker
+    # has submitted or is not alive, and a single reward is enough.
     is_late = elapsed >= interval and config.ROUND_ADVANCE != "completion"
     if is_pending:
         return is_late
@@ -141,21 +157,25 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
 
 
 def lacks_workers(run) -> bool:
-    """Whether fewer than NUM_WORKERS are alive. Nobody is asked where too few have registered."""
+    """Return whether fewer than NUM_WORKERS workers are alive. Log once that this process waits."""
     wanted = run.config.NUM_WORKERS
     workers = run.swarm.board.workers
+    # If too few workers have registered, skip the checks of who is alive, which read a file each.
     if wanted == 0 or (len(workers) >= wanted and sum(map(run.swarm.is_alive, workers)) >= wanted):
         return False
-    run.log.once("wait", f"for {wanted} workers, one COORDINATOR_ROUND_INTERVAL at most")
+    run.log.once(
+        "wait", f"until {wanted} workers are alive, for at most COORDINATOR_ROUND_INTERVAL"
+    )
     return True
 
 
 def log_round_of_swarm(run, t: int) -> None:
-    """Log the line of a round that has ended."""
+    """Log the line of a round that has ended, and which nodes have joined or left."""
     rows = []
     stages = [drive_store.At(t, stage) for stage in range(run.config.MAX_STAGES)]
     for node_id in run.swarm.board.workers:
         rows += filter(None, [run.store.read_reward(node_id, at) for at in stages])
+
     run.round_ends.append(run.swarm.looked_at)
     run.log.info(format_round(t, run.config.MAX_ROUNDS, rows, run.round_ends))
     log_changes(run, t, rows)
@@ -165,11 +185,14 @@ def log_round_of_swarm(run, t: int) -> None:
 
 
 def log_changes(run, t: int, rows: list[dict]) -> None:
-    """Say who has joined or left the swarm since the round before, because the mean changes then.
-    A node has left if it has no reward of this round and is not alive."""
+    """Log which nodes have joined or left since the previous round, because this changes the mean.
+
+    A node has left if it has no reward of this round and is not alive.
+    """
     here = {row["node_id"] for row in rows}
     left = {n for n in run.present - here if not run.swarm.is_alive(n)}
-    came = here - run.present if run.present else ()  # in the first round nobody joins
+    came = here - run.present if run.present else ()  # in the first round, all nodes are new
+
     changes = [f"{node_id} joined in round {t}" for node_id in sorted(came)]
     changes += [f"{node_id} has left ({run.swarm.status(node_id)})" for node_id in sorted(left)]
     run.present = (run.present | here) - left
@@ -178,26 +201,29 @@ def log_changes(run, t: int, rows: list[dict]) -> None:
 
 
 def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends=()) -> str:
-    """The line of a round: everything that explains a flat curve, as means over nodes and stages.
+    """Return the log line of a round. Its values explain a flat curve.
 
-    It fits about 80 columns behind run_swarm.sh's "[coordinator] ". "6 of 4+4 groups" were
-    informative: 4 own and 4 of peers. round_ends: times, for the time that is left.
+    They are means over nodes and stages. "6 of 4+4 groups" means that 6 groups were informative
+    (had non-zero reward variance), out of 4 own and 4 external groups. With run_swarm.sh's prefix
+    "[coordinator] ", the line fits about 80 columns.
+
+    round_ends: times at which rounds ended, to estimate the remaining time.
     """
     label = f"{round_:0{len(str(max_rounds))}d}/{max_rounds}"
-    if not rows:  # on some storages a marker arrives before its file
+    if not rows:  # on some storage backends, a marker becomes visible before its file
         return f"{label} no reward file has arrived yet"
 
     def average(name: str, form: str) -> str:
         value = mean_of(name, rows)
-        return "-" if value is None else format(value, form)  # a node with I = 0 generates nothing
+        return "-" if value is None else format(value, form)  # I = 0 gives no rewards
 
     line = f"{label} reward {average('reward', '.2f')} tags {average('answer_tag_rate', '.0%')}"
-    line += f" cut {average('truncated_rate', '.0%')} {average('informative_groups', '.0f')} of"
+    line += f" trunc {average('truncated_rate', '.0%')} {average('informative_groups', '.0f')} of"
     line += f" {average('local_groups', '.0f')}+{average('external_groups', '.0f')} groups"
     if mean_of("held_out", rows) is not None:
         line += f" held-out {average('held_out', '.2f')}"
 
-    # The time that is left, at the pace of the last ten rounds.
+    # Estimate the remaining time from the last ten rounds.
     recent = round_ends[-11:]
     if len(recent) > 3:
         seconds_per_round = (recent[-1] - recent[0]) / (len(recent) - 1)
@@ -207,35 +233,35 @@ def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends=()) 
 
 
 def has_signal(rows: list[dict]) -> bool:
-    """Whether a group was informative, so that something could be learned from it."""
+    """Return whether any group was informative, so that there was something to learn."""
     return any(row.get("informative_groups") for row in rows)
 
 
 def reward_curve(rows: list[dict]) -> list[float]:
-    """The mean reward of each round that has any, in order."""
+    """Return the mean reward of each round that has rewards, in order."""
     by_round = column_by("round", rows)
     means = [mean(by_round[round_]) for round_ in sorted(by_round)]
     return [reward for reward in means if reward is not None]
 
 
 def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
-    """What happened in these rows, in a sentence, and the variable that may help.
+    """Return a sentence on the progress in these rows, with the setting that may help.
 
-    history: all rows since the beginning, where `rows` are the last ones. checkpoints: the stages
-    after which those that are kept were written, ascending.
+    history: all rows since the start, if `rows` are only the last rows.
+    checkpoints: the stages of all remaining checkpoints, ascending.
     """
     curve = reward_curve(rows)
     if not curve:
         return "no rewards, because nothing was generated (NUM_TRAIN_SAMPLES=0)"
 
-    # The last 20 rounds against the first 20, or one half against the other.
+    # Compare the last 20 rounds with the first 20, or the second half with the first.
     part = min(20, (len(curve) + 1) // 2)
     first = statistics.fmean(curve[:part])
     last = statistics.fmean(curve[-part:])
     change = f"mean reward {first:.2f} -> {last:.2f}"
 
-    # Is it worse than the very first round, which was generated before any update, and by more than
-    # chance explains? The first 20 may hide that, where the policy has collapsed at once.
+    # Is it worse, by more than chance explains, than the first round, whose completions were
+    # generated before any update? If the policy collapsed at once, the first 20 rounds hide it.
     history = history or rows
     untrained = [row for row in history if row["round"] == history[0]["round"]]
     before = mean_of("reward", untrained) or 0.0
@@ -243,91 +269,93 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
     if before - last > 0.05 + max(1, num_completions) ** -0.5:  # two standard errors
         advice = "lower LEARNING_RATE"
         if checkpoints:
-            advice += f"; the checkpoint after round {checkpoints[0].round} is there"
+            advice += f"; the oldest checkpoint left is from round {checkpoints[0].round}"
         return f"worse than before training ({before:.2f} -> {last:.2f}): {advice}"
 
     if has_signal(rows):
         verdict = "learned" if last > first + 0.05 else "little was learned"
-        return f"{verdict}: {change} (first and last {part} of {len(curve)})"
+        return f"{verdict}: {change} (first and last {part} of {len(curve)} rounds)"
 
-    # Equal rewards within each group give no gradient.
-    advice = "the answers are wrong: easier TASKS, or a better MODEL_NAME"
+    # Groups with equal rewards give no gradient. Why are the rewards equal?
+    advice = "the answers are incorrect: use easier TASKS or a better MODEL_NAME"
     if last > 0.95:
-        advice = "all answers are right: harder TASKS"
+        advice = "nearly all answers are correct: use harder TASKS"
     elif (mean_of("truncated_rate", rows) or 0.0) > 0.5:
-        advice = "the answers are cut off: raise MAX_NEW_TOKENS"
+        advice = "the answers are truncated: raise MAX_NEW_TOKENS"
     elif (mean_of("answer_tag_rate", rows) or 0.0) < 0.05:
-        advice = "<answer> tags are rare: raise WARM_START_STEPS, or take easier TASKS"
-    return f"nothing was learned ({change}): rewards within each group are equal: {advice}"
+        advice = "<answer> tags are rare: raise WARM_START_STEPS or use easier TASKS"
+    return f"nothing was learned ({change}, equal rewards within each group), because {advice}"
 
 
 def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str]) -> int:
-    """TEST_MODE checks itself: say what these nodes lack at the end, or that the check is passed.
-    Returns the exit status.
+    """In TEST_MODE, check a run at its end. Log "passed" or the problems. Return the exit code.
 
-    rows: their rewards with metrics. folders: those in which they should have left something.
+    `rows` are the rewards of the checked nodes, with metrics. `folders` must not be empty.
     """
     config = run.config
     if not config.TEST_MODE:
         return 0
 
+    # Each node must have files, and a reward for each round.
     problems = [f"{folder} is empty" for folder in folders if not run.store.list_names(folder)]
     rounds_of = column_by("node_id", rows, "round")
     for node_id in node_ids:
         first = min(rounds_of[node_id], default=0)  # it may have joined late
         if set(rounds_of[node_id]) != set(range(first, config.MAX_ROUNDS)):
-            problems.append(f"{node_id} has rewards in rounds {rounds_of[node_id]} only")
+            problems.append(f"{node_id} has rewards only in rounds {rounds_of[node_id]}")
+
+    # The workers must have joined, learned and shared.
     num_workers = len(run.swarm.board.workers)
     has_peers = config.NUM_TRANSPLANT_TREES > 0 and num_workers > 1
     lacks = {
-        f"{num_workers} workers came, of {config.NUM_WORKERS}": num_workers < config.NUM_WORKERS,
+        f"saw only {num_workers} of {config.NUM_WORKERS} workers": num_workers < config.NUM_WORKERS,
         f"no group gave a gradient: {diagnose(rows)}": not has_signal(rows),
-        "no group of a peer was trained on": has_peers and not mean_of("external_groups", rows),
+        "no external group was used": has_peers and not mean_of("external_groups", rows),
     }
     problems += [text for text, holds in lacks.items() if holds]
     run.log.event("check", "; ".join(problems) or "passed")
     return 1 if problems else 0
 
 
-# -------- Reading an experiment, also from notebooks ----------------------------------------------
+# -------- Reading an experiment, from the program or a notebook -----------------------------------
 
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
-NEEDED = (*ARM, "SEED", "MAX_ROUNDS")  # of config.json
-FIRST_LOOK_BYTES = 16 << 20  # of all metrics.jsonl: with 4 nodes about 4000 rounds, with 128 120
+NEEDED = (*ARM, "SEED", "MAX_ROUNDS")  # settings that readers need
+FIRST_LOOK_BYTES = 16 << 20  # of all metrics.jsonl: about 4000 rounds of 4 nodes, or 120 of 128
 
 
 @dataclass
 class Experiment:
-    """All that readers show of an experiment, read at one moment."""
+    """A snapshot of an experiment for readers, such as the monitor and the report."""
 
     name: str
-    config: dict  # the settings that it began with; 1 for one of NEEDED that is missing
+    config: dict  # the experiment's settings; 1 for a missing setting of NEEDED
     board: "drive_store.Board"
-    status: dict  # node, also the coordinator -> alive, done, stopped, failed or dead
-    rows: list  # every reward with its metrics, in order
+    status: dict  # worker or coordinator -> alive, done, stopped, failed or dead
+    rows: list  # all rewards with their metrics, in order
 
     @property
     def num_rounds(self) -> int:
-        """Rounds that are planned. (A later start may have raised MAX_ROUNDS.)"""
+        """The number of planned rounds. (A later process may have raised MAX_ROUNDS.)"""
         return max(self.config["MAX_ROUNDS"], self.board.open_round + 1)
 
     @property
     def newest_round(self) -> int:
-        """The last round that has a reward, -1 if none has."""
+        """The last round with a reward, or -1."""
         return self.rows[-1]["round"] if self.rows else -1
 
     @property
     def is_over(self) -> bool:
-        """Whether the last round has rewards and nobody works any more."""
+        """True if the last round has a reward and no worker is alive."""
         return self.newest_round >= self.num_rounds - 1 and not self.with_status("alive")
 
     @property
     def sick(self) -> list[str]:
-        """The nodes that have failed, then those that are dead, also the coordinator."""
+        """The failed nodes and then the dead nodes, including the coordinator."""
         return [n for sick in ("failed", "dead") for n in self.status if self.status[n] == sick]
 
     def summary(self, node_id: str) -> dict:
-        """The line of a node in the monitor. The reward is that of ten rounds."""
+        """Return a node's row in the monitor. The reward is averaged over the last ten stages."""
         rows = self.select(node_id=node_id)
         curve = self.curve(node_id=node_id)[rows[0]["round"] :] if rows else []
         return {
@@ -341,39 +369,44 @@ class Experiment:
         }
 
     def with_status(self, status: str) -> list[str]:
-        """The workers that are alive, done, stopped, failed or dead."""
+        """Return the workers with this status, such as "alive"."""
         return [node_id for node_id in self.board.workers if self.status[node_id] == status]
 
     def select(self, **columns) -> list[dict]:
-        """The rows with these values."""
+        """Return the rows with these values, such as round=3."""
         return [row for row in self.rows if columns.items() <= row.items()]
 
     def last_rounds(self, number: int) -> list[dict]:
-        """The rows of the newest rounds that have any."""
+        """Return the rows of the last `number` rounds."""
         return [row for row in self.rows if row["round"] > self.newest_round - number]
 
     def curve(self, metric: str = "reward", **columns) -> list[float | None]:
-        """The metric's mean over the rows with these values, for each round from 0 to the newest.
-        None where there are none: nobody was there, or the task was not asked."""
+        """Return the metric's mean in each round from 0 to the newest, over rows with these values.
+
+        It is None in a round without such rows or without the metric, for example because a node
+        was absent or a task was not asked.
+        """
         by_round = column_by("round", self.select(**columns), metric)
         return [mean(by_round[round_]) for round_ in range(self.newest_round + 1)]
 
     def round_of(self, node_id: str) -> int:
-        """The round in which a node is, -1 if it has entered none."""
+        """Return the round that a node is in, or -1 if it has not entered a round."""
         rounds = [at.round for (_, name), at in self.board.progress.items() if name == node_id]
         return max(rounds, default=-1)
 
     @property
     def arm(self) -> str:
-        """What is compared: I/J. "4/4", "8/0 x4" (LOCAL_OVERSAMPLE), "4/4 unfiltered"."""
+        """The arm of this run, by I/J: "4/4", "8/0 x4" (LOCAL_OVERSAMPLE) or "4/4 unfiltered"."""
         own, external, is_filtered, factor = [self.config[name] for name in ARM]
         name = f"{own}/{external}" if factor == 1 else f"{own}/{external} x{factor}"
         return name if is_filtered else f"{name} unfiltered"
 
     @property
     def totals(self) -> dict[str, float]:
-        """{node: cumulative reward} of the nodes that have submitted rewards. A row of a log tells
-        it, also that of earlier rows, which may not have been read."""
+        """The cumulative rewards, {node: reward}, of the nodes that have submitted rewards.
+
+        A row of metrics.jsonl holds the running total, which includes earlier, unread rows.
+        """
         totals = {}
         for row in self.rows:
             total = totals.get(row["node_id"], 0.0) + (row["reward"] or 0.0)
@@ -382,14 +415,18 @@ class Experiment:
 
 
 def read_experiment(swarm, logs: dict | None = None) -> Experiment:
-    """Read an experiment: all its reward files. Or with `logs`, the same dict in each call, only
-    what was appended to metrics.jsonl of its nodes since the call before."""
+    """Read an experiment from all its reward files, or with `logs`, from its nodes' metrics.jsonl.
+
+    logs: a dict, the same in each call. It remembers what was read, so that each call reads only
+    the lines that were appended since the previous call.
+    """
     store = swarm.store
     board = swarm.look()
     status = {}
     rows = {}
     for node_id in sorted(board.sessions):
-        status[node_id] = swarm.status(node_id)  # first: one that is done has all its rewards there
+        # Read the status before the rewards, because a node that is done has written all of them.
+        status[node_id] = swarm.status(node_id)
         if logs is None:
             stages = store.list_stages("rewards", node_id, lenient=True)
             found = [
@@ -400,13 +437,16 @@ def read_experiment(swarm, logs: dict | None = None) -> Experiment:
         for row in filter(None, found):
             if 0 <= row["round"] <= board.open_round:
                 rows.setdefault((row["round"], row["stage"], node_id), row)
+
     config = dict.fromkeys(NEEDED, 1) | (store.read_valid("config.json") or {})
     return Experiment(store.dir.name, config, board, status, [rows[key] for key in sorted(rows)])
 
 
 def read_metrics(store, node_id: str, logs: dict, max_bytes: int) -> list[dict]:
-    """The rows of a node's metrics.jsonl. logs: {node: (position, rows)}, what was read before. Of
-    what is new the last max_bytes are read."""
+    """Return the rows of a node's metrics.jsonl. Read at most the last max_bytes of its new part.
+
+    logs: {node: (position, rows)} of earlier calls, updated by this call.
+    """
     position, rows = logs.get(node_id, (0, []))
     path = store.resolve(f"nodes/{node_id}/logs/metrics.jsonl")
     try:
@@ -414,11 +454,11 @@ def read_metrics(store, node_id: str, logs: dict, max_bytes: int) -> list[dict]:
             position = max(position, file.seek(0, os.SEEK_END) - max_bytes)
             file.seek(position)
             data = file.read(max_bytes)
-    except OSError:  # it is not there yet, or cannot be read now
+    except OSError:  # it does not exist yet, or cannot be read now
         return rows
 
-    # The last line may not be whole yet. One that is torn, or a stranger's, is skipped. No row is
-    # shorter than 64 bytes.
+    # Leave an incomplete last line for the next call. Skip invalid lines, which a crash or an
+    # untrusted peer may have written. No row is shorter than 64 bytes, which limits their number.
     end = data.rfind(b"\n") + 1
     for line in data[:end].splitlines()[-max_bytes // 64 :]:
         with contextlib.suppress(drive_store.InvalidFileError):
@@ -431,7 +471,7 @@ def read_metrics(store, node_id: str, logs: dict, max_bytes: int) -> list[dict]:
 
 
 def column_by(name: str, rows: list[dict], metric: str = "reward") -> dict:
-    """{value of the column `name`: the metric in its rows}."""
+    """Return {value of the column `name`: [the metric in each row with this value]}."""
     values = defaultdict(list)
     for row in rows:
         values[row[name]].append(row.get(metric))
@@ -439,22 +479,22 @@ def column_by(name: str, rows: list[dict], metric: str = "reward") -> dict:
 
 
 def list_experiments(path) -> list[str]:
-    """Names of the experiments below the shared folder `path`."""
+    """Return the names of the experiments in the shared folder `path`."""
     names = [config.parent.name for config in Path(path).glob("experiments/*/config.json")]
     return sorted(filter(drive_store.is_safe_name, names))
 
 
 def open_experiment(path, name: str, stale_after: float = 300.0) -> "drive_store.Swarm":
-    """A reader's look at an experiment. Raises StoreError if there is none of this name."""
+    """Open an experiment for reading. Raise StoreError if it does not exist."""
     names = list_experiments(path)
     if name not in names:
         others = join_names(names, 8) or "none"
-        raise drive_store.StoreError(f"no experiment {name!r} in {path}; there are: {others}")
+        raise drive_store.StoreError(f"no experiment {name!r} in {path}; available: {others}")
     return drive_store.Swarm(drive_store.DriveStore(path, name), stale_after)
 
 
 def get_experiment_status(path, name: str) -> dict:
-    """The state of an experiment now. Raises StoreError if there is none of this name."""
+    """Return the current state of an experiment. Raise StoreError if it does not exist."""
     swarm = open_experiment(path, name)
     exp = read_experiment(swarm)
     checkpoints = sorted(swarm.store.dir.glob("nodes/*/checkpoints/round_*"))
@@ -466,7 +506,7 @@ def get_experiment_status(path, name: str) -> dict:
         "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
         "num_active_peers": len(exp.with_status("alive")),
         "peer_ids": exp.board.workers,
-        "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None: there was never one
+        "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None without one
         "last_updated": max(times, default=None),
         "cumulative_rewards": dict.fromkeys(exp.board.workers, 0.0) | exp.totals,
         "latest_checkpoint": newest and str(newest),
@@ -475,27 +515,30 @@ def get_experiment_status(path, name: str) -> dict:
 
 
 def get_experiment_metrics(path, name: str):
-    """One row per node, round and stage: a pandas.DataFrame if pandas is installed, else a list.
+    """Return one row per node, round and stage, as a pandas.DataFrame or, without pandas, a list.
 
-    Raises StoreError if there is no experiment of this name.
+    Raise StoreError if the experiment does not exist.
     """
     rows = read_experiment(open_experiment(path, name)).rows
     rows = [row | {"experiment": name, "my_reward": row["reward"]} for row in rows]
     try:
         import pandas
-    except Exception:  # it is not there, or does not fit the numpy that is
+    except Exception:  # pandas is missing, or does not fit the installed numpy
         return rows
     return pandas.DataFrame(rows)
 
 
 def compare_experiments(path, names=None) -> list[dict]:
-    """Compare experiments over seeds with their J = 0 baseline: all below `path`, or `names`."""
+    """Compare experiments with their J = 0 baselines over seeds. Return the rows of the report.
+
+    By default, compare all experiments in the shared folder `path`.
+    """
     names = list_experiments(path) if names is None else names
     return compare_arms(read_experiments(path, names))[0]
 
 
 def read_experiments(path, names: list[str]) -> list[Experiment]:
-    """Those of these experiments that have rewards."""
+    """Read these experiments. Return those that have rewards."""
     experiments = [read_experiment(open_experiment(path, name)) for name in names]
     return [exp for exp in experiments if exp.rows]
 
@@ -504,18 +547,20 @@ def read_experiments(path, names: list[str]) -> list[Experiment]:
 
 
 def run_reader(config, signals) -> int:
-    """Run monitor or report, which change no experiment and load no model. Returns the exit
-    status."""
+    """Run the monitor or the report. Return the exit code.
+
+    They do not change an experiment and do not load a model.
+    """
     path = os.path.abspath(config.GDRIVE_PATH)
     if config.NODE_ROLE == "report":
         return report(path, config.environ.get("EXPERIMENT_NAME", "").strip() or "*")
 
-    # Where somebody watches, the monitor waits for the experiment, and is drawn until it is over.
+    # On a terminal or in a notebook, wait for the experiment and redraw the monitor until its end.
     name = config.EXPERIMENT_NAME
     is_watched = sys.stdout.isatty() or in_notebook()
     while is_watched and name not in list_experiments(path):
         others = join_names(list_experiments(path), 8) or "none"
-        say(f"monitor: waiting for {path}/experiments/{name}; there are: {others}")
+        say(f"monitor: waiting for {path}/experiments/{name}; available: {others}")
         signals.sleep(10)
 
     swarm = open_experiment(path, name, config.STALE_AFTER_SECONDS)
@@ -526,15 +571,15 @@ def run_reader(config, signals) -> int:
         exp = read_experiment(swarm, logs)
         screen = format_screen(exp, swarm)
         if sys.stdout.isatty():
-            screen = f"\033[2J\033[H{screen}"  # in place of what was shown before
+            screen = f"\033[2J\033[H{screen}"  # clear the terminal first
         elif is_watched:
             from IPython.display import clear_output
 
             clear_output(wait=True)
         say(screen)
 
-        # A notebook shows the picture below the text. Beside a terminal it is a file, which a
-        # browser or Google Drive shows, made every minute, and named once.
+        # In a notebook, the plot is below the text. On a terminal, it is written to a file every
+        # minute, to be viewed in a browser or on Google Drive, and its path is printed once.
         if in_notebook():
             draw(picture_of(exp), say)
         elif is_watched and look % 6 == 0:
@@ -546,24 +591,29 @@ def run_reader(config, signals) -> int:
 
 
 def format_screen(exp: Experiment, swarm) -> str:
-    """An experiment as text that fits the screen. What looks wrong comes first and is never cut
-    off; then where the experiment stands, its nodes, its last rounds, its tasks, and a group."""
+    """Return the monitor's text, cut to the size of the screen.
+
+    Warnings come first and are never cut off. The state of the run follows, then its nodes, its
+    last rounds, its tasks and a group.
+    """
     width, height = shutil.get_terminal_size((80, 24))
     board, current = exp.board, exp.board.open_round
     lines = []
     for warning in find_warnings(exp, swarm):
         lines += textwrap.wrap(f"! {warning}", width, subsequent_indent="  ", max_lines=3)
 
-    # Where it stands. Who has submitted the reward of a round has also published it.
+    # The state of the run.
     stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
     alive = exp.with_status("alive")
     begun_at = exp.config.get("created_at")
-    begun = age(begun_at) if drive_store.is_finite_number(begun_at) else "?"  # a stranger's
+    begun = age(begun_at) if drive_store.is_finite_number(begun_at) else "?"  # untrusted
     stands = (
-        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, begun {begun} ago, "
+        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, started {begun} ago, "
         f"{len(alive)} of {len(board.workers)} workers alive"
     )
     lines += textwrap.wrap(stands, width)
+
+    # The progress in the last three rounds. Nodes publish their rollouts before their rewards.
     published_at = {n: at for (kind, n), at in board.progress.items() if kind == "rollouts"}
     counts = []
     for t in range(max(0, current - 2), current + 1):
@@ -572,7 +622,7 @@ def format_screen(exp: Experiment, swarm) -> str:
         counts.append(f"{t}: {len(published)}/{len(submitted)}")
     lines.append(f"nodes with rollouts/rewards of round {', '.join(counts)}")
 
-    # Below the nodes: the last rounds, with the time that is left, and the tasks.
+    # Below the nodes come the last rounds, with the remaining time, and the tasks.
     ends = column_by("round", exp.last_rounds(11), "timestamp")
     round_ends = [max(ends[t]) for t in sorted(ends)]
     below = [
@@ -582,7 +632,8 @@ def format_screen(exp: Experiment, swarm) -> str:
     tasks = ", ".join(f"{task} {reward:.2f}" for task, reward in rewards)
     below += textwrap.wrap(f"by task: {tasks}", width, subsequent_indent="  ", max_lines=3)
 
-    # A line for each node. Of many the sick, the slowest and the newest are shown.
+    # One line per node. On a small screen, show failed and dead nodes, the slowest and the newest,
+    # and count the others.
     room = max(0, height - 4 - len(lines) - len(below))
     slowest = sorted(alive, key=exp.round_of)
     newest = sorted(exp.status, key=board.sessions.get, reverse=True)
@@ -594,7 +645,7 @@ def format_screen(exp: Experiment, swarm) -> str:
         lines.append(f"and {others.total()} more: {', '.join(counts)}")
     lines += below
 
-    # A group of the newest file.
+    # A group of the newest rollout file.
     newest = max(published_at, key=lambda n: (published_at[n], n), default=None)
     with contextlib.suppress(drive_store.InvalidFileError):
         if groups := newest and swarm.store.fetch("rollouts", newest, published_at[newest]):
@@ -603,35 +654,40 @@ def format_screen(exp: Experiment, swarm) -> str:
 
 
 def find_warnings(exp: Experiment, swarm) -> list[str]:
-    """What looks wrong, as sentences."""
+    """Return what looks wrong, as sentences."""
     warnings = []
     if exp.sick:
         names = join_names([f"{node_id} {exp.status[node_id]}" for node_id in exp.sick], 4)
-        warnings.append(f"{names}: look at logs/stdout.log in nodes/{exp.sick[0]}")
+        warnings.append(f"{names}: see nodes/{exp.sick[0]}/logs/stdout.log")
 
-    # Does anything move? A session begins with its time.
+    # Is there progress? New sessions (which start with their time), rewards and moved markers are
+    # progress. Heartbeats are not.
     moves = [int(session[:13]) / 1000 for session in exp.board.sessions.values()]
     moves += [row["timestamp"] for row in exp.last_rounds(1)] + list(swarm.moved_at.values())
     moved_at = max(moves, default=time.time())
     if not exp.is_over and time.time() - moved_at > swarm.stale_after:
-        warnings.append(f"standstill: nothing has moved for {age(moved_at)}")
+        warnings.append(f"stalled: no progress for {age(moved_at)}")
 
-    # Is anything learned, and can all files be read?
+    # Do the nodes learn, and can all files be read?
     recent = exp.last_rounds(10)
     diagnosis = diagnose(recent, exp.rows)
     if recent and (diagnosis.startswith("worse") or not has_signal(recent)):
         warnings.append(diagnosis)
     for reason, count in swarm.store.invalid_files.most_common(3):
-        warnings.append(f"unusable file, {count} times: {drive_store.printable(reason)}")
+        warnings.append(f"unusable file (read {count} times): {drive_store.printable(reason)}")
     return warnings
 
 
 def format_sample(group: dict, before: dict | None = None) -> list[str]:
-    """A question with its right answer, and three answers with their rewards, as lines; with
-    `before`, beside what was answered then. Of a long question the last three lines remain."""
+    """Return a question and three completions with their rewards, as lines.
+
+    before: the same question with earlier completions, which are listed first.
+    """
+    # Join the lines of a question, and keep the last three lines of a long question.
     width = max(20, shutil.get_terminal_size((80, 40)).columns - 30)
-    text = " ".join(f"{group['prompt']}  (right: {group['answer']})".split())  # grids have lines
+    text = " ".join(f"{group['prompt']}  (correct: {group['answer']})".split())
     lines = textwrap.wrap(drive_store.printable(text, 10**6), width, subsequent_indent="  ")[-3:]
+
     answers = {"": group} if before is None else {"before  ": before, "now     ": group}
     for label, answered in answers.items():
         for completion in answered["completions"][:3]:
@@ -642,19 +698,21 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
 
 # -------- The report ------------------------------------------------------------------------------
 
-# In these the runs of an arm may differ, besides the two that name it.
+# Settings in which the runs of one arm may differ. (Those of ARM are part of an arm's name.)
 MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "TEST_MODE", "created_at", "maker")
-# Student's t for a 95% interval of the mean of 2, 3, … 10 values, and of more.
+# Student's t for the 95% CI of the mean of 2, 3, … 10 values, and of 11 or more.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 
 def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
-    """(rows, notes). A row for each arm, over its seeds, the best first, with its gain over the
-    J = 0 baseline; and what the rows leave out or cannot tell, as sentences.
+    """Compare arms. An arm is a set of runs whose settings and code agree, except for MAY_DIFFER.
 
-    They are compared over the rounds that all have, or the longest run would have earned most.
+    Return (rows, notes). There is one row per arm, best first, with its relative gain over the
+    J = 0 baseline. The notes report omitted runs, gaps and other limits of the rows. Only the
+    rounds that all runs have are compared, because otherwise the longest run would have the highest
+    reward.
     """
-    # Tests and runs that ended early are left out.
+    # Leave out test runs and runs that ended early.
     compared, notes = [], []
     num_rounds = {exp.name: len({row["round"] for row in exp.rows}) for exp in experiments}
     for exp in experiments:
@@ -665,11 +723,12 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         else:
             compared.append(exp)
 
-    # An arm is named by I and J, and by the other settings that are not equal in all runs.
+    # Group the runs into arms, by I/J and by all other settings that differ between runs.
     common = min((exp.newest_round + 1 for exp in compared), default=0)
     settings = [exp.config | {"nodes": len(exp.totals)} for exp in compared]
     names = {name for each in settings for name in each} - {*ARM, *MAY_DIFFER}
     names = [n for n in sorted(names) if len({str(each.get(n)) for each in settings}) > 1]
+
     arms = defaultdict(list)  # (I/J, other settings) -> its runs
     for exp, each in zip(compared, settings, strict=True):
         rows = [row for row in exp.rows if row["round"] < common]
@@ -677,23 +736,30 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         arms[exp.arm, others].append(replace(exp, rows=rows))
         present = {(row["node_id"], row["round"]) for row in rows}
         if num_missing := common * len(exp.totals) - len(present):
-            notes.append(f"{exp.name} has gaps: {num_missing} rounds of its nodes do not count")
+            notes.append(f"{exp.name} has gaps: {num_missing} rounds of its nodes are missing")
+
     if differing := drive_store.printable(", ".join(names), 200):
-        notes.append(f"runs that differ in {differing} are never averaged, nor is a gain over them")
+        notes.append(
+            f"runs that differ in {differing} are not averaged, "
+            "and no gain is computed between them"
+        )
     if unknown := join_names([exp.name for exp in compared if not exp.config.get("code")]):
-        notes.append(f"of which code is not known (a pasted cell, an earlier version): {unknown}")
+        notes.append(f"code version unknown (a pasted cell, or an earlier version): {unknown}")
 
     rows = []
     for (arm, others), runs in arms.items():
-        # The baseline trains on as many groups, all its own.
+        # The baseline trains on the same number of groups, all of them its own.
         num_external = runs[0].config["NUM_TRANSPLANT_TREES"]
         alone = f"{runs[0].config['NUM_TRAIN_SAMPLES'] + num_external}/0"
         baseline = arms.get((alone, others), []) if num_external > 0 else []
         rewards = reward_by_seed(runs, common)
-        # The gain of each seed that both have. A baseline that has earned nearly nothing is none.
+
+        # The gain per seed that both have. Skip a baseline with almost no reward, because the ratio
+        # would be meaningless.
         earned = reward_by_seed(baseline, common)
         seeds = [seed for seed in rewards if earned.get(seed, 0.0) > 0.01 * common]
         gains = [rewards[seed] / earned[seed] - 1 for seed in seeds]
+
         row = {
             "I/J": f"{arm} {others}".strip(),
             "nodes": len(runs[0].totals),
@@ -712,16 +778,18 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         rows.append(row)
         if num_external > 0 and len(gains) < 3:
             notes.append(
-                f"{drive_store.printable(row['I/J'], 60)} has {len(gains)} seeds with a run of its "
-                f"baseline {alone} that has earned something: a gain takes 2, an interval 3"
+                f"{drive_store.printable(row['I/J'], 60)} has {len(gains)} seed(s) in common with "
+                f"usable runs of its baseline {alone}: a gain needs 2, an interval 3"
             )
     return sorted(rows, key=lambda row: -row["reward per node"]), notes
 
 
 def reward_by_seed(runs: list[Experiment], num_rounds: int) -> dict[int, float]:
-    """{seed: reward per node}, the paper's metric divided by the number of nodes. Of a round it is
-    the mean over the nodes that were there; a round without any counts as the others' mean. Several
-    runs of one seed are averaged."""
+    """Return {seed: cumulative reward per node}, averaged over the runs of a seed.
+
+    It is the paper's metric divided by the number of nodes. A round counts with the mean over the
+    nodes that were present, and a missing round with the mean of the other rounds.
+    """
     rows = []
     for exp in runs:
         num_stages = num_rounds * exp.config.get("MAX_STAGES", 1)
@@ -731,24 +799,27 @@ def reward_by_seed(runs: list[Experiment], num_rounds: int) -> dict[int, float]:
 
 
 def interval_of(gains: list[float]) -> list[float]:
-    """The 95% interval of their mean."""
+    """Return the 95% confidence interval of the mean gain, [low, high]."""
     margin = T_95[min(len(gains), 11) - 2] * statistics.stdev(gains) / len(gains) ** 0.5
     return [mean(gains) - margin, mean(gains) + margin]
 
 
 def report(path: str, pattern: str) -> int:
-    """Compare the experiments whose names match. Print the table, and write it to reports/, with
-    the numbers as JSON and a picture; and all rows of each experiment as JSON, for notebooks.
-    Returns the exit status."""
+    """Compare the experiments whose names match the pattern. Return the exit code.
+
+    Print the table and write it to reports/, with its numbers as JSON and a plot. Also write the
+    rows of each experiment as JSON, for notebooks.
+    """
     experiments = read_experiments(path, fnmatch.filter(list_experiments(path), pattern))
     if not experiments:
-        say(f"report: no rewards below {path} for EXPERIMENT_NAME={pattern}")
+        say(f"report: no rewards in {path} for EXPERIMENT_NAME={pattern}")
         return 1
+
     rows, notes = compare_arms(experiments)
     text = format_report(rows, notes)
     say(text)
 
-    # Arms beside one another, and their gains.
+    # Plot the curves of the arms in one panel, and their gains in another.
     curves = [(row["I/J"], row["curves"]) for row in rows]
     known = [row for row in rows if row["interval"]]
     arms = [drive_store.printable(row["I/J"], 40) for row in known]
@@ -757,8 +828,9 @@ def report(path: str, pattern: str) -> int:
     bars = {"fmt": "o", "color": COLORS[1], "linewidth": 3, "capsize": 6}
     panels = {"reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves)}
     if known:
-        title = "gain over J = 0 in %, 95% interval"
+        title = "gain over J = 0 in %, 95% CI"
         panels[title] = lambda axis: axis.errorbar(gains, arms, xerr=margins, **bars)
+
     name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
     save(path, f"report_{name}.md", text.encode(), say)
     save(path, f"report_{name}.json", json.dumps(rows).encode(), say)
@@ -770,7 +842,7 @@ def report(path: str, pattern: str) -> int:
 
 
 def format_report(rows: list[dict], notes: list[str]) -> str:
-    """A table of the arms in Markdown, with the notes below it."""
+    """Return a Markdown table of the arms, with the notes below it."""
     columns = (
         "nodes",
         "runs",
@@ -781,32 +853,36 @@ def format_report(rows: list[dict], notes: list[str]) -> str:
         "completions",
         "gain",
     )
+
     table = []
     for row in rows:
         low, high = row["interval"] or (None, None)
         arm = {"I/J": drive_store.printable(row["I/J"], 60)}
         arm |= {column: row[column] for column in columns} | {"from": low, "to": high}
         table.append(arm | {"experiments": join_names(row["experiments"], 1)})
+
     form = [".2f"] * len(columns) + ["+.0%"] * 3 + [""]
     text = tabulate(table, "keys", "github", floatfmt=form, missingval="")
     return "\n- ".join([f"{text}\n", *notes])
 
 
-# -------- The pictures ----------------------------------------------------------------------------
+# -------- Plots -----------------------------------------------------------------------------------
 
-# Of Okabe and Ito, who chose them so that the colour-blind tell them apart, without the yellow.
+# The colorblind-safe palette of Okabe and Ito, with a darker yellow.
 COLORS = ("black", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#8C7A00")
 STYLES = ("-", "--", ":")
 
 
 def write_picture(exp: Experiment, root, log) -> None:
-    """Draw reports/EXPERIMENT.png if matplotlib is installed."""
+    """Write a plot of the experiment to reports/EXPERIMENT.png, if matplotlib is installed."""
     save(root, f"{exp.name}.png", draw(picture_of(exp), log.info), log.info)
 
 
 def save(root, name: str, data: bytes | None, inform) -> None:
-    """Write a file into reports/, whole or not at all, and say so. Where that folder is missing or
-    cannot be written there is none: nobody waits for it."""
+    """Write a complete file to reports/ and print its path.
+
+    If the folder is missing or not writable, skip the file, because no process should wait for it.
+    """
     store = drive_store.DriveStore(root, "")
     with contextlib.suppress(OSError):
         if data and store.has_dir("/reports"):
@@ -815,13 +891,13 @@ def save(root, name: str, data: bytes | None, inform) -> None:
 
 
 def picture_of(exp: Experiment) -> dict:
-    """The panels of an experiment's picture, for `draw`."""
-    # Up to eight nodes have a colour and a name, of more all are grey.
+    """Return the panels of an experiment's plot, for `draw`."""
+    # Give each of up to eight nodes a color and a name. If there are more, all are gray.
     curves = {node_id: [exp.curve(node_id=node_id)] for node_id in sorted(exp.totals)}
     nodes = [(f"mean ± sd of {len(curves)} nodes", sum(curves.values(), []))]
     nodes += [(node_id if len(curves) <= 8 else None, curves[node_id]) for node_id in curves]
 
-    # By task, the best first, and what explains the reward.
+    # The reward of each task, best first, and the metrics that explain the reward.
     tasks = [(task, [exp.curve(f"reward_{task}")]) for task in reward_per_task(exp.rows)]
     counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
     shares = [
@@ -830,20 +906,21 @@ def picture_of(exp: Experiment) -> dict:
             [[some / all_ if all_ else None for some, all_ in counts]],
         ),
         ("answers in <answer> tags", [exp.curve("answer_tag_rate")]),
-        ("answers that are cut off", [exp.curve("truncated_rate")]),
+        ("truncated answers", [exp.curve("truncated_rate")]),
     ]
 
-    # Who was there, and the last rewards.
+    # How many nodes were present in each round, and the total and latest rewards.
     nodes_of = column_by("round", exp.rows, "node_id")
     rounds = range(min(nodes_of, default=0), exp.newest_round + 1)
     present = [len(set(nodes_of[t])) for t in rounds]
     order = sorted(exp.totals, key=exp.totals.get)  # the highest on top
     totals = [exp.totals[node_id] for node_id in order]
     rewards = [row["reward"] for row in exp.last_rounds(20) if row["reward"] is not None]
+
     return {
         f"{exp.name}: reward": lambda axis: draw_curves(axis, nodes),
         "reward by task": lambda axis: draw_curves(axis, tasks),
-        "what explains it": lambda axis: draw_curves(axis, shares),
+        "diagnostics": lambda axis: draw_curves(axis, shares),
         "nodes that submitted each round": lambda axis: axis.stairs(
             present, [*rounds, rounds.stop], fill=True, color=COLORS[6]
         ),
@@ -853,12 +930,13 @@ def picture_of(exp: Experiment) -> dict:
 
 
 def draw(panels: dict, inform) -> bytes | None:
-    """`plot`, shown below the cell of a notebook. A picture that cannot be drawn ends nothing."""
+    """Return the PNG of `plot`, and show it in a notebook. If `plot` fails, return None."""
     try:
         picture = plot(panels)
     except Exception as error:  # the package may be missing, or broken in any way
-        inform(f"no picture: pip install matplotlib ({type(error).__name__}: {error})")
+        inform(f"no plot ({type(error).__name__}: {error}): pip install matplotlib")
         return None
+
     if in_notebook():
         from IPython.display import Image, display
 
@@ -867,13 +945,13 @@ def draw(panels: dict, inform) -> bytes | None:
 
 
 def plot(panels: dict) -> bytes:
-    """{title: function that draws on an axis} as PNG, three in a row."""
+    """Return the panels, {title: function that draws on an axis}, as a PNG with three per row."""
     import matplotlib.figure
 
     num_columns = min(3, len(panels))
     num_rows = -(-len(panels) // num_columns)  # rounded up
     file = io.BytesIO()
-    # A name may hold a "$".
+    # A name may contain "$", which would start a formula.
     with matplotlib.rc_context({"text.parse_math": False, "ytick.labelsize": 7}):
         figure = matplotlib.figure.Figure(
             (5.5 * num_columns, 4.5 * num_rows), dpi=110, layout="constrained"
@@ -886,14 +964,18 @@ def plot(panels: dict) -> bytes:
 
 
 def draw_curves(axis, lines: list[tuple]) -> None:
-    """Draw (label, curves) pairs, smoothed. Of several curves, those of seeds or nodes, the mean is
-    drawn with a band of one standard deviation. A line without a label is grey. Where a curve has
-    None there is a gap."""
+    """Draw one smoothed line per (label, curves) pair.
+
+    Several curves (of seeds or nodes) are drawn as their mean, with a band of one standard
+    deviation. A line without a label is gray. A None in a curve leaves a gap.
+    """
     for number, (label, curves) in enumerate(lines):
-        smooth = list(itertools.zip_longest(*map(moving_average, curves)))  # some may be longer
+        # Smooth each curve, and pad shorter curves.
+        smooth = list(itertools.zip_longest(*map(moving_average, curves)))
         values = numpy.array(smooth, dtype=float).reshape(len(smooth), len(curves))
         values = numpy.ma.masked_invalid(values)  # (round, curve)
         center, spread = values.mean(1), values.std(1)
+
         style = {
             "label": drive_store.printable(label, 40),
             "color": COLORS[number % 8],
@@ -904,64 +986,66 @@ def draw_curves(axis, lines: list[tuple]) -> None:
         }
         if label is None:
             style = {"color": "0.8", "linewidth": 0.5, "zorder": 1}
+
         axis.plot(center, **style)
         rounds = range(len(center))
         axis.fill_between(
             rounds, center - spread, center + spread, color=style["color"], alpha=0.15
         )
-    axis.set(xlabel="round", ylim=(0, None))  # the top fits the values
-    if lines:  # a node with I = 0 has no tasks
+
+    axis.set(xlabel="round", ylim=(0, None))  # the upper limit is automatic
+    if lines:  # with I = 0, the list of tasks is empty
         axis.legend(fontsize=7)
 
 
-# -------- Words and numbers, also for sapo.py -----------------------------------------------------
+# -------- Words and numbers, which sapo.py uses as well -------------------------------------------
 
 
 def say(text: str) -> None:
-    """Print for people. A full disk or a reader that has gone, as in `| head`, ends nothing."""
+    """Print a text. Ignore a full disk or a closed pipe, as in `| head`."""
     try:
-        with tqdm.tqdm.external_write_mode():  # on a terminal the progress bar makes room
+        with tqdm.tqdm.external_write_mode():  # redraws the progress bar below the text
             print(text, flush=True)
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # Python would complain when it exits
+        sys.stdout = open(os.devnull, "w")  # otherwise, Python prints an error at exit
     except (OSError, ValueError):
         pass
 
 
 def in_notebook() -> bool:
-    """Whether this runs in a Jupyter kernel. (Its package may be imported without one.)"""
+    """Return whether this runs in a Jupyter kernel, not only with its packages imported."""
     if not {"ipykernel", "IPython"} <= sys.modules.keys():
         return False
     return sys.modules["IPython"].get_ipython() is not None
 
 
 def mean(values) -> float | None:
-    """Mean of the values that are not None; None if there are none. [1, None, 2] -> 1.5."""
+    """Return the mean of the values that are not None, or None without any. [1, None, 2] -> 1.5."""
     numbers = [value for value in values if value is not None]
     return statistics.fmean(numbers) if numbers else None
 
 
 def mean_of(metric: str, rows: list[dict]) -> float | None:
-    """Mean of a metric over rows; None if none of them has it."""
+    """Return the mean of a metric over the rows that have it, or None without any."""
     return mean(row.get(metric) for row in rows)
 
 
 def reward_per_task(rows: list[dict]) -> dict[str, float]:
-    """{task: mean reward}, the best first, 20 at most."""
+    """Return {task: mean reward} of up to 20 tasks, best first."""
     names = sorted({name for row in rows for name in row if name.startswith("reward_")})[:20]
     means = {name.removeprefix("reward_"): mean_of(name, rows) for name in names}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
 def moving_average(values: list) -> list:
-    """Running mean over a tenth of the values, at most 100. What is None stays None."""
+    """Return the running mean over a tenth of the values, but at most 100. None stays None."""
     window = max(1, min(100, len(values) // 10))
     smooth = [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
     return [None if value is None else near for value, near in zip(values, smooth, strict=True)]
 
 
 def sparkline(values: list, width: int = 24) -> str:
-    """A curve of values in 0 to 1 as at most `width` characters. [0, 0.5, None, 1] -> "▁▅ █"."""
+    """Draw values from 0 to 1 with at most `width` characters. [0, 0.5, None, 1] -> "▁▅ █"."""
     columns = min(width, len(values)) or 1
     ends = [i * len(values) // columns for i in range(columns + 1)]
     heights = [mean(values[a:b]) for a, b in itertools.pairwise(ends)]
@@ -970,11 +1054,11 @@ def sparkline(values: list, width: int = 24) -> str:
 
 
 def join_names(names: list[str], limit: int = 20) -> str:
-    """The first names, for a sentence. (["a", "b", "c"], 2) -> "a, b and 1 more"."""
+    """Join the first names for a sentence. (["a", "b", "c"], 2) -> "a, b and 1 more"."""
     text = ", ".join(names[:limit])
     return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 
 
 def age(timestamp: float) -> str:
-    """How long ago that was: "02:30", or "2:13:20" for hours."""
+    """Return how long ago a time was, such as "02:30" (minutes) or "2:13:20" (hours)."""
     return tqdm.tqdm.format_interval(max(0.0, time.time() - timestamp))

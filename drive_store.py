@@ -1,20 +1,37 @@
-"""The shared folder is the swarm's only means of communication. Every path below has one writer.
+"""The shared folder is the swarm's only means of communication. There is no server and no lock.
 
-experiments/NAME/    (beside experiments/: warmstart/, reports/, archives/)
-    config.json      the settings that the experiment began with, written last by its maker
-    board/           the state of the swarm, in the names of files, which a node renames to go on
-        session.anna.1795300037123-ab12cd34      anna's newest process
+A node is a worker, which trains, or the coordinator. A process runs one or more nodes. They keep to
+these rules:
+
+1. Each file of a node has one writer, the newest process of this node.
+2. Files, except logs, are written under a temporary name and then renamed. Renaming is atomic, so
+   a reader sees no file, the older file or the complete new file, even if the writer is killed.
+3. A *marker* is an empty file in board/ whose name says how far a node has got. The node renames it
+   to advance, so one listing of board/ shows the state of the swarm.
+4. A node writes a file before it moves the marker, so a reader that sees the marker finds the file.
+
+On a mounted drive, changes may reach other machines late, in part or in any order. A reader
+therefore checks both marker and file, and reads a missing or damaged file again later. A file that
+is rewritten often may never arrive, so rollouts and rewards never change.
+
+experiments/NAME/    (next to experiments/: warmstart/, reports/, archives/)
+    config.json      the settings at creation
+    board/           the state of the swarm, encoded in file names
+        session.anna.1795300037123-ab12cd34      a process of anna; the highest name is the newest
         open.anna.000012.0                       anna has entered round 12
-        open.coordinator.000012.0                … and so has a coordinator. Who is first opens it
+        open.coordinator.000012.0                … and so has the coordinator
         rollouts.anna.000012.0                   anna has published up to round 12, stage 0
         rewards.anna.000012.0                    … and has submitted its reward
         checkpoint.anna.000009.0                 … and has written a checkpoint after round 9
     nodes/anna/      all other files of anna: rollouts/round_000012.stage_0.json and so on,
                      rewards/ with the same names, heartbeat.json, checkpoints/, logs/, model/
 
-A node has exited if the last heartbeat of its newest process says so ("done", "stopped", "failed").
-Any other is alive if in the last STALE_AFTER_SECONDS (300) its process started, wrote a heartbeat
-or was seen to move a marker. Else it is dead.
+The first node to enter a round opens it. The *open round* is the newest round that any node has
+entered.
+
+A node has *exited* if the last heartbeat of its newest process has the state "done", "stopped" or
+"failed". Otherwise, it is *alive* if the start of this process, the node's last heartbeat or the
+last visible move of its markers is within STALE_AFTER_SECONDS (300) of now. If not, it is *dead*.
 """
 
 import contextlib
@@ -33,62 +50,73 @@ from typing import NamedTuple
 
 
 class At(NamedTuple):
-    """A stage of a round, the swarm's unit of time."""
+    """A stage of a round, the unit of progress. At(12, 1) < At(13, 0)."""
 
     round: int
-    stage: int = 0
+    stage: int = 0  # a round has MAX_STAGES (1) stages
 
 
 @dataclass
 class Board:
-    """The state of the swarm at one look. Nodes are known by their ids, such as "anna"."""
+    """A snapshot of the swarm's state, parsed from one listing of board/.
 
-    open_round: int = -1  # the newest that anybody has entered
-    sessions: dict = field(default_factory=dict)  # node_id -> its newest session
-    progress: dict = field(default_factory=dict)  # (kind, node_id) -> At, how far it has got
+    A marker's kind is the first word of its name: "open", "rollouts", "rewards" or "checkpoint".
+    """
+
+    open_round: int = -1
+    sessions: dict = field(default_factory=dict)  # node_id -> "1795300037123-ab12cd34", the newest
+    progress: dict = field(default_factory=dict)  # (kind, node_id) -> At, how far the node has got
 
     @property
     def workers(self) -> list[str]:
-        """All nodes that ever had a session but the coordinator, sorted."""
+        """All nodes that ever joined, except the coordinator, sorted."""
         return sorted(self.sessions.keys() - {COORDINATOR_ID})
 
     def reached(self, kind: str, at: At) -> list[str]:
-        """The nodes that have got as far as this stage, sorted."""
+        """Return the nodes whose marker of this kind is at this stage or later, sorted."""
         nodes = [n for (k, n), last in self.progress.items() if k == kind and last >= at]
         return sorted(nodes)
 
     def in_step(self, kind: str, t: int, num_stages: int) -> set[str]:
-        """The workers that round t is to wait for, if they live: those that have got to the end of
-        the round before, or have entered this one. kind: waited for, "rollouts" or "rewards"."""
+        """Return the workers that are in step with round t. Others wait for them while they live.
+
+        A worker is in step if it has reached the end of round t - 1 or has entered round t. If it
+        dies, it does not finish round t, so it is not in step with round t + 1 and delays one round
+        only. In round 0, all workers are in step.
+
+        kind: "rollouts" for a node that waits, or "rewards" for the coordinator
+        """
         if t == 0:
             return set(self.workers)
+
         last_stage = At(t - 1, num_stages - 1)
         in_step = {*self.reached(kind, last_stage), *self.reached("open", At(t))}
         return in_step - {COORDINATOR_ID}
 
 
 class Folder:
-    """The folder of an experiment, and what nodes do in it. A path is relative to this folder, or
-    to the shared one if it begins with "/". While the drive is away a method raises OSError.
+    """The folder of one experiment, and the rules above in code.
 
-    Its subclass `DriveStore`, below, waits for the drive instead. It adds `read` (a file's bytes,
-    None without one), `list_names` (of a folder) and `post` (a file on the board), used here.
+    A path is relative to this folder or, if it starts with "/", to the shared folder. During an
+    outage, methods raise OSError. The subclass `DriveStore`, below, waits instead. It also has the
+    methods `read`, `list_names` and `post` (put a file on the board), which are used here.
     """
 
     def __init__(self, root, experiment: str, node_ids=()):
         self.root = Path(root)
         self.dir = self.root / "experiments" / experiment
-        self.node_ids = list(node_ids)  # of the nodes of this process; readers have none
-        self.markers = {}  # (kind, node_id) -> name of the marker, for the nodes of this process
+        self.node_ids = list(node_ids)  # the nodes of this process; empty for readers
+        self.markers = {}  # (kind, node_id) -> name; `Swarm.join` adds markers of earlier processes
+
+        # The name of a file while it is being written, which readers skip.
         owner = self.node_ids[0] if self.node_ids else "prepare"
-        # The name of a file while it is being written. Readers skip it.
         self.temporary_name = f".new-{owner}-{secrets.token_hex(8)}"
 
     def read_board(self) -> Board:
         return parse_board(self.list_names("board"))
 
     def move_marker(self, kind: str, node_id: str, at: At) -> None:
-        """Say how far a node has got: rename its marker, or post one where there is none."""
+        """Rename a node's marker to record how far it has got, or post its first marker."""
         name = marker_name(kind, node_id, at)
         before = self.markers.get((kind, node_id))
         if before is None or not self.rename(f"board/{before}", f"board/{name}"):
@@ -96,83 +124,90 @@ class Folder:
         self.markers[kind, node_id] = name
 
     def publish(self, kind: str, node_id: str, at: At, data: dict):
-        """Write a node's rollouts or metrics of a stage. A valid file from before a kill stays as
-        it is, because peers may have read it; a broken one is written again. Returns what counts:
-        `data`, or what `fetch` gives of the older file."""
+        """Write a node's rollouts or rewards of a stage, and then move its marker (rule 4).
+
+        If the node repeats the stage after a crash, keep a valid older file, because peers may have
+        read it. Return `data`, or the older file's content as returned by `fetch`.
+        """
         path = stage_file(kind, node_id, at)
         content = dump_json(header(kind, node_id, at) | data)
+
         older = None
         if not self.write(path, content, replaces=False):
             with contextlib.suppress(InvalidFileError):
                 older = self.fetch(kind, node_id, at)
-            if older is None:
+            if older is None:  # invalid or gone
                 self.write(path, content)
 
-        # The marker comes after the file, so normally whoever sees it finds the file. Some drives
-        # show the file later, so readers check both.
         self.move_marker(kind, node_id, at)
         return data if older is None else older
 
     def fetch(self, kind: str, node_id: str, at: At):
-        """What a node's file of a stage holds: a list of groups, as dicts ("rollouts"), or metrics
-        ("rewards"); None if there is no file. One that is broken, too large or a link raises
-        InvalidFileError: peers count and skip it, and read it again in a later round."""
+        """Return a node's groups of a stage, as dicts ("rollouts"), or its metrics ("rewards").
+
+        Return None if the file does not exist. Raise InvalidFileError if it is damaged, too large
+        or a link. A peer then counts it as rejected, and reads it again in a later round.
+        """
         data = self.read(stage_file(kind, node_id, at), MAX_JSON_BYTES)
         parse = parse_rollouts if kind == "rollouts" else parse_reward
         return None if data is None else parse(parse_json(data), node_id, at)
 
     def write(self, path: str, data: bytes, replaces: bool = True) -> bool:
-        """Write a file in place of an older one. A reader sees the old one or the whole new one.
-        Returns whether it was written: with replaces=False an older file stays as it is."""
+        """Write a file, or keep an older file if replaces=False. Return whether it wrote `data`."""
         target = self.resolve(path)
-        temp = target.with_name(self.temporary_name)
+        temp = target.with_name(self.temporary_name)  # in the same folder, so the rename is atomic
         with open(temp, "wb", opener=open_no_link) as file:
             file.write(data)
+
         if not replaces:
-            with contextlib.suppress(FileNotFoundError):  # of a drive that is there: it took `temp`
+            # Without an older file, lstat raises FileNotFoundError. This is not an outage, because
+            # `temp` was just written. Rule 1 excludes a race.
+            with contextlib.suppress(FileNotFoundError):
                 os.lstat(target)
                 os.unlink(temp)
                 return False
+
         os.replace(temp, target)
         return True
 
     def rename(self, path: str, new_path: str) -> bool:
-        """Returns False if there is no such file. (An earlier try may have renamed it.)"""
+        """Rename a file. Return False if it is missing, maybe because an earlier try renamed it."""
         try:
             os.replace(self.resolve(path), self.resolve(new_path))
             return True
         except FileNotFoundError:
-            check_mounted(self, path)
+            check_mounted(self, path)  # raises OSError in an outage
             return False
 
     def resolve(self, path: str) -> Path:
         return self.root / path[1:] if path.startswith("/") else self.dir / path
 
 
-# ==== The heart ends here. Below: errors, waiting, housekeeping, parsing, a process in the swarm ==
+# ==== The core ends here. Below: errors, waiting, housekeeping, parsing, a process in the swarm ===
 
-LAYOUT = 5  # of the tree above; config.json says it
-ANOTHER_NAME = "take another EXPERIMENT_NAME"
+LAYOUT = 5  # version of the tree above, stored in config.json
+ANOTHER_NAME = "use another EXPERIMENT_NAME"
 COORDINATOR_ID = "coordinator"
 NODE_DIRS = ("rollouts", "rewards", "checkpoints", "logs")
-EXITED_STATES = ("done", "stopped", "failed")  # of the last heartbeat of a process
-BEGIN_TIMEOUT_SECONDS = 30.0  # between the folder of an experiment and its config.json
-MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens takes about 4 MiB
+EXITED_STATES = ("done", "stopped", "failed")  # in the last heartbeat of a process
+BEGIN_TIMEOUT_SECONDS = 30.0  # longest wait for config.json once the experiment's folder exists
+MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens has about 4 MiB
 MAX_METADATA_BYTES = 64 << 10
-# What is no ordinary file, or is hidden from us: no waiting helps.
+# Errors of a path that is not a readable regular file. Waiting will not help.
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
-# What may be in the way of a move, as to another disk: no waiting helps.
+# Errors of an impossible move, such as to another disk. Waiting will not help.
 NO_MOVE = (errno.EXDEV, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM)
-# What does not pass if it meets a process that starts: permission, read-only, another file system.
+# Errors that are final while a process starts: no permission, read-only, another file system.
 HOPELESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EXDEV)
-# What says that a storage has no hard links, or no fsync.
+# Errors of a storage backend without hard links or without fsync.
 NOT_SUPPORTED = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-NOT_SUPPORTED += (errno.EOPNOTSUPP,)  # on Linux the same number
+NOT_SUPPORTED += (errno.EOPNOTSUPP,)  # the same number on Linux
 COLAB_DRIVES = ("/content/drive/MyDrive", "/content/gdrive/MyDrive")
 
-# -------- What stands on the board ----------------------------------------------------------------
-# Names: of a node, "anna"; of a marker, "rollouts.anna.000012.0"; of a session,
-# "session.anna.1795300037123-ab12cd34". Of several sessions the highest is the newest.
+# -------- Names on the board ----------------------------------------------------------------------
+# Examples are the node "anna", the marker "rollouts.anna.000012.0" and the session file
+# "session.anna.1795300037123-ab12cd34". A session starts with its time in milliseconds, so the
+# highest session of a node is the newest.
 
 NODE = r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?"
 MARKER = rf"(open|rollouts|rewards|checkpoint)\.({NODE})\.(\d{{6}})\.(0|[1-9]\d?)"
@@ -180,18 +215,23 @@ SESSION = rf"session\.({NODE})\.(\d{{13}}-[0-9a-f]{{8}})"
 
 
 def marker_name(kind: str, node_id: str, at: At) -> str:
-    """("rewards", "anna", At(12, 0)) -> "rewards.anna.000012.0"."""
+    """Return a marker's name. ("rewards", "anna", At(12, 0)) -> "rewards.anna.000012.0"."""
     return f"{kind}.{node_id}.{at.round:06d}.{at.stage}"
 
 
 def stage_file(kind: str, node_id: str, at: At) -> str:
-    """("rewards", "anna", At(12, 0)) -> "nodes/anna/rewards/round_000012.stage_0.json"."""
+    """Return the path of a node's file of a stage.
+
+    ("rewards", "anna", At(12, 0)) -> "nodes/anna/rewards/round_000012.stage_0.json".
+    """
     return f"nodes/{node_id}/{kind}/round_{at.round:06d}.stage_{at.stage}.json"
 
 
 def parse_board(names: list[str]) -> Board:
-    """One listing of board/ tells the state. Where a node has several markers of a kind the newest
-    counts. Names of any other form are ignored."""
+    """Parse a listing of board/. Ignore all other names, such as a sync client's "… (1)" copies.
+
+    If a node has several markers of a kind, the most advanced marker counts.
+    """
     board = Board()
     for name in sorted(names):
         if session := re.fullmatch(SESSION, name, re.ASCII):
@@ -205,49 +245,57 @@ def parse_board(names: list[str]) -> Board:
     return board
 
 
-# -------- A bad file, or a lost drive? ------------------------------------------------------------
-# An absent file is an answer, as long as the folder that it would be in is there.
+# -------- A bad file or an outage? ----------------------------------------------------------------
+# A missing file is a valid result, but only while the experiment's folder can be listed. Otherwise
+# this is an outage.
 
 
 class StoreError(Exception):
-    """This node's or the experiment's own state cannot be used. The program stops and says why."""
+    """The state of this node or experiment is unusable. The program logs the text and exits."""
 
 
 class InvalidFileError(ValueError):
-    """A file that cannot be used. The text is a short reason, fit for a log line."""
+    """A file is unusable. The text is a short reason for a log line."""
 
 
 def check_mounted(folder: Folder, path: str) -> None:
-    """Raise OSError if the experiment's folder (or the shared one) is away."""
+    """Raise OSError if the experiment's folder (or, for "/…", the shared folder) is unavailable."""
     os.listdir(folder.root if path.startswith("/") else folder.dir)
 
 
 def check_read_error(folder: Folder, path: str, error: OSError) -> None:
-    """Return if there is no such file. Raise InvalidFileError if this file alone cannot be read.
-    But where none may be lost, a process's own and a warm start, the error is the drive's."""
+    """Return if the file is missing. Otherwise raise OSError (an outage) or InvalidFileError.
+
+    A passing error on a file that must not be lost (a file of this process or a warm start) counts
+    as an outage, so that the process waits. Any other file is then invalid.
+    """
     check_mounted(folder, path)
     if isinstance(error, FileNotFoundError):
         return
+
     precious = ("/warmstart/", *[f"nodes/{node_id}/" for node_id in folder.node_ids])
     if path.startswith(precious) and error.errno not in NO_FILE:
         raise error
     raise InvalidFileError(f"unreadable ({error.strerror})") from error
 
 
-# -------- Waiting for the drive -------------------------------------------------------------------
+# -------- Waiting for the shared folder -----------------------------------------------------------
 
 
 def open_no_link(path, flags: int) -> int:
-    """The opener of what may be a stranger's file: it follows no link and waits for no FIFO."""
+    """Open a file without following a link or blocking on a FIFO that a peer may have planted."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def waits(operation):
-    """An operation of a DriveStore that is repeated until the drive is back. One line says when
-    that begins, one when it is over. It must be safe to call twice: an error may come after the
-    work. One thread makes all calls, so the folder holds a process's writes up to some point.
+    """Decorate an operation of a DriveStore, so that it is repeated until the folder is available.
 
-    While a process starts, an error that will not pass is a StoreError."""
+    Log a line when an outage starts and when it ends. The operation must be safe to repeat, because
+    an error may be raised after the work was done. One thread calls all operations in order, so the
+    folder always holds a prefix of the process's writes.
+
+    Before the process has joined the swarm, raise StoreError for an error that will not pass.
+    """
 
     @functools.wraps(operation)
     def repeat(store, *args, **kwargs):
@@ -258,14 +306,15 @@ def waits(operation):
                 result = operation(store, *args, **kwargs)
                 break
             except OSError as error:
-                if store.on_event is None:
+                if store.on_event is None:  # readers do not wait
                     raise
                 if error.errno in HOPELESS and not store.has_joined:
-                    text = f"GDRIVE_PATH={store.root}: this folder cannot be used ({error})"
-                    raise StoreError(f"{text}: mend that, or take another folder") from error
+                    text = f"cannot use GDRIVE_PATH={store.root} ({error})"
+                    raise StoreError(f"{text}: fix that, or use another folder") from error
+
                 if pause == 0:
                     store.on_event("outage", f"waiting for the shared folder ({error})")
-                pause = min(5.0, 2 * pause or 0.5)
+                pause = min(5.0, 2 * pause or 0.5)  # 0.5, 1, 2, 4, 5, 5 … seconds
                 store.sleep(pause)
 
         if pause > 0:
@@ -277,9 +326,9 @@ def waits(operation):
 
 
 class DriveStore(Folder):
-    """A `Folder` that waits while its drive is away, with all else that a process does there.
+    """A `Folder` that waits during an outage, with all other operations on the shared folder.
 
-    on_event(kind, text) tells the user of an outage; without it (readers) nothing is waited for.
+    on_event(kind, text) logs an outage. Without it, as in the report, OSError is raised at once.
     sleep(seconds) may raise KeyboardInterrupt.
     """
 
@@ -288,16 +337,19 @@ class DriveStore(Folder):
         self.on_event = on_event
         self.sleep = sleep
         self.invalid_files = Counter()  # reason -> number of failed reads
-        self.was_there = os.path.isdir(self.root)  # then it is not made again while it is away
-        self.has_joined = False  # from then on every error is waited for
+        self.was_there = os.path.isdir(self.root)  # if so, it must not be created in an outage
+        self.has_joined = False  # from then on, every OSError is an outage
 
     write = waits(Folder.write)
     rename = waits(Folder.rename)
 
     @waits
     def read(self, path: str, max_bytes: int) -> bytes | None:
-        """The contents of a file; None if there is none. Raises InvalidFileError if it is too large
-        or if it alone cannot be read: a peer's bad disk stops nobody."""
+        """Return the contents of a file, or None if it does not exist.
+
+        Raise InvalidFileError if the file is larger than max_bytes or unreadable, because a peer's
+        bad file must not stop this process. For outages, see `check_read_error`.
+        """
         try:
             with open(self.resolve(path), "rb", opener=open_no_link) as file:
                 data = file.read(max_bytes + 1)
@@ -310,8 +362,10 @@ class DriveStore(Folder):
 
     @waits
     def list_names(self, path: str, lenient: bool = False) -> list[str]:
-        """The names in a folder, sorted; none if there is no such folder. lenient: for a reader, to
-        whom a folder that cannot be listed is empty, too."""
+        """Return the names in a folder, sorted, or [] if the folder does not exist.
+
+        With `lenient`, as in readers, a folder that cannot be listed counts as empty.
+        """
         try:
             return sorted(os.listdir(self.resolve(path)))
         except OSError as error:
@@ -323,13 +377,20 @@ class DriveStore(Folder):
     # -- files
 
     def post(self, node_id: str, name: str, data: bytes = b"") -> None:
-        """Put a file on the board, through the node's own folder, which its next start tidies."""
+        """Put a file on the board.
+
+        It is first written in the node's own folder, where the node's next process would delete it
+        if this process is killed before the rename.
+        """
         path = f"nodes/{node_id}/{self.temporary_name}.post"
         self.write(path, data)
         self.rename(path, f"board/{name}")
 
     def read_valid(self, path: str, parse=lambda data: data) -> dict | None:
-        """parse(the JSON object in a file), None for a file that is missing or cannot be used."""
+        """Return parse(the JSON object in a file), or None if the file is missing or unusable.
+
+        Unusable files are counted by reason in `invalid_files`.
+        """
         try:
             data = self.read(path, MAX_METADATA_BYTES)
             return None if data is None else parse(parse_json(data))
@@ -338,13 +399,15 @@ class DriveStore(Folder):
             return None
 
     def read_reward(self, node_id: str, at: At) -> dict | None:
-        """A node's reward and metrics, None if there is no valid file."""
+        """Return a node's reward and metrics of a stage, or None without a valid file."""
         path = stage_file("rewards", node_id, at)
         return self.read_valid(path, lambda data: parse_reward(data, node_id, at))
 
     def list_stages(self, kind: str, node_id: str, lenient: bool = False) -> list[At]:
-        """The stages of a node's files of this kind, ascending. Only names that this program makes
-        count."""
+        """Return the stages of a node's files of this kind, ascending.
+
+        File names that this program does not create are ignored. For `lenient`, see `list_names`.
+        """
         stages = []
         end = "()safetensors" if kind == "checkpoints" else r"stage_(0|[1-9]\d?)\.json"
         for name in self.list_names(f"nodes/{node_id}/{kind}", lenient):
@@ -354,37 +417,44 @@ class DriveStore(Folder):
 
     @waits
     def append(self, path: str, text: str) -> None:
-        """Append whole lines to a log. A line that a crash cut off is ended first. After an outage
-        a line may stand there twice."""
+        """Append whole lines to a log. After an outage, a line may be in it twice."""
         with open(self.resolve(path), "a+b", opener=open_no_link) as file:
+            # End a line that a crash cut off.
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     text = f"\n{text}"
+
             file.write(text.encode("utf-8", "replace"))
 
     @waits
     def upload(self, local: Path, path: str, replaces: bool = True) -> None:
-        """Copy a local file here, because what a library does on a drive may fail in any way. It is
-        on disk before this returns: a checkpoint must be there before an older one is deleted.
-        replaces: False lets a file stand that is there."""
+        """Copy a local file to the shared folder. With replaces=False, keep an existing file.
+
+        Libraries write to a local file first, because on a mounted drive they may fail in any way.
+        The copy is synced to disk before this returns, because a new checkpoint must exist before
+        an older checkpoint is deleted.
+        """
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)
+
         with open(local, "rb") as source, open(temp, "wb", opener=open_no_link) as copy:
             shutil.copyfileobj(source, copy, 2**20)
             copy.flush()
             try:
                 os.fsync(copy.fileno())
-            except OSError as error:
+            except OSError as error:  # some storage backends have no fsync
                 if error.errno not in NOT_SUPPORTED:
                     raise
+
         if replaces:
             os.replace(temp, target)
             return
 
-        # A hard link never replaces what another process has put there meanwhile. On a storage that
-        # has none the last one counts: when this returns all that were written at once are there.
-        # (Who begins to read in these two seconds may still get another one.)
+        # Several processes may upload this file at once, and all should then load the same copy. A
+        # hard link never replaces a file, so the first copy wins. On a storage backend without hard
+        # links, the last copy wins, and the pause lets all concurrent copies arrive. (A process
+        # that starts to read during the pause may still get another copy.)
         try:
             os.link(temp, target)
         except FileExistsError:
@@ -395,13 +465,16 @@ class DriveStore(Folder):
             if not target.exists():
                 os.replace(temp, target)
             self.sleep(2.0)
+
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temp)
 
     @waits
     def download(self, path: str, local: Path, max_bytes: int) -> None:
-        """Copy a file from here. Raises InvalidFileError if it is too large, or if it alone cannot
-        be read."""
+        """Copy a file from the shared folder to a local path.
+
+        Raise InvalidFileError if the file is missing, larger than max_bytes or unreadable.
+        """
         try:
             with open(self.resolve(path), "rb", opener=open_no_link) as source:
                 if os.fstat(source.fileno()).st_size > max_bytes:
@@ -409,28 +482,32 @@ class DriveStore(Folder):
                 with open(local, "wb") as copy:
                     shutil.copyfileobj(source, copy, 2**20)
         except OSError as error:
-            if error.errno == errno.ENOSPC:  # nobody runs out of space by reading
-                text = f"TMPDIR: there is no room for {local}"
-                raise StoreError(f"{text}; set TMPDIR to another local folder") from error
+            if error.errno == errno.ENOSPC:  # reading needs no space, so the local disk is full
+                text = f"cannot use TMPDIR (no space left for {local})"
+                raise StoreError(f"{text}: set it to another local folder") from error
             check_read_error(self, path, error)
-            raise InvalidFileError("it is gone") from error
+            raise InvalidFileError("the file is missing") from error
 
     @waits
     def delete(self, path: str, frees_space: bool = False) -> None:
-        """Delete a file, if that is possible. frees_space: empty it first, because on Google Drive
-        it goes to the trash, where it still counts. One with hard links, as in a backup, is not."""
+        """Delete a file, if possible.
+
+        With `frees_space`, empty it first, because Google Drive moves it to the trash, where it
+        still counts. A file with another hard link, such as a backup, is not emptied.
+        """
         if frees_space:
             with contextlib.suppress(OSError):
                 if os.lstat(self.resolve(path)).st_nlink < 2:
                     open(self.resolve(path), "wb", opener=open_no_link).close()
+
         try:
             os.unlink(self.resolve(path))
-        except (FileNotFoundError, IsADirectoryError, PermissionError):  # gone already, or no file
+        except (FileNotFoundError, IsADirectoryError, PermissionError):  # gone or not deletable
             check_mounted(self, path)
 
     @waits
     def make_dir(self, path: str) -> bool:
-        """Make a folder in one that exists. Returns False if it was there already."""
+        """Create a folder in an existing folder. Return False if it already exists."""
         try:
             os.mkdir(self.resolve(path))
         except FileExistsError:
@@ -438,23 +515,26 @@ class DriveStore(Folder):
         return True
 
     def make_root(self) -> None:
-        """Make the shared folder, unless it was there when this process began."""
+        """Create the shared folder, unless it existed when this process started."""
         if not self.was_there:
             self.make_dir("/")
 
     @waits
     def has_dir(self, path: str) -> bool:
-        """Whether there is such a folder."""
+        """Return whether there is such a folder."""
         check_mounted(self, path)
         return self.resolve(path).is_dir()
 
     # -- housekeeping
 
     def begin(self, settings: dict) -> dict:
-        """Begin the experiment unless another process has. Returns the settings that it began with:
-        `settings`, or what its maker wrote. Raises StoreError if its maker does not write them."""
-        # mkdir succeeds in one process only, the maker. It makes all folders that several write in,
-        # because on Google Drive two processes that make one folder would make two.
+        """Create the experiment, or wait until another process has. Return its settings.
+
+        Raise StoreError if the other process does not write config.json in time.
+        """
+        # mkdir succeeds in one process only, which thereby creates the experiment. It also creates
+        # all folders with several writers, because on Google Drive a folder that two processes
+        # create at once exists twice. It writes config.json last, when all folders exist.
         self.make_root()
         self.make_dir("/experiments")
         if self.make_dir(f"/experiments/{self.dir.name}"):
@@ -464,42 +544,54 @@ class DriveStore(Folder):
             self.write("config.json", dump_json(settings, indent=1))
             return settings
 
+        # Another process is creating the experiment, or has created it.
         deadline = time.monotonic() + BEGIN_TIMEOUT_SECONDS
         while (saved := self.load_config()) is None:
             if time.monotonic() > deadline:
-                text = f"{self.dir} has no valid config.json: a start that was killed, or not ours"
-                raise StoreError(f"{text}; delete it, or {ANOTHER_NAME}")
+                text = (
+                    f"{self.dir} has no valid config.json "
+                    "(interrupted while being created, or not created by this program)"
+                )
+                raise StoreError(f"{text}: delete this folder, or {ANOTHER_NAME}")
             self.sleep(0.5)
         return saved
 
     @waits
     def load_config(self) -> dict | None:
-        """The settings that the experiment began with, None if they do not show yet, or not whole.
-        Raises StoreError if another program made the experiment."""
+        """Return the experiment's settings, or None without a complete config.json.
+
+        Raise StoreError if another program or version created the experiment.
+        """
         try:
             with open(self.resolve("config.json"), "rb", opener=open_no_link) as file:
                 config = parse_json(file.read(MAX_METADATA_BYTES))
         except (FileNotFoundError, InvalidFileError):
             return None
+
         if config.get("layout") != LAYOUT:
-            raise StoreError(f"{self.dir}: made by another version or program; {ANOTHER_NAME}")
+            raise StoreError(
+                f"cannot use {self.dir} (created by another version or program): {ANOTHER_NAME}"
+            )
         return config
 
     def own_dirs(self) -> list[str]:
-        """The folders that the nodes of this process write in."""
+        """Return the folders that the nodes of this process write to."""
         names = ("", *NODE_DIRS, "model")
         folders = [f"nodes/{node_id}/{name}" for node_id in self.node_ids for name in names]
         return folders + [f"/archives/{self.dir.name}/{node_id}" for node_id in self.node_ids]
 
     @waits
     def check_own_dirs(self) -> None:
-        """Raise StoreError if one is a link: this program would write and delete where it leads."""
+        """Raise StoreError if one of `own_dirs` is a link.
+
+        This program would otherwise write and delete files where the link leads.
+        """
         for folder in map(self.resolve, self.own_dirs()):
             if folder.is_symlink():
-                raise StoreError(f"{folder} is a link: put a folder there")
+                raise StoreError(f"cannot use {folder} (it is a link): replace it with a folder")
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed process of this name left unfinished."""
+        """Delete the temporary files that earlier processes of this node left behind."""
         pattern = re.escape(self.temporary_name[:-16]) + r"[0-9a-f]{16}(\.post)?"
         for folder in ("/warmstart", *self.own_dirs()):
             for name in self.list_names(folder):
@@ -509,16 +601,20 @@ class DriveStore(Folder):
     @waits
     def prune_rollouts(self, node_id: str, before_round: int, archive: bool) -> str:
         """Delete a node's rollouts of older rounds, or move them to archives/EXPERIMENT/NODE/.
-        Returns why one stays, if one does."""
+
+        Return the reason if a file could not be moved, otherwise "".
+        """
         reason = ""
         archives = f"/archives/{self.dir.name}"
-        if archive and not self.has_dir(archives):  # somebody has removed it: nothing is moved
+        if archive and not self.has_dir(archives):  # a user has deleted it, so keep the rollouts
             return reason
         if archive:
             self.make_dir(f"{archives}/{node_id}")
+
         for at in self.list_stages("rollouts", node_id):
             path = stage_file("rollouts", node_id, at)
             if at.round < before_round and archive:
+                # Use `Folder.rename`: if archives/ is on another disk, waiting does not help.
                 try:
                     super().rename(path, f"{archives}/{node_id}/{os.path.basename(path)}")
                 except OSError as error:
@@ -531,90 +627,104 @@ class DriveStore(Folder):
 
 
 def default_root() -> str:
-    """The shared folder where GDRIVE_PATH is not set: in a mounted Google Drive, or here."""
+    """Return the default of GDRIVE_PATH: rl-swarm in a mounted Google Drive, or ./rl-swarm."""
     mounted = [folder for folder in COLAB_DRIVES if os.path.isdir(folder)]
     return f"{mounted[0]}/rl-swarm" if mounted else "rl-swarm"
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether `name` may become part of a path: 1 to 64 letters, digits, ".", "_" or "-"."""
+    """Return whether `name` may become part of a path.
+
+    It must have 1 to 64 letters, digits, ".", "_" or "-", and no "." at its start or end.
+    """
     return re.fullmatch(NODE, name) is not None
 
 
-# -------- What is in a file -----------------------------------------------------------------------
-# Whatever another node wrote may come from a stranger. Its size, its form and the types of what is
-# used are checked here; a file that fails raises InvalidFileError.
+# -------- The contents of files -------------------------------------------------------------------
+# Peers are untrusted. The functions below check the size and the structure of their files, and the
+# types of all values in use. They raise InvalidFileError for a file that fails.
 
 
 def header(kind: str, node_id: str, at: At) -> dict:
-    """What a rollout or reward file says of itself. It must agree with its path."""
+    """Return the fields that identify a rollout or reward file. They must match its path."""
     name = "peer_id" if kind == "rollouts" else "node_id"
     return {name: node_id, "round": at.round, "stage": at.stage, "timestamp": time.time()}
 
 
 def rollout_file(groups: list, about: dict) -> dict:
-    """The contents of a rollout file. `publish` adds the header. about: for people."""
+    """Return the contents of a rollout file, to which `publish` adds the header.
+
+    `about` holds informational fields, such as the model that generated the groups.
+    """
     rollouts = {str(index): group_to_json(group) for index, group in enumerate(groups)}
     return {"format": 1, **about, "rollouts": rollouts}
 
 
 def parse_rollouts(data: dict, node_id: str, at: At) -> list[dict]:
-    """The groups of a rollout file as `group_from_json` gives them."""
+    """Return the groups of a rollout file, as `group_from_json` returns them."""
     require(data, {"format": int, "peer_id": str, "round": int, "stage": int, "rollouts": dict})
     if [data["format"], data["peer_id"], data["round"], data["stage"]] != [1, node_id, *at]:
-        raise InvalidFileError("another format, or its contents do not match its path")
+        raise InvalidFileError("unknown format, or contents that do not match the path")
+
     groups = []
     for index, group in data["rollouts"].items():
-        if not re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII):  # "01" would be group 1 once more
-            raise InvalidFileError("the index of a group is not a number")
+        if not re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII):  # "01" would repeat group 1
+            raise InvalidFileError("the index of a group is not a number below a million")
         groups.append(group_from_json(group, (*at, node_id, int(index))))
     return groups
 
 
 def group_to_json(group) -> dict:
-    """A grpo.Group in a rollout file. A peer uses task, seed, response and finished, and compares
-    the prompt; answer and reward are for people."""
+    """Return a grpo.Group as it is written to a rollout file.
+
+    A peer uses task, seed, response and finished, and compares the prompt with the question that it
+    regenerates. answer and reward are informational.
+    """
     completions = []
     for text, reward, finished in zip(group.texts, group.rewards, group.finished, strict=True):
         completions.append({"response": text, "reward": reward, "finished": finished})
+
     question = group.question
     asked = {"task": question.task, "seed": question.seed, "prompt": question.text}
     return asked | {"answer": question.answer, "completions": completions}
 
 
 def group_from_json(data, key: tuple) -> dict:
-    """A peer's group: what `group_to_json` wrote, or what any program did, its types checked, and
-    "key": (round, stage, node, index). Its answer and its rewards are claims, never learned from.
+    """Check a peer's group and return it with "key": (round, stage, node, index).
+
+    Any program may have written it. Its answer and rewards are claims, never used in training.
     """
     require(data, {"task": str, "seed": int, "prompt": str, "completions": list})
-    # JSON readers in other languages round larger integers.
+    # JSON parsers of other languages round integers from 2**53 on.
     if not 0 <= data["seed"] < 2**53 or not 2 <= len(data["completions"]) <= 64:
-        raise InvalidFileError("seed or group size out of range")
+        raise InvalidFileError("seed or number of completions out of range")
+
     completions = []
     for completion in data["completions"]:
         require(completion, {"response": str, "finished": bool})
         if not is_finite_number(completion.get("reward", 0)):
-            raise InvalidFileError("reward is not a number")
+            raise InvalidFileError("reward is not a finite number")
         kept = {name: completion[name] for name in ("response", "finished")}
         completions.append(kept | {"reward": completion.get("reward", 0)})
-    # Whatever else is there would stay in memory for ROLLOUT_MAX_AGE rounds.
+
+    # Drop all other fields, because groups stay in memory for ROLLOUT_MAX_AGE rounds.
     kept = {name: data[name] for name in ("task", "seed", "prompt")}
     answer = str(data.get("answer"))[:64]
     return kept | {"key": key, "answer": answer, "completions": completions}
 
 
 def require(data, types: dict) -> None:
-    """Raise InvalidFileError unless `data` is a dict with values of these types."""
+    """Raise InvalidFileError unless `data` is a dict with values of exactly these types."""
     for name, kind in types.items():
         if not isinstance(data, dict) or type(data.get(name)) is not kind:
             raise InvalidFileError(f"{name} is missing or not of type {kind.__name__}")
 
 
 def parse_reward(data: dict, node_id: str, at: At) -> dict:
-    """The reward and the metrics of a reward file.
+    """Return the reward and the metrics of a reward file.
 
-    They become columns and curves, so only numbers with plain names are kept, 128 at most. A node
-    that generates nothing (I = 0) has no reward: it is None.
+    Metrics become columns and curves, so only finite numbers with plain names are kept, from the
+    first 128 entries. The reward is None for a node with I = 0, which generates no answers.
     """
     row = {"reward": None}
     for name, value in list(data.items())[:128]:
@@ -625,20 +735,22 @@ def parse_reward(data: dict, node_id: str, at: At) -> dict:
     in_range = row["reward"] is None or 0 <= row["reward"] <= 1
     has_time = 0 < row.get("timestamp", 0) < 1e11
     if not (in_range and has_time and expected.items() <= data.items()):
-        raise InvalidFileError("not a reward, or its contents do not match its path")
+        raise InvalidFileError("not a reward file, or contents that do not match the path")
     return row | expected
 
 
 def parse_json(data: bytes) -> dict:
-    """Parse one JSON object."""
-    if data.count(b"[") + data.count(b"{") > 10**6:  # they would take seconds
-        raise InvalidFileError("more than a million lists")
+    """Parse one JSON object. Raise InvalidFileError if the data is anything else."""
+    if data.count(b"[") + data.count(b"{") > 10**6:  # parsing would take seconds
+        raise InvalidFileError("more than a million brackets")
+
     try:
         parsed = json.loads(data)
-        # NaN, 1e999 and "\ud800" parse but cannot be saved.
+        # NaN, 1e999 and "\ud800" can be parsed, but not written to a JSON file again.
         json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidFileError("not valid JSON" if data else "empty file") from error
+
     if not isinstance(parsed, dict):
         raise InvalidFileError("not a JSON object")
     return parsed
@@ -651,12 +763,12 @@ def dump_json(data: dict, indent: int | None = None) -> bytes:
 
 
 def is_finite_number(value) -> bool:
-    """Whether `value` is a finite int or float. Booleans and integers beyond floats are not."""
+    """Return whether `value` is an int or float, but not a boolean, NaN, infinite or huge."""
     return type(value) in (int, float) and abs(value) < 1e300
 
 
 def printable(value, width: int = 100) -> str:
-    """Text from a stranger, safe for a terminal: cut to `width`, control characters as "?"."""
+    """Return at most `width` characters of untrusted text, with "?" for control characters."""
     text = "".join(char if char.isprintable() else "?" for char in str(value)[: width + 1])
     return text if len(text) <= width else text[: width - 1] + "…"
 
@@ -665,58 +777,70 @@ def printable(value, width: int = 100) -> str:
 
 
 class Stopped(Exception):
-    """A process ends early: "stopped" by a signal, or "superseded" by a newer one of its name."""
+    """The process ends early, "stopped" by a signal or "superseded" by a newer process."""
 
 
 class Swarm:
-    """A process's seat in the swarm, under the names of its nodes: it joins, looks at the board,
-    shows that it is alive, and gives way to a newer process of its name. Readers only look."""
+    """A process as a member of the swarm.
+
+    It registers its nodes, polls the board, writes heartbeats, and stops if a newer process has
+    registered one of its nodes. Readers (monitor and report) only poll.
+    """
 
     def __init__(self, store: DriveStore, stale_after: float):
         self.store = store
         self.node_ids = store.node_ids
         self.stale_after = stale_after
         self.board = Board()  # as of the last look
-        self.statuses = {}  # of the nodes asked for since then: a question costs a read of a file
+        self.statuses = {}  # node -> status, cached until the next look, because it reads a file
         self.moved_at = {}  # node -> when one of its markers was last seen to move
-        self.beats = {}  # node -> the time in the last heartbeat that was read
-        self.has_other_clock = set()  # nodes of which that was said
+        self.beats = {}  # node -> the time in its last heartbeat that was read
+        self.has_other_clock = set()  # nodes whose wrong clock was already logged
         self.session = ""  # of this process, once it has joined
+
+        # Times of time.monotonic().
         self.next_heartbeat = 0.0
-        self.looked_at = self.changed_at = 0.0  # when the last look began, when one saw a change
-        self.posted_at = 0.0  # when the markers were posted again
-        self.coordinator_seen_at = 0.0  # when one was seen alive, or when this process has joined
+        self.looked_at = self.changed_at = 0.0  # start of the last look, and of the last change
+        self.posted_at = 0.0  # when the markers were last posted again
+        self.coordinator_seen_at = 0.0  # when it was last seen alive, or when this process joined
 
     def join(self, about: dict, folders=NODE_DIRS) -> None:
-        """Register this process under the names of its nodes, and make their folders.
+        """Register the nodes of this process, and create their folders.
 
-        A session id begins with the time in milliseconds and sorts after every earlier one of these
-        nodes, also if the clock was set back.
+        The session starts with the time in milliseconds. It sorts after all earlier sessions of
+        these nodes, even if the clock was set back.
         """
         self.store.check_own_dirs()
         board = self.look()
         self.coordinator_seen_at = self.looked_at
+
         previous = max(board.sessions.get(node_id, "0") for node_id in self.node_ids)
         milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
         self.session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
+
+        # Take over the markers of earlier processes.
         for (kind, node_id), at in board.progress.items():
             if node_id in self.node_ids:
                 self.store.markers[kind, node_id] = marker_name(kind, node_id, at)
+
         for node_id in self.node_ids:
             for folder in ("", *folders):
                 self.store.make_dir(f"nodes/{node_id}/{folder}")
             self.store.post(node_id, f"session.{node_id}.{self.session}", dump_json(about))
         self.store.has_joined = True
-        self.store.remove_leftovers()  # an older process that still writes one tries again
+
+        # If an older process is still writing one of these files, it repeats the write.
+        self.store.remove_leftovers()
         self.look()
         self.beat()
 
     def look(self) -> Board:
-        """Look at the board."""
+        """Poll the board, and return it."""
         self.looked_at = time.monotonic()
         before = self.board
         self.board = self.store.read_board()
         self.statuses.clear()
+
         for (kind, node_id), at in self.board.progress.items():
             if before.progress.get((kind, node_id), at) != at:
                 self.moved_at[node_id] = time.time()
@@ -725,13 +849,17 @@ class Swarm:
         return self.board
 
     def check_in(self, signals) -> Board:
-        """Look at the board between rounds. Raises Stopped if this process is to end."""
+        """Poll the board between rounds and return it. Write due heartbeats.
+
+        Raise Stopped if the process should end. A round that has started is always finished.
+        """
         self.check_superseded()
         self.beat()
-        if signals.requested:  # only between rounds: a round that has begun is finished
+        if signals.requested:
             raise Stopped("stopped")
 
-        # While all wait, one marker may have been lost on its way to the others: post all again.
+        # If the board has not changed for long, a marker may have been lost on its way to the other
+        # machines. Post all markers again.
         unchanged_since = max(self.changed_at, self.posted_at)
         if self.looked_at - unchanged_since > self.stale_after / 4:
             self.posted_at = self.looked_at
@@ -746,9 +874,12 @@ class Swarm:
             raise Stopped("superseded")
 
     def sleep(self) -> float:
-        """Sleep as long as the last look took, or a tenth of the time in which nothing has changed,
-        between 20 ms and 2 s. Returns the seconds of look and sleep. A look counts 2 s at most, so
-        that an outage does not use up a budget."""
+        """Sleep between two looks. Return the seconds of the last look and of the sleep.
+
+        Sleep as long as the look took or for a tenth of the time since the last change, whichever
+        is longer, but at least 20 ms and at most 2 s. A look counts for at most 2 s, so that an
+        outage does not use up the time for which a node waits for its peers.
+        """
         look_seconds = min(2.0, time.monotonic() - self.looked_at)
         unchanged = self.looked_at - self.changed_at
         pause = max(0.02, look_seconds, min(2.0, unchanged / 10))
@@ -756,12 +887,12 @@ class Swarm:
         return look_seconds + pause
 
     def enter(self, t: int) -> None:
-        """Say that all nodes of this process work on round t. Who is first opens it."""
+        """Enter round t with all nodes of this process. The first node to enter opens it."""
         for node_id in self.node_ids:
             self.store.move_marker("open", node_id, At(t))
 
     def beat(self, state: str = "running") -> None:
-        """Write the heartbeats if they are due. state: one of EXITED_STATES in the last ones."""
+        """Write the heartbeats if they are due or if `state` is one of EXITED_STATES."""
         is_due = state != "running" or time.monotonic() >= self.next_heartbeat
         if is_due and self.session:  # not before it has joined
             data = dump_json({"time": time.time(), "session": self.session, "state": state})
@@ -770,23 +901,26 @@ class Swarm:
             self.next_heartbeat = time.monotonic() + min(10.0, self.stale_after / 8)
 
     def status(self, node_id: str) -> str:
-        """What a node was at the last look: "done", "stopped" or "failed" if the last heartbeat of
-        its newest session says so, else "alive" if there was a sign of life in the last stale_after
-        seconds, or "dead".
+        """Return a node's status as of the last look.
 
-        Signs of life are its registration, its heartbeat and, because on a mounted drive a file
-        that is rewritten often may never arrive, a marker that was seen to move.
+        It is "done", "stopped" or "failed" if the heartbeat of the newest session has this state.
+        Otherwise it is "alive" if the node has registered, written a heartbeat or moved a marker in
+        the last stale_after seconds, and "dead" if not or if it never registered. Markers count
+        because a heartbeat is rewritten often and may therefore never arrive on a mounted drive.
         """
         session = self.board.sessions.get(node_id)
         if session is None or node_id in self.statuses:
             return self.statuses.get(node_id, "dead")
+
+        # When was the node active?
         heartbeat = self.store.read_valid(f"nodes/{node_id}/heartbeat.json") or {}
         signs = [int(session[:13]) / 1000, self.moved_at.get(node_id, 0.0)]
         if is_finite_number(heartbeat.get("time")):
             signs.append(heartbeat["time"])
-            if self.store.on_event is not None:  # readers tell nobody
+            if self.store.on_event is not None:  # there is a log
                 self.compare_clocks(node_id, heartbeat["time"])
-        # A peer's clock may be ahead.
+
+        # The time may be in the future, because a peer's clock may be ahead.
         youngest = min(abs(time.time() - sign) for sign in signs)
         status = "alive" if youngest < self.stale_after else "dead"
         if heartbeat.get("session") == session and heartbeat.get("state") in EXITED_STATES:
@@ -795,18 +929,21 @@ class Swarm:
         return status
 
     def compare_clocks(self, node_id: str, beat_at: float) -> None:
-        """Say once if a heartbeat that has just changed tells a time far from this machine's."""
+        """Log once per node if the time in its heartbeat is far off.
+
+        The heartbeat must have changed since it was last read. Otherwise its time is just old.
+        """
         has_changed = self.beats.get(node_id, beat_at) != beat_at
         self.beats[node_id] = beat_at
         seconds = abs(beat_at - time.time())
         if has_changed and seconds > self.stale_after and node_id not in self.has_other_clock:
             self.has_other_clock.add(node_id)
-            text = f"the clock of {node_id} and this one differ by {seconds:.0f} s: set them right"
-            self.store.on_event("clock", f"{text}, or live nodes count as dead")
+            text = f"{node_id}'s clock and this machine's differ by {seconds:.0f} s"
+            self.store.on_event("clock", f"{text}: synchronize them, or live nodes count as dead")
 
     def is_alive(self, node_id: str) -> bool:
         return self.status(node_id) == "alive"
 
     def others(self) -> set[str]:
-        """All nodes of the swarm but those of this process."""
+        """Return all nodes of the swarm except those of this process."""
         return self.board.sessions.keys() - set(self.node_ids)

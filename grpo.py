@@ -1,24 +1,31 @@
-"""GRPO for one learner: sample completions of questions, score them, and turn the rewards into a
-gradient. The heart comes first: all of GRPO, as it runs.
+"""GRPO for one model: sample completions of questions, score them, and train on the rewards.
 
-`config`: the settings. `codec`: the tokenizer with its conventions. `limit`: how many completions
-fit into memory at once. `limit.split(groups)` makes batches of at most that size;
-`limit.retry(f)` calls f, and again with a lower limit if memory runs out. Symbols in the comments:
-    N  prompts of a batch                   P  tokens of the longest prompt
-    G  completions of one prompt            T  tokens of the longest completion
-    B  completions of a batch, its rows     S  tokens of these completions, without padding
-    R  rows that are not finished           H  hidden size          V  vocabulary
+The core is all of GRPO, exactly as it runs. It departs from textbook GRPO (DeepSeekMath,
+arXiv:2402.03300, section 4.1) in four ways. The SAPO paper (arXiv:2509.08721) also has 1, 2 and 4.
 
-Differences from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1). Points 1, 2 and 4
-follow the SAPO paper, point 3 does not:
-1. There is no KL penalty and no reference model.
-2. Clipping is asymmetric, 1-0.2 and 1+0.28 (DAPO's clip-higher, arXiv:2503.14476, section 3.1).
-3. The default loss is a mean over all tokens of the update, not over completions (DAPO, 3.3).
-4. The old log-probabilities are those of the *current* policy at the start of the update, also for
-   completions that another model wrote. These are treated as if this policy had sampled them.
-With NUM_ITERATIONS=1, the default, the ratio is therefore exactly 1, nothing is clipped, and the
-gradient is that of -A log p, as in REINFORCE. The value of the loss says nothing: with equally long
-completions it is 0 up to rounding, because the advantages of a group sum to 0. Watch the reward.
+1. There is no KL penalty, so there is no reference model.
+2. Clipping is asymmetric: the ratio is clipped to 1 - 0.2 below and 1 + 0.28 above (clip-higher,
+   DAPO, arXiv:2503.14476, section 3.1).
+3. By default, the loss is averaged over all tokens of the update (DAPO, section 3.3). The textbook
+   averages over the tokens of each completion first (LOSS_TYPE=grpo).
+4. The old log-probabilities are computed by the *current* model at the start of the update, even
+   for completions that another model wrote.
+
+By default, an update is a single optimizer step (NUM_ITERATIONS=1). The ratio is then exactly 1, no
+token is clipped, and the gradient is that of -A log p, as in REINFORCE. Watch the reward, not the
+loss, which is 0 if completions are equally long, because the advantages of a group sum to 0.
+
+Recurring arguments:
+    config  the settings (`Config` in sapo.py)
+    codec   the tokenizer with its model's conventions, such as EOS ids
+    limit   how many completions fit in memory. `limit.split(groups)` returns batches of at most
+            this size. `limit.retry(f)` calls f, and again with a lower limit if memory runs out.
+
+Shapes in comments:
+    N  prompts in a batch                    P  tokens in the longest prompt
+    G  completions per prompt                T  tokens in the longest completion
+    B  completions in a batch (its rows)     S  tokens in these completions, without padding
+    R  rows that are not finished            H  hidden size          V  vocabulary size
 """
 
 import contextlib
@@ -59,30 +66,33 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 @dataclass
 class Group:
-    """One question with its G completions (of a peer perhaps fewer): the unit of advantages, of
-    sharing and of updates. All lists but `prompt` have one entry per completion."""
+    """One question with its G completions: the unit of advantages, updates and sharing.
+
+    Every list except `prompt` has one entry per completion. An external group comes from a peer
+    (another node).
+    """
 
     prompt: list[int]  # token ids
-    completions: list[list[int]]  # token ids; an EOS, if any, is the last
-    rewards: list[float]  # in [0, 1]; computed in this process, never a peer's claim
-    question: "Question | None" = None  # which an update does not need
-    texts: list[str] = field(default_factory=list)
-    finished: list[bool] = field(default_factory=list)  # whether the model ended it itself
-    key: tuple | None = None  # of a group that a peer wrote: (round, stage, node_id, index)
+    completions: list[list[int]]  # token ids; an EOS can only come last
+    rewards: list[float]  # in [0, 1]; computed by this process, even for external groups
+    question: "Question | None" = None
+    texts: list[str] = field(default_factory=list)  # the completions, decoded
+    finished: list[bool] = field(default_factory=list)  # False if the completion was truncated
+    key: tuple | None = None  # (round, stage, node_id, index) of an external group
 
-    # An update adds these.
+    # `update_policy` fills in these fields.
     advantages: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # in the loss, of each of its tokens
+    weights: list[float] = field(default_factory=list)  # loss weight of each token
     old_logprobs: list[torch.Tensor] = field(default_factory=list)  # one number per token
 
     @property
     def is_informative(self) -> bool:
-        """Whether the group gives a gradient: its rewards differ ("non-zero variance")."""
+        """True if the rewards differ (non-zero variance). Otherwise, there is no gradient."""
         return rewards_differ(self.rewards)
 
 
 def rewards_differ(rewards: list[float]) -> bool:
-    """[1, 1] -> False, [0, 1] -> True."""
+    """Return whether the rewards differ. [1, 1] -> False, [0, 1] -> True."""
     return max(rewards) - min(rewards) > 1e-6
 
 
@@ -90,8 +100,11 @@ def rewards_differ(rewards: list[float]) -> bool:
 
 
 def group_advantages(rewards: list[float]) -> list[float]:
-    """A_i = (r_i - mean) / (std + 1e-4) within one group; zeros if all rewards are equal. The std
-    has Bessel's correction, as in TRL. [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]"""
+    """Return A_i = (r_i - mean) / (std + 1e-4) within one group, or zeros if all r_i are equal.
+
+    The std has Bessel's correction, as in TRL.
+    [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
+    """
     if not rewards_differ(rewards):
         return [0.0] * len(rewards)
     r = torch.tensor(rewards, dtype=torch.float64)  # (G,)
@@ -100,31 +113,29 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
 
 def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
-    """For each completion the weight that each of its tokens has in the loss.
+    """Return each completion's loss weight per token. lengths: in tokens, of all completions.
 
-    lengths: the number of tokens of each completion of an update. The weights are made once, for
-    the whole update. Micro-batches only add up their parts of the loss, so the way in which an
-    update is split does not change the gradient.
+    The weights are computed once per update, and micro-batches only add up their shares of the
+    loss, so the gradient does not depend on how the update is split.
     """
     lengths = lengths.to(torch.float64)
     divisors = {
         "dapo": lengths.sum(),  # every token weighs the same
         "grpo": len(lengths) * lengths,  # every completion weighs the same
-        "dr_grpo": len(lengths) * max_new_tokens,  # a constant, whatever the length
+        "dr_grpo": len(lengths) * max_new_tokens,  # constant
     }
     return torch.ones_like(lengths) / divisors[loss_type]
 
 
 def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
-    """Clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), weighted by `loss_weights` and summed.
+    """Compute the clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), weighted and summed.
 
-    logprobs, old_logprobs, mask: (B, T); advantages, weights: (B,).
-    Returns (loss, number of clipped tokens), both scalar tensors.
+    logprobs, old_logprobs, mask: (B, T); advantages, weights (from `loss_weights`): (B,).
     """
     ratio = torch.exp(logprobs - old_logprobs)  # (B, T)
     a = advantages.unsqueeze(1)  # (B, 1)
 
-    # The smaller of the two terms: the policy gains nothing by moving beyond the clip range.
+    # The minimum removes the incentive to move the ratio beyond the clip range.
     unclipped = ratio * a
     clipped = torch.clamp(ratio, 1 - clip_low, 1 + clip_high) * a
     token_loss = -torch.min(unclipped, clipped)  # (B, T)
@@ -136,39 +147,37 @@ def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, c
 
 # -------- The update ------------------------------------------------------------------------------
 
-MAX_GRAD_NORM = 1.0  # EXERCISE: make it a setting (a row of `Config` in sapo.py)
+MAX_GRAD_NORM = 1.0  # EXERCISE: turn this into a setting, a row of `Config` in sapo.py
 
 
 def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -> dict:
-    """One GRPO update on own and external groups alike: NUM_ITERATIONS optimizer steps on the same
-    completions. Returns the update in numbers, see `update_numbers`."""
-    # What each completion brings to the loss. Uninformative groups count in the divisors, too.
+    """Take NUM_ITERATIONS optimizer steps on own and external groups together. Return metrics."""
+    # Uninformative groups count in the divisors of the weights.
     lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
     weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)
     sizes = [len(group.completions) for group in groups]
     for group, group_weights in zip(groups, weights.split(sizes), strict=True):
-        # EXERCISE (DAPO, section 3.4): no gradient for completions that were cut off.
+        # EXERCISE (DAPO, section 3.4): give truncated completions no gradient.
         group.advantages = group_advantages(group.rewards)
         group.weights = group_weights.tolist()
-        # The first step writes into these. `limit.split` may cut a group into parts, which hold the
-        # same tensors, so what is written reaches the group and all later parts.
+        # The first step fills these tensors (float64 holds any dtype's values exactly). If
+        # `limit.split` splits a group, its parts share them.
         group.old_logprobs = [torch.zeros(len(ids)).double() for ids in group.completions]
 
-    # Uninformative groups give no gradient, so they do not pass through the model. The others are
-    # sorted, because prompts of similar length need little padding in a micro-batch.
+    # Uninformative groups skip the forward pass. Sorting by prompt length reduces padding.
     trained = [group for group in groups if group.is_informative]
     trained.sort(key=lambda group: len(group.prompt))
 
-    steps = []  # the numbers of each optimizer step
-    model.eval()  # dropout off: log-probabilities of one policy must not depend on chance
+    steps = []
+    model.eval()  # no dropout, so that log-probabilities are deterministic
 
-    # Without a gradient there is no step: Adam's momentum alone would move the parameters.
+    # Take no step without informative groups, because Adam's momentum would still move the weights.
     for i in range(config.NUM_ITERATIONS if trained else 0):
         numbers = limit.retry(
             accumulate_gradients, model, optimizer, trained, config, codec, limit, step=i
         )
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        if not torch.isfinite(grad_norm):  # such a step would destroy the parameters for good
+        if not torch.isfinite(grad_norm):  # this step would ruin the weights
             break
         optimizer.step()
         steps.append(numbers | {"grad_norm": grad_norm.item()})
@@ -177,16 +186,15 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
 
 
 def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: int) -> dict:
-    """Add up the gradients of all groups, in micro-batches. Returns loss and number of clipped
-    tokens, summed over the micro-batches. step: 0 for the first optimizer step of the update."""
+    """Add up the gradients of one optimizer step, one micro-batch at a time."""
     optimizer.zero_grad()
     totals = defaultdict(float)
-    for batch in limit.split(trained):  # a group that is too large comes in parts
+    for batch in limit.split(trained):
         with autocast(config.DTYPE, model):
             logprobs, mask = completion_logprobs(model, batch, config.TEMPERATURE, codec.pad_id)
 
-        # In the first step the policy has not moved yet: its log-probabilities are kept as the old
-        # ones of all steps. So the ratio is 1 there.
+        # The first step's log-probabilities become the old log-probabilities of every step, so its
+        # own ratio is exactly 1.
         old_rows = [row for group in batch for row in group.old_logprobs]
         if step == 0:
             for old_row, row in zip(old_rows, logprobs.detach(), strict=True):
@@ -208,37 +216,36 @@ def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: 
 
 
 def completion_logprobs(model, groups: list[Group], temperature: float = 1.0, pad_id: int = 0):
-    """Log-probability of each token of all B completions of N groups, and the mask, False for
-    padding, both (B, T).
+    """Return the log-probability of each completion token and the mask of real tokens, both (B, T).
 
-    The prompt of a group passes through the model once. Its completions continue from copies of the
-    KV cache, through which the gradient flows back.
+    The prompt of a group passes through the model once per micro-batch. Its completions continue
+    from copies of the KV cache, through which the gradient flows back into the prompt.
     """
-    # For each completion the last hidden state of its prompt (B, H), the KV cache, and the mask of
-    # its prompt (B, P), which is 0 for the padding on the left.
+    # Run the N prompts. Repeat the hidden state of the last token (B, H), the KV cache and the mask
+    # (B, P) for each completion. The mask is 0 for padding, which is not counted in positions.
     prompts = [group.prompt for group in groups]
     sizes = [len(group.completions) for group in groups]
     last, cache, attention_mask = prefill(model, prompts, sizes, pad_id)
 
-    # The prompt's hidden state predicts token 0, that of token i predicts token i + 1.
+    # `last` predicts token 0 of the completion, and token i predicts token i + 1.
     completions = [ids for group in groups for ids in group.completions]
     targets, mask = pad(completions, pad_id, model.device)  # (B, T)
     hidden = last.unsqueeze(1)  # (B, 1, H)
     if targets.shape[1] > 1:
-        # Completions are padded on the right, where no token sees what follows it, so their part
-        # of the attention mask is all 1.
+        # The last token predicts nothing, so it is not an input. Completions are padded on the
+        # right, where no real token can see the padding, so their part of the mask is all 1.
         inputs = targets[:, :-1]  # (B, T-1)
         attention_mask = F.pad(attention_mask, (0, inputs.shape[1]), value=1)  # (B, P+T-1)
         rest, _ = forward_hidden(model, inputs, attention_mask, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
 
-    # `token_logprobs`, in chunks. Padding gets no logits: its places keep 0.
+    # Compute logits for real tokens only, in chunks to save memory.
     values = token_logprobs_in_chunks(model, hidden[mask], targets[mask], temperature)  # (S,)
     return values.new_zeros(mask.shape).masked_scatter(mask, values), mask
 
 
 def token_logprobs(model, hidden, targets, temperature: float):
-    """log p of each target, at the temperature of sampling. (S, H) and (S,) -> (S,)."""
+    """Return log p of each target at the sampling temperature: (S, H), (S,) -> (S,)."""
     logits = scaled_logits(model, hidden, temperature)  # (S, V), divided by the temperature
     return -F.cross_entropy(logits, targets, reduction="none")
 
@@ -248,30 +255,34 @@ def token_logprobs(model, hidden, targets, temperature: float):
 
 @torch.no_grad()
 def sample_completions(model, codec, prompts, uniforms, temperature: float) -> list[list[int]]:
-    """Sample B completions, equally many of each prompt, token by token. Each ends with an EOS id,
-    which is kept, or after MAX_NEW_TOKENS tokens; after solved examples also with </answer>.
+    """Sample B completions token by token, the same number for each prompt.
 
-    uniforms: (MAX_NEW_TOKENS, B), a column of random numbers for each completion, so that it does
-    not depend on the others of its batch. The caller draws them on the CPU, for all devices alike.
+    A completion ends with an EOS id, after MAX_NEW_TOKENS tokens or, if the prompt is few-shot,
+    with </answer>.
+
+    uniforms: (MAX_NEW_TOKENS, B) random numbers, drawn on the CPU, so they are the same on every
+    device. A completion has its own column, so it does not depend on the rest of its batch.
     """
     max_tokens, num_rows = uniforms.shape
     sizes = [num_rows // len(prompts)] * len(prompts)
     last, cache, attention_mask = prefill(model, prompts, sizes, codec.pad_id)
-    tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: none
-    rows = torch.arange(num_rows, device=model.device)  # those that are not finished
+    tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: not sampled
+    rows = torch.arange(num_rows, device=model.device)  # (R,), unfinished rows; at first, R = B
 
     for i in range(max_tokens):
         logits = scaled_logits(model, last, temperature)  # (R, V)
         token = sample_tokens(logits, uniforms[i, rows])  # (R,)
         tokens[rows, i] = token
-        goes_on = ~codec.ended(tokens[rows, : i + 1])  # (R,); </answer> may be several tokens
+        goes_on = ~codec.ended(tokens[rows, : i + 1])  # (R,); </answer> may span several tokens
         num_left = int(goes_on.sum())
         if num_left == 0 or i == max_tokens - 1:
             break
 
-        if num_left < len(rows):  # finished rows leave the batch and its cache
+        # Drop the finished rows. `last` is recomputed below.
+        if num_left < len(rows):
             cache.batch_select_indices(goes_on)
             rows, token, attention_mask = rows[goes_on], token[goes_on], attention_mask[goes_on]
+
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
         hidden, cache = forward_hidden(model, token.unsqueeze(1), attention_mask, cache)
         last = hidden[:, -1]  # (R, H)
@@ -280,58 +291,62 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
 
 
 def sample_tokens(logits, uniforms):
-    """Draw one token per row by inverting the cumulative distribution: the first token id whose
-    cumulative probability exceeds the row's random number. logits: (B, V), uniforms: (B,). No top-k
-    and no top-p: it is the distribution of the loss."""
-    cumulative = torch.softmax(logits, dim=-1).cumsum(-1)  # (B, V)
-    # The last sum may be 0.9999, so the number is scaled by it, and may be rounded up to it.
+    """Draw one token id per row from the softmax: logits (R, V), uniforms (R,) -> (R,).
+
+    It is the first token whose cumulative probability exceeds the row's random number. There is no
+    top-k or top-p, because the loss scores the full softmax.
+    """
+    cumulative = torch.softmax(logits, dim=-1).cumsum(-1)  # (R, V)
+    # Rounding may leave the total at 0.9999, so scale by it. If the product rounds up to the total,
+    # the search returns V, hence the clamp.
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
-    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)  # (B,)
+    token = torch.searchsorted(cumulative, target, right=True).squeeze(1)  # (R,)
     return token.clamp(max=logits.shape[1] - 1)
 
 
-# -------- What is asked, and what is rewarded -----------------------------------------------------
-# reasoning-gym makes a question from (task, seed). A model with a chat template reads a system
-# prompt that asks for <answer>…</answer>, and then the question. Another model reads some solved
-# examples, "2 + 2?\n<answer>4</answer>\n\n" (tiny reads none), and then the question.
+# -------- Prompts and rewards ---------------------------------------------------------------------
+# reasoning-gym generates a question from (task, seed). With a chat template, a system prompt asks
+# for <answer>…</answer>. Otherwise, the prompt is few-shot, with solved examples such as
+# "2 + 2?\n<answer>4</answer>\n\n" before the question (by default, none for the model `tiny`).
 
 
 def compute_reward(question: "Question", text: str, kind: str = "exact") -> float:
-    """Reward in [0, 1] of a completion, by the task's verifier.
+    """Return the reward of a completion, in [0, 1]; 0 if it has no answer in <answer> tags.
 
-    exact: 1 if the verifier's score is at least 0.99, else 0. Verifiers give even garbage a small
-    score, and dividing by the std would make full-size advantages of it. verifier: its score.
+    kind="verifier": the score of the task's verifier.
+    kind="exact": 1 if this score is at least 0.99, otherwise 0. Some verifiers give even garbage a
+    small score, which division by the std would inflate to a full-size advantage.
     """
-    # EXERCISE: a reward of your own, any number in 0 to 1. The text may be a stranger's: never
-    # evaluate it, and let nothing in it raise an error or take long.
-    answer = extract_tagged_answer(text)  # between the last <answer> and </answer>; None without
+    # EXERCISE: return your own reward, any number from 0 to 1. The text may come from an untrusted
+    # peer, so never evaluate it, and make sure that no text makes your code fail or run for long.
+    answer = extract_tagged_answer(text)  # between the last <answer> and </answer>, or None
     score = 0.0 if answer is None else safe_score(question, answer)
     return score if kind == "verifier" else float(score >= 0.99)
 
 
-# ==== The heart ends here. Below: the forward pass, memory, tasks, tokenizer, models, warm start ==
+# ==== The core ends here. Below: the forward pass, memory, tasks, tokenizer, models, warm start ===
 
-transformers.utils.logging.set_verbosity_error()  # it warns of padding that is handled here
-if not sys.stderr.isatty():  # bars of downloads are for a terminal
+transformers.utils.logging.set_verbosity_error()  # it warns about padding, handled here
+if not sys.stderr.isatty():  # download progress bars are only for a terminal
     transformers.utils.logging.disable_progress_bar()
 
 
-# -------- Through the model -----------------------------------------------------------------------
+# -------- The forward pass ------------------------------------------------------------------------
 
-MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) computed at once: 512 MiB in float32
-# The name of the KV cache in a model's forward: a new one since transformers 5.24.
+MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) per chunk, 512 MiB in float32
+# The argument of a model's forward method that holds the KV cache. transformers 5.24 renamed it.
 HAS_NEW_NAME = hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache")
 CACHE_ARGUMENT = "cache" if HAS_NEW_NAME else "past_key_values"
 
 
 def forward_hidden(model, ids, attention_mask, cache=None):
-    """Run `ids` (rows, length) through the model, after what the KV cache already holds. Returns
-    the last layer's hidden states (rows, length, H) and the cache, which now contains `ids`.
+    """Run ids (rows, length) through the model, after the tokens that the KV cache already holds.
 
     attention_mask: (rows, cached + length), 0 for padding on the left, which no token may see.
+    Returns the last layer's hidden states (rows, length, H) and the cache, which now includes ids.
     """
     cache = KVCache(config=model.config) if cache is None else cache
-    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # they count real tokens only
+    positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # count real tokens only
     output = model.base_model(
         input_ids=ids,
         attention_mask=attention_mask,
@@ -343,24 +358,24 @@ def forward_hidden(model, ids, attention_mask, cache=None):
 
 
 def prefill(model, prompts: list[list[int]], rows_per_prompt: list[int], pad_id: int):
-    """Run N prompts through the model, and repeat the results for B rows. Returns the hidden state
-    of each row's last token (B, H), the KV cache, and the attention mask (B, P).
+    """Run N prompts through the model and repeat the results for B rows.
 
-    What all prompts begin with, such as a chat model's system prompt, passes through the model
-    once.
+    Returns the hidden state of each row's last token (B, H), the KV cache, and the attention mask
+    (B, P). A prefix that all prompts share, such as a chat model's system prompt, passes through
+    the model once.
     """
     repeats = torch.tensor(rows_per_prompt, device=model.device)  # (N,)
     cache = None
     shared = 0
     if len(prompts) > 1 and not needs_unpadded_prompts(model.config):
-        # The last token of a prompt is never shared, because its hidden state is wanted.
+        # The last token of a prompt is never shared, because its hidden state is needed.
         shared = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))
     if shared > 0:
         ids, mask = pad([prompts[0][:shared]], pad_id, model.device)  # (1, shared)
         _, cache = forward_hidden(model, ids, mask.long())
         cache.batch_repeat_interleave(len(prompts))
 
-    # The rest is padded on the left, so that nothing stands between a prompt and its completion.
+    # Pad the rest on the left, so that no padding separates a prompt from its completion.
     ids, mask = pad([prompt[shared:] for prompt in prompts], pad_id, model.device, "left")
     attention_mask = F.pad(mask.long(), (shared, 0), value=1)  # (N, P)
     hidden, cache = forward_hidden(model, ids, attention_mask, cache)  # (N, P - shared, H)
@@ -370,14 +385,16 @@ def prefill(model, prompts: list[list[int]], rows_per_prompt: list[int], pad_id:
 
 
 def needs_unpadded_prompts(config) -> bool:
-    """True if padding between a shared beginning and the rest would shift relative positions:
-    sliding windows, MPT's ALiBi."""
+    """Return whether padding between a shared prefix and the rest would shift relative positions.
+
+    It would in models with sliding windows and in MPT, which uses ALiBi.
+    """
     is_sliding = transformers.DynamicCache(config=config).is_sliding
     return any(is_sliding) or config.model_type in ("gpt_neo", "mpt")
 
 
 def scaled_logits(model, hidden, temperature: float):
-    """(..., H) -> logits / temperature (..., V), at least in float32.
+    """Return logits / temperature, at least in float32: (..., H) -> (..., V).
 
     Casting bfloat16 logits to float32 before the softmax reduces the mean error of a
     log-probability from 0.025 to 0.004.
@@ -394,20 +411,25 @@ def scaled_logits(model, hidden, temperature: float):
 
 
 class KVCache(transformers.DynamicCache):
-    """A KV cache whose keys have the type of its values. Rotary embeddings leave float32 keys,
-    which attention would cast to autocast's type again for each token."""
+    """A KV cache whose keys have the dtype of its values.
+
+    Rotary embeddings return float32 keys, which attention would otherwise cast to autocast's dtype
+    again for each token.
+    """
 
     def update(self, keys, values, *args, **kwargs):
         return super().update(keys.to(values.dtype), values, *args, **kwargs)
 
 
 def grouped_attention(module, query, key, value, attention_mask, **more):
-    """bfloat16 attention on a CPU where several heads share keys and values: matrix products.
+    """Compute bfloat16 attention on a CPU for models in which several heads share keys and values.
 
-    transformers' "sdpa" copies keys and values for each of the heads. All other cases are left to
-    it; in float32 it is faster.
-    query: (B, heads, T, D); key, value: (B, fewer heads, S, D); attention_mask: (B, 1, T, S), True
-    where a token sees another one. Returns (B, T, heads, D) and no weights.
+    transformers' "sdpa" copies the keys and values for every head; plain matrix products do not.
+    All other cases are left to "sdpa", which is faster in float32.
+
+    query: (rows, heads, length, size); key, value: (rows, kv_heads, total, size);
+    attention_mask: (rows, 1, length, total), True where a token may attend to another token.
+    Returns (rows, length, heads, size), and None in place of the attention weights.
     """
     rows, heads, length, size = query.shape
     kv_heads, total = key.shape[1:3]
@@ -417,26 +439,29 @@ def grouped_attention(module, query, key, value, attention_mask, **more):
     if not (is_usual and is_masked and is_faster):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
 
-    # The heads of a group stand one below the other, as if they were further tokens.
+    # Stack the heads that share keys and values along the token axis, as if they were more tokens.
     query = (query * more["scaling"]).to(value.dtype).reshape(rows, kv_heads, -1, size)
-    scores = query @ key.transpose(2, 3)  # (B, kv_heads, heads / kv_heads x T, S)
+    scores = query @ key.transpose(2, 3)  # (rows, kv_heads, heads / kv_heads * length, total)
     scores = scores.view(rows, kv_heads, -1, length, total)
-    # The lowest number, not -inf: a padding token that sees nothing would become NaN.
+    # Mask with the lowest number, not -inf. Otherwise, a padding token that may attend to no token
+    # would become NaN.
     lowest = torch.finfo(scores.dtype).min
     scores = scores.masked_fill(~attention_mask.unsqueeze(2), lowest)
     weights = torch.softmax(scores, dim=-1).view(rows, kv_heads, -1, total)
     return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
 
 
-# Under a name of its own, which the models of this program use: others in this process do not.
+# Register it under its own name, so that other models in this process keep their "sdpa".
 GROUPED_ATTENTION = "sdpa_grouped"
 transformers.AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
 transformers.AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
 def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
-    """`token_logprobs`, of at most MAX_LOGIT_ELEMENTS logits at a time. The logits of a chunk are
-    not stored but computed again in the backward pass."""
+    """Compute `token_logprobs` in chunks of at most MAX_LOGIT_ELEMENTS logits.
+
+    If there are several chunks, the backward pass recomputes their logits instead of storing them.
+    """
     chunk = max(1, MAX_LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
     if len(targets) <= chunk:
         return token_logprobs(model, hidden, targets, temperature)
@@ -449,7 +474,10 @@ def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
 
 
 def pad(rows: list[list[int]], pad_id: int, device, side: str = "right"):
-    """[[7], [8, 9]] -> ids [[7, pad_id], [8, 9]] and mask [[True, False], [True, True]]."""
+    """Pad rows of token ids to the same length. Returns the ids and the mask of real tokens.
+
+    [[7], [8, 9]] -> [[7, pad_id], [8, 9]] and [[True, False], [True, True]]
+    """
     ids = [torch.tensor(row) for row in rows]
     mask = [torch.ones(len(row), dtype=torch.bool) for row in rows]
     ids = pad_sequence(ids, batch_first=True, padding_value=pad_id, padding_side=side)
@@ -458,25 +486,27 @@ def pad(rows: list[list[int]], pad_id: int, device, side: str = "right"):
 
 
 def autocast(dtype: str, model):
-    """A context that computes in `dtype`, "float32" or "bfloat16".
+    """Return a context that computes in `dtype`, "float32" or "bfloat16".
 
-    The weights stay float32, because small steps of the optimizer are lost in a bfloat16 weight.
+    The weights stay in float32, because a bfloat16 weight would lose small optimizer steps.
     """
     return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
-# -------- An update in numbers --------------------------------------------------------------------
+# -------- Metrics of an update --------------------------------------------------------------------
 
 
 def update_numbers(trained: list[Group], steps: list[dict], config) -> dict:
-    """An update in numbers.
+    """Return the metrics of an update.
 
     loss                     of the first optimizer step
-    clip_fraction            share of tokens whose ratio was clipped, a mean over the steps
-    grad_norm                of the last step, before the gradient is clipped
-    trained_tokens           of the completions that were trained on
-    optimizer_steps          NUM_ITERATIONS, or fewer if a gradient was not finite
-    logp_own, logp_external  mean log-probability of a token before the update, a mean over own and
+    clip_fraction            share of clipped tokens, averaged over NUM_ITERATIONS steps; steps that
+                             were skipped because of a non-finite gradient count as 0
+    grad_norm                of the last step, before gradient clipping
+    trained_tokens           tokens in the completions that were trained on
+    optimizer_steps          NUM_ITERATIONS; fewer if a gradient was not finite, and 0 if no group
+                             was informative
+    logp_own, logp_external  mean log-probability per token before the update, averaged over own and
                              over external completions
     """
     num_tokens = sum(len(ids) for group in trained for ids in group.completions)
@@ -493,21 +523,24 @@ def update_numbers(trained: list[Group], steps: list[dict], config) -> dict:
 
 
 def mean_logprob(groups: list[Group]) -> float | None:
-    """Mean over completions of each one's mean over its tokens. None without any."""
+    """Average the log-probabilities within each completion, then over completions.
+
+    Returns None if there are no completions.
+    """
     means = [row.mean().item() for group in groups for row in group.old_logprobs]
     return sum(means) / len(means) if means else None
 
 
 # -------- Memory and devices ----------------------------------------------------------------------
 
-# CUDA, MPS and the CPU's allocator say it in different words.
+# These phrases occur in the errors of CUDA, MPS and the CPU's allocator.
 OUT_OF_MEMORY = (
     "out of memory|can't allocate memory|not enough memory|Invalid buffer|bad_alloc|ALLOC_FAILED"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether torch says that memory has run out. It raises no MemoryError."""
+    """Return whether torch reports that memory ran out. It raises RuntimeError, not MemoryError."""
     return isinstance(error, RuntimeError) and bool(re.search(OUT_OF_MEMORY, str(error)))
 
 
@@ -516,18 +549,21 @@ class Limit:
     """How many completions pass through the model at once. It is halved when memory runs out."""
 
     completions: int
-    where: str  # what needs the memory, for people
-    notify: object = print  # a function of a text
-    tried: int = 0  # completions of the largest batch of the last `split`
+    where: str  # the work that needs the memory, for the log
+    notify: object = print  # called with a message
+    tried: int = 0  # completions in the largest batch of the last `split`
 
     def split(self, groups: list[Group]) -> list[list[Group]]:
-        """The groups in batches of at most so many completions. A group that is larger is cut into
-        parts. Groups of 2, 2 and 5 completions, 4 at once -> batches of 2 + 2, of 4 and of 1."""
+        """Split groups into batches of at most `self.completions` completions.
+
+        A group that is too large is split into parts. With a limit of 4, groups of 2, 2 and 5
+        completions -> batches of 2 + 2, 4 and 1.
+        """
         batches = []
         room = self.tried = 0
         for group in groups:
             for begin in range(0, len(group.completions), self.completions):
-                # The rows of old_logprobs are the same tensors: the group has what they get.
+                # A part shares the tensors in old_logprobs, so writing to them changes the group.
                 part = replace(group)
                 for name in ("completions", "advantages", "weights", "old_logprobs"):
                     setattr(part, name, getattr(group, name)[begin : begin + self.completions])
@@ -540,8 +576,10 @@ class Limit:
         return batches
 
     def retry(self, work, *args, **kwargs):
-        """Call `work`, which calls `split`; again with smaller batches if memory runs out. Raises
-        ModelError if one completion does not fit."""
+        """Call `work`, which calls `split`, and repeat it with smaller batches if memory runs out.
+
+        Raises ModelError if a single completion does not fit.
+        """
         while True:
             try:
                 return work(*args, **kwargs)
@@ -549,21 +587,25 @@ class Limit:
                 if not is_out_of_memory(error):
                     raise
                 if self.tried <= 1:
-                    advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or take a smaller model"
-                    raise ModelError(f"no memory for one completion at once: {advice}") from error
+                    advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or use a smaller model"
+                    raise ModelError(f"not enough memory for one completion: {advice}") from error
                 self.completions = self.tried // 2
-                self.notify(f"out of memory in {self.where}: again with {self.completions} at once")
+                self.notify(
+                    f"out of memory in {self.where}: retrying with {self.completions} at a time"
+                )
 
 
 def sample_in_batches(model, codec, prompts, num_generations: int, config, seed: int, limit):
-    """`sample_completions`, G for each prompt, in batches that fit into memory. Returns for each
-    prompt G lists of token ids."""
+    """Run `sample_completions` for G completions of each prompt, in batches that fit in memory.
+
+    Returns G lists of token ids per prompt.
+    """
     total = len(prompts) * num_generations
     rng = torch.Generator().manual_seed(seed)
     uniforms = torch.rand(config.MAX_NEW_TOKENS, total, generator=rng).to(model.device)
-    # Groups to come: `split` only counts their completions.
+    # These are placeholders, because `split` only counts completions.
     empty_groups = [Group(prompt, [[]] * num_generations, []) for prompt in prompts]
-    model.eval()  # dropout off
+    model.eval()  # no dropout
 
     def sample_all() -> list[list[int]]:
         done = []
@@ -580,12 +622,13 @@ def sample_in_batches(model, codec, prompts, num_generations: int, config, seed:
 
 
 def estimate_completions_at_once(model, config, available: int) -> int:
-    """How many completions an update can take at once, roughly. If it is too many, memory runs out
-    once.
+    """Estimate how many completions an update can process at once.
 
-    config: MICRO_BATCH_SIZE, NUM_GENERATIONS, MAX_NEW_TOKENS, DEVICE; available: bytes. Assumes 150
-    bytes of activations per token, layer and hidden unit, in a quarter of the memory; on a CPU in
-    3 GB at most, but whole groups, because there memory is large and a prompt is computed once.
+    config: MICRO_BATCH_SIZE, NUM_GENERATIONS, MAX_NEW_TOKENS, DEVICE; available: bytes. The
+    estimate assumes 150 bytes of activations per token, layer and hidden unit, and uses a quarter
+    of the memory. On a CPU, it uses at most 3 GB, but allows at least one whole group, because
+    memory is large there and the prompt of a whole group is computed only once. If the estimate is
+    too high, `Limit` lowers it.
     """
     if config.MICRO_BATCH_SIZE != "auto":
         return int(config.MICRO_BATCH_SIZE)
@@ -597,9 +640,10 @@ def estimate_completions_at_once(model, config, available: int) -> int:
 
 
 def available_devices() -> dict[str, str]:
-    """{device: the type to compute in} for the devices of this machine, the best first.
+    """Return {device: dtype to compute in} for the devices of this machine, the best first.
 
-    bfloat16 only where the hardware multiplies it: emulated it is many times slower than float32.
+    bfloat16 is used only where the hardware supports it, because emulation is many times slower
+    than float32.
     """
     devices = {}
     if torch.cuda.is_available():
@@ -609,7 +653,7 @@ def available_devices() -> dict[str, str]:
     if torch.backends.mps.is_available():
         devices["mps"] = "float32"
 
-    # AMX or AVX512_BF16. An older torch cannot tell.
+    # A CPU needs AMX or AVX512_BF16. An older torch does not report them.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     has_bfloat16 = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
     devices["cpu"] = "bfloat16" if has_bfloat16 else "float32"
@@ -617,31 +661,33 @@ def available_devices() -> dict[str, str]:
 
 
 def available_memory(device: str) -> int:
-    """Bytes that are free now on a GPU, or those of main memory in all."""
+    """Return the free memory of a GPU, or the total main memory, in bytes."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with contextlib.suppress(OSError, ValueError):  # a container has less
+    with contextlib.suppress(OSError, ValueError):  # a container may have less
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed blocks. Getting large ones from the kernel again, page by page, takes
-    two fifths of an update on a CPU."""
+    """Let glibc keep freed memory.
+
+    Getting large blocks from the kernel again, page by page, takes 40% of an update on a CPU.
+    """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # macOS, musl: no mallopt
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
+        mallopt(-4, 0)  # M_MMAP_MAX: do not use mmap for large blocks
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
 # ==================================================================================================
 # Tasks and rewards
 # ==================================================================================================
 
-# name -> (reasoning-gym dataset, its settings). Before you add a task, read its score_answer: text
-# of peers reaches it. First come the paper's nine tasks, then eight that are small enough for
-# `tiny`, then five more.
+# name -> (reasoning-gym dataset, its settings). The paper's nine tasks come first, then eight tasks
+# that are small enough for `tiny`, then five more. Before you add a task, read its score_answer,
+# because peers' text reaches it.
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASK_TABLE = {
     "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
@@ -671,23 +717,23 @@ TASK_TABLE = {
     "lcm": ("lcm", {}),
     "products": ("products", {}),
 }  # fmt: skip
-# Nodes with different tables cannot verify each other.
+# Nodes with different tables cannot verify each other's groups.
 TASK_HASH = hashlib.sha256(json.dumps(TASK_TABLE, sort_keys=True).encode()).hexdigest()[:16]
 PAPER_TASKS = tuple(TASK_TABLE)[:9]
 TINY_TASKS = tuple(TASK_TABLE)[9:17]
 HELD_OUT_SEEDS = range(2**52, 2**53)  # training seeds are smaller; JSON is exact up to 2**53
 VERSIONS = {name: version(name) for name in ("torch", "transformers", "reasoning-gym")}
-REASONING_GYM_VERSION = VERSIONS["reasoning-gym"]  # its own __version__ names an older one
+REASONING_GYM_VERSION = VERSIONS["reasoning-gym"]  # its __version__ is out of date
 MAX_SCORED_CHARS = 4096  # only the end of a completion is searched for an answer
 
 
 class QuestionError(ValueError):
-    """reasoning-gym cannot make this question: it raises, or it would compute for minutes."""
+    """Raised if a question cannot be generated in reasonable time, or its prompt is too long."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question. (task, seed) regenerates all of it on any machine."""
+    """A question. Any machine can regenerate it from (task, seed)."""
 
     task: str
     seed: int
@@ -699,39 +745,42 @@ class Question:
 
 @functools.lru_cache(maxsize=8192)
 def make_question(task: str, seed: int) -> Question:
-    """Make the question of a task and a seed. Raises QuestionError if there is none.
+    """Generate the question of a task and a seed. Raises QuestionError if there is none.
 
-    It is item 0 of a fresh dataset, because reasoning-gym makes item i with Random(seed + i), so
-    that neighbouring seeds share items.
+    It is item 0 of a new dataset. reasoning-gym generates item i with Random(seed + i), so datasets
+    with neighboring seeds share items.
     """
     if task in FILE_TASKS:
         training, held_out = FILE_TASKS[task]
-        rng = random.Random(f"line {seed}")  # a stream of its own, as for the choice of the task
+        rng = random.Random(f"line {seed}")  # not the stream that chose the task
         text, answer = rng.choice(held_out if seed in HELD_OUT_SEEDS else training)
         entry = {"metadata": {"source_dataset": "file"}}
         return Question(task, seed, text, last_part(answer), None, entry)
 
     name, settings = TASK_TABLE[task]
     try:
-        # decimal_arithmetic changes the precision of the process, and bf prints dots.
+        # decimal_arithmetic changes the global Decimal precision, and bf prints dots.
         with decimal.localcontext(), contextlib.redirect_stdout(io.StringIO()):
             dataset = reasoning_gym.create_dataset(name, seed=seed, size=1, **settings)
             entry = dataset[0]
-    except Exception as error:  # a generator of reasoning-gym may raise anything
-        raise QuestionError(f"{task} has no question at seed {seed}: {error!r}") from error
+    except Exception as error:  # a generator may raise anything
+        raise QuestionError(f"{task} has no question for seed {seed} ({error!r})") from error
 
     answer = entry["answer"]
-    if answer is None:  # propositional_logic has many right answers
+    if answer is None:  # propositional_logic has many correct answers
         answer = entry["metadata"]["example_answer"]
     return Question(task, seed, entry["question"], answer, dataset, entry)
 
 
 def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisors) -> list[int]:
-    """basic_arithmetic's search for divisors, which tries every number up to the root of the gcd,
-    at some seeds for minutes. The bound is on the work, not on the time, so it is the same on every
-    machine: a million tries, 0.1 s."""
+    """Run basic_arithmetic's search for common divisors, unless it would take too long.
+
+    The search tries every number up to the square root of the gcd, which takes minutes for some
+    seeds. The limit is a million tries (0.1 s). It is not a time limit, because all machines must
+    accept the same seeds.
+    """
     if math.gcd(a, b) > 10**12:
-        raise QuestionError("its search for divisors is too long")
+        raise QuestionError("the search for common divisors would take too long")
     return search(a, b)
 
 
@@ -739,20 +788,22 @@ basic_arithmetic.find_common_divisors = bounded_divisors
 
 
 def first_valid_question(task: str, seed: int, is_good=lambda question: True) -> Question:
-    """The first good question that exists among seed, seed + 1, …, seed + 50. For own questions
-    only: a peer's seed must be right."""
+    """Return the first question for which `is_good` holds, from the seeds seed to seed + 50.
+
+    This is only for a node's own questions. The seed of a peer's question is never replaced.
+    """
     for candidate in range(seed, seed + 51):
         with contextlib.suppress(QuestionError):
             if is_good(question := make_question(task, candidate)):
                 return question
-    raise QuestionError(f"{task}: no question from seed {seed} on can be made and fits the model")
+    raise QuestionError(f"no valid {task} question fits the model (tried 51 seeds from {seed} on)")
 
 
 def first_solved_question(task: str, seed: int, is_good=lambda question: True) -> Question:
-    """The first good question from this seed on whose own answer its verifier takes.
+    """Return the first valid question whose own answer passes the verifier, from this seed on.
 
-    The example answers of propositional_logic fail once in a hundred times. As solved examples they
-    would teach what is not rewarded.
+    About 1% of propositional_logic's example answers fail. As few-shot examples or in the warm
+    start, they would teach answers that are not rewarded.
     """
     return first_valid_question(
         task, seed, lambda q: safe_score(q, q.answer) >= 0.99 and is_good(q)
@@ -760,8 +811,10 @@ def first_solved_question(task: str, seed: int, is_good=lambda question: True) -
 
 
 def extract_tagged_answer(text: str) -> str | None:
-    """The text between the last </answer> and the last <answer> before it, None without both. Only
-    the last MAX_SCORED_CHARS characters count."""
+    """Return the text between the last </answer> and the last <answer> before it, or None.
+
+    Only the last MAX_SCORED_CHARS characters are searched.
+    """
     text = text[-MAX_SCORED_CHARS:]
     end = text.rfind("</answer>")
     begin = text.rfind("<answer>", 0, max(end, 0))
@@ -769,15 +822,15 @@ def extract_tagged_answer(text: str) -> str | None:
 
 
 def safe_score(question: Question, answer: str) -> float:
-    """`verifier_score` within [0, 1], and 0 where the verifier raises or returns no number."""
+    """Return `verifier_score` clamped to [0, 1], or 0 if it raises an error or is not finite."""
     score = 0.0
-    with contextlib.suppress(Exception):  # a verifier may raise anything on a stranger's text
+    with contextlib.suppress(Exception):  # a verifier may raise anything on untrusted text
         score = verifier_score(question, answer)
     return min(1.0, max(0.0, score)) if math.isfinite(score) else 0.0
 
 
 def verifier_score(question: Question, answer: str) -> float:
-    """The score of the task's verifier, which may raise anything. Never evaluates the answer."""
+    """Return the score of the task's verifier, which may raise anything. Never evals the answer."""
     source = question.entry["metadata"]["source_dataset"]
     if source == "file":
         return float(is_same_answer(answer, question.answer))
@@ -785,18 +838,18 @@ def verifier_score(question: Question, answer: str) -> float:
         return float(answer == question.answer)  # its verifier would call eval(answer)
     if source == "propositional_logic" and not is_safe_formula(question, answer):
         return 0.0
-    with decimal.localcontext():  # decimal_arithmetic changes the precision of the process
+    with decimal.localcontext():  # decimal_arithmetic changes the global Decimal precision
         return float(question.dataset.score_answer(answer, question.entry))
 
 
 def is_safe_formula(question: Question, answer: str) -> bool:
-    """Whether propositional_logic's verifier can score this answer in a moment: it is short, not
-    deep, and uses only the question's own variables.
+    """Return whether propositional_logic's verifier can score this answer quickly.
 
+    It can if the answer is short, not deeply nested, and uses only the question's own variables.
     The verifier's work doubles with each distinct variable; an answer of 69 characters took 9 s.
-    Its own parser must say what a variable is: to it "P ¬P", "P()" and "PP" are three.
+    Its parser decides what a variable is, and takes "P ¬P", "P()" and "PP" for three variables.
     """
-    # All premises of a question joined by "and" take 88 characters, 30 of them signs.
+    # The conjunction of all premises of a question has up to 88 characters and 30 of these signs.
     num_signs = sum(char in "∧∨¬→↔(" for char in answer)
     if len(answer) > 160 or num_signs > 40:
         return False
@@ -804,14 +857,17 @@ def is_safe_formula(question: Question, answer: str) -> bool:
     return used <= set(question.entry["metadata"]["variables"])
 
 
-# -------- The names of tasks, and questions of one's own ------------------------------------------
+# -------- Task names, and the user's own questions ------------------------------------------------
 
 NUMBER = r"[-+]?(\d{1,30}|\d{1,3}(,\d{3}){1,9})(\.\d{1,30})?"  # 7, -1.50, 12,000
 
 
 def is_same_answer(answer: str, right: str) -> bool:
-    """Whether two answers to a question of one's own are equal apart from white space, or are two
-    numbers of one value. Only digits are read. ("1,000.0", "1000") -> True."""
+    """Return whether two answers to one of the user's own questions match.
+
+    They match if they differ only in whitespace, or if both are numbers with the same value. Only
+    digits are read; expressions are not evaluated. ("1,000.0", "1000") -> True
+    """
     texts = [plain_text(text).split() for text in (answer, right)]
     numbers = [re.sub(r"\\boxed\{(.*)\}|\$", r"\1", "".join(text)).rstrip(".") for text in texts]
     if not all(re.fullmatch(NUMBER, number, re.ASCII) for number in numbers):
@@ -820,21 +876,23 @@ def is_same_answer(answer: str, right: str) -> bool:
 
 
 def plain_text(text: str) -> str:
-    """Text in one form of its letters: composed (ä may be one sign or two), with ASCII's digits and
-    minus sign."""
+    """Normalize text to composed letters (ä may be one or two code points) and ASCII numbers."""
     text = unicodedata.normalize("NFC", text).replace("\N{MINUS SIGN}", "-")
     return "".join(str(int(char)) if char.isdecimal() else char for char in text)
 
 
-# TASKS=file:mine.jsonl: the name of a task -> (questions to train on, held-out questions), each a
-# list of (text, answer).
+# Tasks from TASKS=file:mine.jsonl, as name -> (training questions, held-out questions). Each
+# question is a pair (text, answer).
 FILE_TASKS = {}
 
 
 def task_names(text: str, may_read_files: bool) -> list[str]:
-    """The names in TASKS: "gcd, lcm" -> ["gcd", "lcm"]. Raises ValueError that names all tasks
-    that are refused: their verifiers evaluate the answer, or their questions differ from process to
-    process. A file is read only if the user has named it, never because config.json says so."""
+    """Return the names in TASKS: "gcd, lcm" -> ["gcd", "lcm"].
+
+    Raises ValueError with all names that are not supported. Some reasoning-gym tasks are not
+    supported, because their verifiers eval the answer or their questions differ between processes.
+    A file is read only if the user set it (may_read_files), never because of config.json.
+    """
     names, mistakes = [], []
     for task in map(str.strip, text.split(",")):
         if task in TASK_TABLE or task in FILE_TASKS:
@@ -845,43 +903,45 @@ def task_names(text: str, may_read_files: bool) -> list[str]:
             except ValueError as error:
                 mistakes.append(str(error))
         elif task.startswith("file:"):
-            advice = "set TASKS to file:<path of your copy of it>"
-            mistakes.append(f"{task!r:.80} is not here: {advice}")
+            advice = "set TASKS to file:<path of your copy>"
+            mistakes.append(f"{task!r:.80} is not available on this machine: {advice}")
         else:
             closest = difflib.get_close_matches(task, TASK_TABLE, n=1)
             hint = f"did you mean {closest[0]}?" if closest else f"allowed: {', '.join(TASK_TABLE)}"
-            mistakes.append(f"{task!r:.80} is refused; {hint}")
+            mistakes.append(f"{task!r:.80} is not a supported task; {hint}")
     if mistakes:
         raise ValueError("; ".join(mistakes))
     return names
 
 
 def last_part(answer: str) -> str:
-    """The answer that is asked for: of a derivation what stands behind its last "####".
-    "3 + 4 = 7 #### 7" -> "7"."""
+    """Return the final answer, the part of a derivation after its last "####".
+
+    "3 + 4 = 7 #### 7" -> "7"
+    """
     return answer.rpartition("####")[2].strip()
 
 
 def load_task_file(path: str) -> str:
-    """Read questions from lines of {"question": …, "answer": …}; a tenth of them is held out.
+    """Read questions from lines of {"question": …, "answer": …} and hold out a tenth of them.
 
-    Returns the name of the task, "file:mine.jsonl#1f3b5d7a", the same for equal contents. Raises
-    ValueError that names the lines that cannot be used.
+    Returns the task's name, which depends only on the file's name and contents, such as
+    "file:mine.jsonl#1f3b5d7a". Raises ValueError that lists the invalid lines.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # a byte-order mark is no mistake
+        text = Path(path).read_text(encoding="utf-8-sig")  # skips a byte-order mark
     except (OSError, ValueError) as error:
         raise ValueError(f"file:{path} cannot be read: {error}") from error
 
     answers = {}  # question -> answer
     mistakes = []
-    for number, line in enumerate(text.split("\n"), start=1):  # in JSON no other sign ends a line
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would cut JSON strings
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             is_text = {type(row["question"]), type(row["answer"])} <= {str, int, float}
-            is_text = is_text and row["answer"] == row["answer"]  # NaN, a gap in a table, is not
+            is_text = is_text and row["answer"] == row["answer"]  # reject NaN, a gap in a table
         except (ValueError, RecursionError, TypeError, LookupError):
             is_text = False
         if not is_text:
@@ -890,15 +950,15 @@ def load_task_file(path: str) -> str:
         question, answer = str(row["question"]), str(row["answer"]).strip()
         last = last_part(answer)
         if not last or extract_tagged_answer(f"<answer>{last}</answer>") != last:
-            mistakes.append(f"line {number}: its answer is empty, has tags or is too long")
+            mistakes.append(f"line {number}: the answer is empty, contains tags or is too long")
         if answers.setdefault(question, answer) != answer:
-            mistakes.append(f"line {number}: a second answer to one question")
+            mistakes.append(f"line {number}: conflicting answers to the same question")
     if len(answers) < 2:
         mistakes.append("expected at least two questions")
     if mistakes:
         raise ValueError(f"file:{path}: " + "; ".join(mistakes[:5]))
 
-    # A hash decides which questions are held out, so that it does not depend on the file's order.
+    # A hash selects the held-out questions, so that they do not depend on the file's order.
     digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
     by_hash = sorted(answers.items(), key=lambda row: hashlib.sha256(row[0].encode()).digest())
     num_held_out = max(1, len(answers) // 10)
@@ -911,64 +971,69 @@ def load_task_file(path: str) -> str:
 # The tokenizer and the models
 # ==================================================================================================
 
-# The forms in which the embedded model learns to answer. Only the first is rewarded; see
+# The answer formats that the built-in model learns. Only the first is rewarded; see
 # .github/STUDY.md.
 ANSWER_TEMPLATES = (
     "<answer>{}</answer>", "The answer is {}.", "Answer: {}", "= {}", "{}", "It is {}",
 )  # fmt: skip
 
-# Some chat templates write today's date, by date_string or by strftime_now. Prompts must repeat, so
-# they get this one. (A macro hides the function of the same name.)
+# Some chat templates insert today's date, from date_string or strftime_now. Prompts must be
+# reproducible, so they get this date instead. (A macro hides the function of the same name.)
 PROMPT_DATE = "1 January 2025"
 DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\n"
 
 
-SECRET = "HUGGINGFACE_ACCESS_TOKEN"  # the variable that holds it
+SECRET = "HUGGINGFACE_ACCESS_TOKEN"  # the setting that holds the access token
 
 
 class ModelError(ValueError):
-    """A model that cannot be loaded or used. The text says why, for the user."""
+    """Raised if a model cannot be loaded or used, with a reason in the user's terms."""
 
 
 @dataclass
 class Codec:
-    """A tokenizer with the conventions of its model: how a prompt looks, which ids end a
-    completion, and how much fits."""
+    """A tokenizer with its model's conventions: the prompt format, the EOS ids and the limits."""
 
     tokenizer: object
     eos_ids: set[int]
-    eos_id: int  # the one that ends this model's turn; appended to a peer's finished completion
-    num_shots: int  # solved examples; 0 with a chat template
-    positions: int  # the longest text that the model can read, in tokens
-    max_prompt: int  # tokens; MAX_NEW_TOKENS positions are left for the completion
-    max_completion: int  # tokens of a peer's completion, whose tokenizer may be another one
-    vocabulary: int  # the model's number of ids; a tokenizer may know more
-    pad_id: int  # any real token: the embedding of a padding token may be zero
-    dtype: torch.dtype  # of the model's files; the final model is written in it, too
+    eos_id: int  # the EOS that ends this model's turn; appended to a peer's finished completion
+    num_shots: int  # few-shot examples; 0 with a chat template
+    positions: int  # the model's context length, in tokens
+    max_prompt: int  # tokens; leaves MAX_NEW_TOKENS positions for the completion
+    max_completion: int  # tokens in a peer's completion; the peer's tokenizer may differ
+    vocabulary: int  # the model's number of token ids; a tokenizer may have more
+    pad_id: int  # any real token, because the embedding of a padding token may be zero
+    dtype: torch.dtype  # of the weights in the model's files; the final model is saved in it
 
     # -- Prompts
 
     def encode_prompt(self, question: Question) -> list[int]:
-        """The prompt of a question: the model's chat template, or else plain text after `num_shots`
-        solved examples. Raises QuestionError if the question does not fit: none is ever cut."""
+        """Return the prompt of a question as token ids.
+
+        Few-shot examples are dropped until the prompt fits. A question is never truncated. Raises
+        QuestionError if it does not fit.
+        """
         examples = self.solved_examples(question)
         while True:
             ids = self.prompt_ids(examples, question.text)
             if len(ids) <= self.max_prompt:
                 return ids
             if not examples:
-                raise QuestionError(f"{question.task}: a prompt has {len(ids)} tokens; too many")
-            examples.pop(0)  # whole examples are dropped until the prompt fits
+                raise QuestionError(f"{question.task}: a prompt of {len(ids)} tokens does not fit")
+            examples.pop(0)
 
     def fits(self, question: Question) -> bool:
-        """Whether a prompt can hold this question."""
+        """Return whether this question fits into a prompt."""
         with contextlib.suppress(QuestionError):
             return bool(self.encode_prompt(question))
         return False
 
     def solved_examples(self, question: Question) -> list[str]:
-        """Solved questions of the same task, from the seeds that follow: never the question itself,
-        and none twice, so that a small file may give fewer than `num_shots`."""
+        """Return few-shot examples of the same task, from the seeds that follow the question's.
+
+        The question itself and duplicates are left out, so a small file may give fewer than
+        `num_shots` examples.
+        """
         examples = []
         for seed in range(question.seed + 1, question.seed + 50):
             if len(examples) < self.num_shots:
@@ -979,14 +1044,16 @@ class Codec:
         return examples
 
     def prompt_ids(self, examples: list[str], text: str) -> list[int]:
-        """The token ids of a prompt. The tokenizer may put a BOS before plain text, without which
-        models such as Llama know none."""
+        """Return the token ids of a prompt.
+
+        Plain text gets a BOS if the tokenizer adds one, as Llama's does.
+        """
         prompt = self.prompt_text(examples, text)
         is_plain = not self.tokenizer.chat_template
         return self.tokenizer(prompt, add_special_tokens=is_plain).input_ids
 
     def prompt_text(self, examples: list[str], text: str) -> str:
-        """System prompt and question in the model's chat template, or examples and question."""
+        """Return the prompt as text, from the chat template or with few-shot examples."""
         if not self.tokenizer.chat_template:
             return "".join(examples) + text + "\n"
 
@@ -994,7 +1061,7 @@ class Codec:
         turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         if not self.has_system_role:
             turns = [{"role": "user", "content": system + "\n" + text}]
-        # EXERCISE: let a model that can think do so. It needs far more than 256 tokens.
+        # EXERCISE: enable thinking in models that support it. It takes far more than 256 tokens.
         return self.tokenizer.apply_chat_template(
             turns,
             chat_template=DATE_MACRO + self.tokenizer.get_chat_template(),
@@ -1006,7 +1073,7 @@ class Codec:
 
     @functools.cached_property
     def has_system_role(self) -> bool:
-        """Whether the chat template knows the system role: some raise, some drop it silently."""
+        """True if the chat template uses the system role. Some raise an error or drop it."""
         turns = [{"role": role, "content": f"as {role}"} for role in ("system", "user")]
         with contextlib.suppress(Exception):  # a template may raise anything
             return "as system" in self.tokenizer.apply_chat_template(turns, tokenize=False)
@@ -1015,11 +1082,10 @@ class Codec:
     # -- Completions
 
     def encode_completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
-        """Peers' completions as this model would have sampled them. "<|im_end|>" in a text stays
-        plain text.
+        """Return the token ids of peers' completions, as if this model had sampled them.
 
-        A finished one gets this model's EOS, unless its answer tag already ends it (see
-        `is_finished`).
+        Text such as "<|im_end|>" stays plain text. A finished completion gets this model's EOS,
+        unless its answer tag already ends it (see `is_finished`).
         """
         rows = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True).input_ids
         for ids, text, is_finished in zip(rows, texts, finished, strict=True):
@@ -1028,38 +1094,41 @@ class Codec:
         return rows
 
     def decode(self, ids: list[int]) -> str:
-        """Ids -> text, without the EOS, which is no special token in some models."""
+        """Decode ids without the EOS, which is not marked as a special token in some models."""
         if ids and ids[-1] in self.eos_ids:
             ids = ids[:-1]
         return self.tokenizer.decode([token for token in ids if token not in self.silent_ids])
 
     @functools.cached_property
     def silent_ids(self) -> set[int]:
-        """Special tokens, which are no text. Answer tags are text, even where they are special."""
+        """Special tokens, which are not text. Answer tags are text even if they are special."""
         added = self.tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
         tags = {i for i, token in added.items() if token.content in ("<answer>", "</answer>")}
         return special.union(self.tokenizer.all_special_ids) - tags
 
     def ended(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Which of these completions (rows, t) end with their last token: (rows,)."""
+        """Return which of these completions end with their last token: (rows, t) -> (rows,)."""
         newest = tokens[:, max(0, tokens.shape[1] - 9) :]
         ended = [self.is_finished(ids) for ids in newest.tolist()]
         return torch.tensor(ended, device=tokens.device)
 
     def is_finished(self, ids: list[int]) -> bool:
-        """Whether the model ended a completion itself: by an EOS, or after solved examples, with
-        more of which a base model would go on, by </answer>."""
+        """Return whether the model ended a completion itself.
+
+        It does so with an EOS or, after a few-shot prompt, with </answer>. A base model would
+        otherwise continue with more examples.
+        """
         if ids[-1] in self.eos_ids:
             return True
-        return self.num_shots > 0 and "</answer>" in self.decode(ids[-9:])  # a byte a token
+        return self.num_shots > 0 and "</answer>" in self.decode(ids[-9:])  # at most 9 tokens
 
 
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     """Load the model (float32, eval mode, on its device) and its Codec.
 
     config: MODEL_NAME, DEVICE, MAX_NEW_TOKENS, NUM_SHOTS, HUGGINGFACE_ACCESS_TOKEN. Raises
-    ModelError if the model cannot be loaded or would not be trained exactly.
+    ModelError if the model cannot be loaded or cannot be trained exactly.
     """
     if config.MODEL_NAME == "tiny":
         model, tokenizer = build_tiny_model(tasks)
@@ -1075,7 +1144,7 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     except QuestionError as error:
         raise model_error(config, f"{error}: lower MAX_NEW_TOKENS or change TASKS") from error
     except Exception as error:
-        # An architecture of others may raise anything. The traceback tells whose mistake it is.
+        # Third-party models may raise anything. The traceback shows whose bug it is.
         if config.MODEL_NAME == "tiny" or isinstance(error, ModelError):
             raise
         traceback.print_exc()
@@ -1084,8 +1153,11 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
 
 
 def load_pretrained(config):
-    """Load model and tokenizer of MODEL_NAME from the Hugging Face Hub or a folder. Returns them
-    and the type of the weights in the files. Raises ModelError with the reason if that fails."""
+    """Load the model and tokenizer of MODEL_NAME from the Hugging Face Hub or a folder.
+
+    Returns them and the dtype of the weights in the files. Raises ModelError with the reason if
+    they cannot be loaded or trained.
+    """
     name = config.MODEL_NAME
     is_adapter = os.path.isfile(os.path.join(name, "adapter_config.json"))  # it would be ignored
     refuse(config, {"it is an adapter (LoRA): merge it into its base model first": is_adapter})
@@ -1096,32 +1168,33 @@ def load_pretrained(config):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             name, dtype=torch.float32, output_loading_info=True, **access
         )
-    except Exception as error:  # files, network, tokenizer: a model's author may have done anything
+    except Exception as error:  # files, network and tokenizer may fail in any way
         raise model_error(config, f"{type(error).__name__}: {error}") from error
 
     is_sdpa = model.config._attn_implementation == "sdpa"
     if is_sdpa and config.DEVICE == "cpu" and config.DTYPE == "bfloat16":
         model.set_attn_implementation(GROUPED_ATTENTION)
 
-    # Weights that are missing would be random, and different in each process. Some that the model
-    # does not take, such as scales of a quantization, show that the files are another model's.
+    # Missing weights would be random and differ between processes. Unexpected tensors, such as the
+    # scales of a quantization, show that the files belong to another model.
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     is_trainable = all(p.requires_grad and p.is_floating_point() for p in model.parameters())
-    # Some layers keep a state instead of keys and values. Their modules' names say it.
+    # Recurrent layers keep a state instead of keys and values. Module names reveal them.
     names = " ".join(name for name, _ in model.named_modules())
     has_state = re.search(r"mamba|linear_attn|\bconv(1d)?\b", names) is not None
     reasons = {
-        "it has layers with a state (Mamba, linear attention), which no cache repeats": has_state,
+        "it has recurrent layers (Mamba, linear attention), whose state cannot be copied for "
+        "several completions": has_state,
         f"its files lack {' '.join(missing[:1])}": bool(missing),
-        f"its files hold {len(unexpected)} tensors that its model does not take, such as "
+        f"its files contain {len(unexpected)} tensor(s) that the model does not use, such as "
         f"{', '.join(unexpected[:3])}": bool(unexpected),
-        "it gives no hidden states": model.base_model is model,
-        "its weights are quantized or frozen: take the model in full precision": not is_trainable,
+        "it does not expose hidden states": model.base_model is model,
+        "its weights are quantized or frozen: use the full-precision model": not is_trainable,
     }
     refuse(config, reasons)
 
-    # Sampling settings are not used here, and some of them would make save_pretrained raise after
-    # the last round. Keep the ids.
+    # Keep only the ids of the generation config. Its sampling settings are not used here, and some
+    # of them would make save_pretrained raise an error after the last round.
     loaded = model.generation_config
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=loaded.bos_token_id,
@@ -1133,30 +1206,33 @@ def load_pretrained(config):
 
 
 def refuse(config, reasons: dict[str, bool]) -> None:
-    """Raise ModelError with the first of these reasons that holds."""
+    """Raise ModelError with the first reason that holds, if any."""
     for reason, holds in reasons.items():
         if holds:
             raise model_error(config, reason)
 
 
 def model_error(config, reason: str) -> ModelError:
-    """The error that names MODEL_NAME. Of a library's message the lines that help remain: the
-    first, and those that say where to ask or what to install."""
+    """Return a ModelError with MODEL_NAME and the reason.
+
+    A library's message is reduced to its first line and up to two lines that contain a link or a
+    hint about installing or logging in.
+    """
     first, *more = filter(str.strip, reason.splitlines())
     helpful = [line for line in more if re.search("https?://|install|log in|logged in", line)]
     reason = " ".join(line.strip()[:300] for line in [first, *helpful[:2]])
     if "gated" in reason:
-        reason += f" Your token belongs into {SECRET}."
+        reason += f" Put your token in {SECRET}."
     return ModelError(f"MODEL_NAME={config.MODEL_NAME!r} cannot be used: {reason}")
 
 
 def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
-    """The conventions of a loaded model. Raises ModelError if it has no EOS or too few positions.
+    """Return the Codec of a loaded model. Raises ModelError if it has no EOS or too few positions.
 
     config: MODEL_NAME, MAX_NEW_TOKENS, NUM_SHOTS.
     """
-    # Every EOS id of the generation config ends a completion. So do the tokenizer's, and the token
-    # that the chat template writes after an answer.
+    # A completion ends with any EOS id of the generation config, with the tokenizer's EOS, or with
+    # the token that the chat template writes after an answer.
     usual = tokenizer.eos_token_id
     eos = model.generation_config.eos_token_id
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), usual} - {None, -1}
@@ -1166,8 +1242,8 @@ def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
     text_config = model.config.get_text_config()
     positions = num_positions(text_config)
     reasons = {
-        "it has no EOS token, so that nothing would end an answer": eos_id is None,
-        f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS}: expected less than its {positions} positions": (
+        "it has no EOS token, so it could not end an answer": eos_id is None,
+        f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS} must be below its context length, {positions}": (
             positions <= config.MAX_NEW_TOKENS
         ),
     }
@@ -1187,27 +1263,30 @@ def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
 
 
 def find_end_of_turn_id(tokenizer, eos_ids: set[int]) -> int | None:
-    """The token that the chat template puts after an answer (Gemma: <end_of_turn>): the first one
-    there that is an EOS or that was added to the vocabulary. None without one."""
+    """Return the token that the chat template writes after an answer, or None.
+
+    It is the first token there that is an EOS or was added to the vocabulary, such as Gemma's
+    <end_of_turn>.
+    """
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
     try:
         chat = tokenizer.apply_chat_template(turns, tokenize=False)
         tail = tokenizer(chat.rpartition("four")[2], add_special_tokens=False).input_ids
-    except Exception:  # there is no template, or it raises
+    except Exception:  # no template, or it fails
         return None
     added = set(tokenizer.get_added_vocab().values())
     return next((token for token in tail if token in eos_ids | added), None)
 
 
 def num_positions(text_config) -> int:
-    """The longest text that a model can read, in tokens."""
-    # Each family keeps it elsewhere. ALiBi (BLOOM) knows no end; 2048 tokens are what it has seen.
+    """Return a model's context length, in tokens."""
+    # Model families use different names. ALiBi (BLOOM) has no limit but was trained on 2048 tokens.
     positions = 2048
     for name in ("seq_length", "max_seq_len", "max_position_embeddings"):
         positions = getattr(text_config, name, None) or positions
 
-    # Longer texts than the original length would rotate all of a text in another way, so that
-    # cached keys would be wrong. Some models have one rule for each type of their layers.
+    # With dynamic RoPE and LongRoPE, a text beyond the original length changes the rotation of all
+    # its tokens, so cached keys would be wrong. Some models have one rule per layer type.
     rope = getattr(text_config, "rope_parameters", None)
     rope = rope or getattr(text_config, "rope_scaling", None) or {}  # its name in transformers 4
     for rule in (rope, *rope.values()):
@@ -1216,24 +1295,27 @@ def num_positions(text_config) -> int:
     return positions
 
 
-# -------- Exact or refused ------------------------------------------------------------------------
+# -------- Checks of a model -----------------------------------------------------------------------
 
 
 def check_tokens(codec: Codec, config, tasks) -> list[int]:
-    """Raise ModelError unless five questions of each task and their right answers survive the
-    tokenizer. Returns one of the prompts."""
+    """Raise ModelError unless five questions per task and their answers survive the tokenizer.
+
+    Returns one of the prompts.
+    """
     for task, seed in itertools.product(tasks, range(5)):
         question = first_valid_question(task, seed)
-        verifier_score(question, question.answer)  # a mistake in one of one's own raises here
+        verifier_score(question, question.answer)  # a bug in a custom verifier raises here
         question = first_solved_question(task, seed, codec.fits)
 
-        # As a peer's, and with tags that are tokens of their own.
+        # Encode the correct answer like a peer's text, and once more with tags as single tokens,
+        # if the tokenizer has such tokens.
         prompt = codec.encode_prompt(question)
         right = f"<answer>{question.answer}</answer>"
         completions = codec.encode_completions([right, f"It is {right}"], [True, True])
         completions.append(codec.tokenizer(right, add_special_tokens=False).input_ids)
 
-        # Some tokenizers drop tokens or put words apart.
+        # Some tokenizers drop tokens or insert spaces. Compare prompts without whitespace.
         texts = [codec.decode(ids) for ids in completions]
         answers = [extract_tagged_answer(text) or "" for text in texts]
         is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
@@ -1244,11 +1326,11 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         # An id beyond the embedding raises IndexError on a CPU and an opaque assertion on a GPU.
         highest = max(codec.tokenizer.vocab_size - 1, *map(max, [prompt, *completions]))
         reasons = {
-            f"a question of {task} is not whole in its prompt: mend its chat template or tokenizer":
+            f"its prompt lacks part of the {task} question: fix its chat template or tokenizer":
                 not is_whole,
-            "an EOS ends the prompt: set add_eos_token to false in its tokenizer": has_eos,
-            f"its tokenizer gives back {right!r:.40} as {texts!r:.200}": not is_right,
-            f"its tokenizer has token {highest}, the model {codec.vocabulary} in all":
+            "its prompts end with an EOS: set add_eos_token to false in its tokenizer": has_eos,
+            f"its tokenizer turns {right!r:.40} into {texts!r:.200}": not is_right,
+            f"its tokenizer has token id {highest}, but the model has only {codec.vocabulary} ids":
                 highest >= codec.vocabulary,
         }  # fmt: skip
         refuse(config, reasons)
@@ -1256,20 +1338,19 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
 
 
 def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
-    """Raise ModelError unless log-probabilities with shared prompts are those of the model's own
-    plain forward pass.
+    """Raise ModelError unless shared prompts give the log-probabilities of a plain forward pass.
 
-    They are not where a cache cannot be repeated (state-space models), where positions are ignored
-    (BART), and where logits are more than `scaled_logits`.
+    They do not if the cache cannot be repeated (state-space models), if the model ignores positions
+    (BART), or if its logits differ from `scaled_logits`.
     """
-    # Pieces of this prompt, of unequal lengths: two with a common beginning, two without.
+    # Use pieces of this prompt with different lengths: two with a shared prefix, then two without.
     ids = (prompt * 30)[:30]
     answers = [ids[20:24], ids[3:4], ids[24:30]]
     for prompts in ([ids[:9], ids[:9] + ids[-5:]], [ids[:5], ids[4:18]]):
         groups = [Group(prompt, answers, []) for prompt in prompts]
         ours, mask = completion_logprobs(model, groups, pad_id=codec.pad_id)
 
-        # The plain way: every row on its own, without padding or a cache.
+        # The reference passes each row through the model on its own, without padding or a cache.
         theirs = []
         for start, answer in itertools.product(prompts, answers):
             row = torch.tensor([start + answer], device=model.device)
@@ -1279,20 +1360,20 @@ def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
             theirs.append(-losses[-len(answer) :])
 
         error = (ours.detach()[mask] - torch.cat(theirs)).abs().max().item()
-        reason = f"log-probabilities differ by {error:.2g} from a plain forward pass"
-        refuse(config, {reason: not error < 2e-3})  # also if it is no number
+        reason = f"its log-probabilities differ by {error:.2g} from a plain forward pass"
+        refuse(config, {reason: not error < 2e-3})  # also true for NaN
         ours.sum().backward()  # must not raise
         model.zero_grad()
 
 
 def file_notes(codec: Codec, config, tasks) -> list[str]:
-    """What the user should know of the own questions: sentences for each file."""
+    """Return notes about the user's own questions, as sentences."""
     sentences = []
     for task in filter(FILE_TASKS.get, tasks):
         rows = list(itertools.chain(*FILE_TASKS[task]))
         answers = [last_part(answer) for _, answer in rows]
 
-        # What is too long for a prompt, or for MAX_NEW_TOKENS?
+        # Find questions that are too long for a prompt, and answers too long for MAX_NEW_TOKENS.
         tagged = [f"<answer>{answer}</answer>" for answer in answers]
         lengths = list(map(len, codec.encode_completions(tagged, [True] * len(rows))))
         long = []
@@ -1303,33 +1384,32 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
         if long:
             sentences.append(
                 f"{task}: {len(long)} questions or their answers are too long, such as "
-                f"{long[0]!r:.60}; MAX_NEW_TOKENS={max(lengths)} would hold all answers"
+                f"{long[0]!r:.60}; all answers fit with MAX_NEW_TOKENS={max(lengths)}"
             )
 
-        # A right answer must be repeated sign by sign, unless it is a number.
+        # A completion must repeat the answer character by character, unless it is a number.
         derived = [answer for _, answer in rows if "####" in answer]
         if derived:
-            sentences.append(f"{task}: of {len(derived)} answers only the part behind #### counts")
+            sentences.append(f"{task}: in {len(derived)} answers, only the part after #### counts")
         odd = [answer for answer in answers if "\n" in answer or answer.endswith(".")]
         if len(odd) > len(rows) / 10:
             sentences.append(
-                f"{task}: {len(odd)} answers have several lines or end in a full stop, which a "
-                f"model must repeat to be right, such as {odd[0]!r:.60}"
+                f"{task}: {len(odd)} answers have several lines or end with a period, which a "
+                f"correct completion must repeat, such as {odd[0]!r:.60}"
             )
     return sentences
 
 
-# -------- The embedded model, the optimizer, the warm start ---------------------------------------
+# -------- The built-in model, the optimizer, the warm start ---------------------------------------
 
 
 def build_tiny_model(tasks):
-    """Build the embedded model `tiny`, 0.14 M parameters, and its tokenizer of characters and
-    phrases.
+    """Build the built-in model `tiny` (0.14M parameters) and its tokenizer.
 
-    A phrase is a fixed piece of the tasks' questions that recurs, or the beginning of an answer. It
-    has at least five characters, no digit, and becomes one token.
+    Its tokens are characters and phrases. A phrase is a fixed piece of the tasks' questions that
+    recurs, or the start of an answer. It has at least five characters and no digits.
     """
-    # Collect the phrases: the pieces between the numbers of a hundred questions of each task.
+    # Collect the phrases, which are the pieces between numbers, from a hundred questions per task.
     counts = Counter()
     for task in dict.fromkeys(tasks):
         for i in range(100):
@@ -1351,7 +1431,7 @@ def build_tiny_model(tasks):
         tokenizer_object=backend, eos_token="<eos>", pad_token="<eos>", unk_token="<unk>"
     )
 
-    # The same random weights in every process, without a change to the global random state.
+    # Every process gets the same random weights. The global RNG state is left unchanged.
     config = transformers.GPT2Config(
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -1365,16 +1445,16 @@ def build_tiny_model(tasks):
 
 
 def make_optimizer(model, config) -> torch.optim.AdamW:
-    """AdamW with its moments allocated, so that no later step allocates them.
+    """Return AdamW with its moments allocated, so that no later step allocates them.
 
-    config: MODEL_NAME, LEARNING_RATE. The fused step is one pass over memory. tiny uses the unfused
-    one, because the fused one rounds differently and tiny's results must repeat bit for bit.
+    config: MODEL_NAME, LEARNING_RATE. The fused step is a single pass over memory. tiny does not
+    use it, because the fused step rounds differently and tiny must be reproducible bit for bit.
     """
     fused = config.MODEL_NAME != "tiny"
     optimizer = torch.optim.AdamW(
         model.parameters(), config.LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=fused
     )
-    for p in model.parameters():  # what AdamW's first step would allocate
+    for p in model.parameters():  # as AdamW's first step would do
         optimizer.state[p] = {
             "step": torch.zeros((), device=p.device if fused else "cpu"),
             "exp_avg": torch.zeros_like(p),
@@ -1383,17 +1463,19 @@ def make_optimizer(model, config) -> torch.optim.AdamW:
     return optimizer
 
 
-WARM_START_VERSION = 6  # raise it when `warm_start` changes, so that no older file is loaded
+WARM_START_VERSION = 6  # increase it when `warm_start` changes, so that older files are not loaded
 
 
 def warm_start(model, codec: Codec, config, tasks):
-    """Train on the tasks' own questions, WARM_START_STEPS steps of supervised fine-tuning. They are
-    counted in steps, not seconds, so that the result repeats. Yields (step, loss) after each step.
+    """Run WARM_START_STEPS steps of supervised fine-tuning on the tasks' own questions.
 
-    tiny sees answers in all forms, half of them the rewarded one, then a last phase in which that
-    form is rare (ANSWER_TAG_SHARE). It can do the arithmetic then but hardly ever writes the
-    rewarded form. That is on purpose: finding this form is what is left to learn. Other models see
-    the rewarded form only.
+    The length is counted in steps, not seconds, so that the result is reproducible. Yields (step,
+    loss) after each step.
+
+    At first, tiny sees answers in all formats, half of them in the rewarded format. In a last
+    phase, the rewarded format is rare (ANSWER_TAG_SHARE). The model can then do the arithmetic but
+    hardly ever uses that format. This is by design, because finding the format is left to GRPO.
+    Other models see only the rewarded format.
 
     config: MODEL_NAME, SEED, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE.
     """
@@ -1404,8 +1486,8 @@ def warm_start(model, codec: Codec, config, tasks):
     warm_up_steps = max(1, min(50, steps // 4))
     num_last_steps = min(150, steps // 4) if is_tiny else 0
 
-    # The questions, as (prompt, answer), the shortest first: 16,000 at most, which takes 3 s. They
-    # are asked several times.
+    # Generate at most 16,000 questions as (prompt, answer), which takes 3 s, and sort them by
+    # length. They are used several times.
     rng = random.Random(f"warm start {config.SEED}")
     samples = []
     for _ in range(min(16_000, steps * batch_size)):
@@ -1416,17 +1498,18 @@ def warm_start(model, codec: Codec, config, tasks):
     make_question.cache_clear()
 
     for step in range(1, steps + 1):
-        # The learning rate rises, stays, and in the second half falls to 0.
+        # The learning rate warms up, stays constant, and falls to 0 in the second half.
         share = min(1.0, step / warm_up_steps, 2 * (1 - (step - 1) / steps))
         for optimizer, peak_lr in optimizers:
             optimizer.param_groups[0]["lr"] = peak_lr * share
 
-        # A batch of similar lengths, so that little is padded: neighbours of a random sample.
+        # Draw the batch from the neighbors of a random sample. Their prompts have similar lengths,
+        # so the batch needs little padding.
         middle = rng.randrange(len(samples))
         neighbours = samples[max(0, middle - 8 * batch_size) : middle + 8 * batch_size]
         batch = rng.sample(neighbours, batch_size)
 
-        # Each answer in one of the forms.
+        # Write each answer in one of the formats.
         tag_share = config.ANSWER_TAG_SHARE if step > steps - num_last_steps else 0.5
         answers = []
         for _, answer in batch:
@@ -1434,8 +1517,8 @@ def warm_start(model, codec: Codec, config, tasks):
             template = ANSWER_TEMPLATES[0] if is_rewarded else rng.choice(ANSWER_TEMPLATES[1:])
             answers.append(template.format(answer))
 
-        # The negative log-likelihood of the answers, a mean over all their tokens. -100 stands for
-        # what is not scored: prompts, and the padding, which stands on the right.
+        # The loss is the mean negative log-likelihood of the answer tokens. It ignores the label
+        # -100 of prompts and of the padding on the right.
         rows = []
         labels = []
         answer_ids = codec.encode_completions(answers, [True] * len(answers))
@@ -1456,8 +1539,10 @@ def warm_start(model, codec: Codec, config, tasks):
 
 
 def warm_start_optimizers(model, is_tiny: bool) -> list[tuple]:
-    """Optimizers with their highest learning rates: AdamW, and for the matrices in the layers of
-    tiny Muon, with which half as many steps are enough."""
+    """Return (optimizer, peak learning rate) pairs: AdamW and, for tiny's matrices, Muon.
+
+    With Muon for the matrices in its layers, tiny needs half as many steps.
+    """
     rest = dict(model.named_parameters())
     names = [name for name, p in rest.items() if is_tiny and ".h." in name and p.ndim == 2]
     matrices = [rest.pop(name) for name in names]
@@ -1471,15 +1556,17 @@ def warm_start_optimizers(model, is_tiny: bool) -> list[tuple]:
 
 @torch.no_grad()
 def orthogonalize_gradients(optimizer, args, kwargs) -> None:
-    """Make of each matrix's gradient the step of Muon (K. Jordan, 2024): its moving average, with
-    all singular values near 1. That of torch computes in bfloat16, which takes an AVX2 CPU five
-    times as long as the rest of a step."""
+    """Replace each matrix's gradient with Muon's step (K. Jordan, 2024).
+
+    This is the gradient's moving average with all singular values near 1. torch's Muon computes in
+    bfloat16, which takes five times as long as the rest of a step on an AVX2 CPU.
+    """
     for p in optimizer.param_groups[0]["params"]:
         average = optimizer.state[p].setdefault("average", torch.zeros_like(p))
         average.lerp_(p.grad, 0.05)
-        x = p.grad.lerp(average, 0.95)  # Nesterov's look ahead
+        x = p.grad.lerp(average, 0.95)  # Nesterov momentum
 
-        # Five Newton-Schulz steps; on the side of the matrix where its products are small.
+        # Run five Newton-Schulz steps. A tall matrix is transposed, so that its products are small.
         is_tall = x.shape[0] > x.shape[1]
         x = x.T if is_tall else x
         x = x / x.norm().clamp(min=1e-7)
@@ -1490,8 +1577,10 @@ def orthogonalize_gradients(optimizer, args, kwargs) -> None:
 
 
 def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
-    """The settings, the data and the initial weights of a warm start, as {name: value}. Its hash is
-    the name of the file; a change of the code counts through WARM_START_VERSION."""
+    """Return the settings, data and initial weights of a warm start, as {name: value}.
+
+    The hash of this dict is the file's name. WARM_START_VERSION stands for the code.
+    """
     names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
     questions = [first_valid_question(task, 1, codec.fits) for task in sorted(tasks)]
     return {name: getattr(config, name) for name in names} | {
@@ -1511,7 +1600,7 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
 # ==================================================================================================
 
 
-TRY_SCRIPT = '''"""Ask this model as it was asked in training: python try.py "What is 2 + 2?" """
+TRY_SCRIPT = '''"""Prompt this model exactly as in training: python try.py "What is 2 + 2?" """
 
 import pathlib
 import sys
@@ -1532,8 +1621,10 @@ print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_toke
 
 
 def try_script(codec: Codec, question: Question, config) -> str:
-    """A script that asks the final model as training did: with the system prompt and without
-    thinking, or after solved examples."""
+    """Return a script that prompts the final model exactly as in training.
+
+    The prompt includes the system prompt (without thinking) or the few-shot examples.
+    """
     asked = question.text.strip()
     prompt = codec.prompt_text(codec.solved_examples(question), asked)
     before, _, after = prompt.rpartition(asked)
@@ -1548,16 +1639,19 @@ def try_script(codec: Codec, question: Question, config) -> str:
 
 
 def save_model(model, codec: Codec, card: str, folder) -> None:
-    """Write model, tokenizer and model card as an ordinary Hugging Face folder, the weights in the
-    type that they came in. The model must not be trained afterwards."""
+    """Save model, tokenizer and model card as a standard Hugging Face folder.
+
+    The weights are converted back to the dtype of their original files, so the model must not be
+    trained afterwards.
+    """
     transformers.utils.logging.disable_progress_bar()  # "Writing model shards"
-    model.generation_config.eos_token_id = sorted(codec.eos_ids)  # else `generate` goes on for ever
+    model.generation_config.eos_token_id = sorted(codec.eos_ids)  # so that `generate` stops
     model.to(codec.dtype).save_pretrained(folder)
-    # Several chat templates would need a subfolder.
+    # Chat templates stay in tokenizer_config.json, because several would need a subfolder.
     codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
     Path(folder, "README.md").write_text(card, encoding="utf-8")
 
-    # The name of the class that transformers 4 knows, too.
+    # transformers 4 only knows the older name of this class.
     file = Path(folder, "tokenizer_config.json")
     settings = file.read_text(encoding="utf-8")
     settings = settings.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')

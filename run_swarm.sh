@@ -1,35 +1,35 @@
 #!/usr/bin/env bash
-# One coordinator and NUM_WORKERS (4) workers on this machine, or the paper's comparison, one after another.
-#   bash run_swarm.sh                                     4 workers, I/J 4/4, embedded model: the main job
-#   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh       any variable of sapo.py is passed on
-#   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     an experiment for each I/J and seed, then the report
-#   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process;
-#                                                         u: EXTERNAL_FILTER=False, xK: LOCAL_OVERSAMPLE=K
-# It shows the coordinator and worker_0; all output is in LOG_DIR (a new folder in /tmp).
+# Run a coordinator and NUM_WORKERS (4) workers on this machine, or compare several settings of I/J.
+#   bash run_swarm.sh                                     4 workers, I/J 4/4, the built-in model
+#   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh       all settings of sapo.py are passed on
+#   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     one run per I/J and seed, then the report
+#   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process
+#                                     (u: EXTERNAL_FILTER=False, xK: LOCAL_OVERSAMPLE=K)
+# It shows the coordinator and worker_0. LOG_DIR (by default, a new folder in /tmp) has all output.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 python=${PYTHON:-$(command -v python3 || command -v python)}
-if [ $# -gt 0 ]; then  # --help: settings are variables, never arguments
+if [ $# -gt 0 ]; then  # such as --help; settings are environment variables, never arguments
   sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
   exec "$python" "$here/sapo.py" --help
 fi
 
 # ---- Settings
 
-if [ "${LOCAL_NODES:-1}" != 1 ]; then NUM_WORKERS=1; fi  # one process holds all nodes
+if [ "${LOCAL_NODES:-1}" != 1 ]; then NUM_WORKERS=1; fi  # one process runs all nodes
 export NUM_WORKERS=${NUM_WORKERS:-4} MODEL_NAME=${MODEL_NAME:-tiny}
 if ! [[ $NUM_WORKERS =~ ^[1-9][0-9]*$ ]]; then
   echo "NUM_WORKERS=$NUM_WORKERS: expected 1, 2, 3 …"
   exit 2
 fi
-case ${TEST_MODE:-0} in  # it has its own defaults
+case ${TEST_MODE:-0} in  # TEST_MODE has its own defaults
   0 | [Ff]alse | FALSE | [Nn]o | NO | [Oo]ff | OFF)
     export MAX_ROUNDS=${MAX_ROUNDS:-120}
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4} ;;
 esac
 
-# Threads are shared out fairly. Otherwise every worker starts one per core, and all of them crawl.
+# Divide the threads evenly. Otherwise, each worker starts a thread per core, and all are very slow.
 count='import os, torch
 print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)), torch.cuda.device_count())'
 read -r cores gpus < <("$python" -c "$count")
@@ -42,21 +42,21 @@ export COLUMNS=${COLUMNS:-$(tput cols 2>/dev/null || echo 80)}
 
 # ---- Processes
 
-# Each process is in a process group of its own: the terminal's Ctrl-C reaches this script alone,
-# which passes it on once. A second Ctrl-C makes the processes exit at once.
+# Each process has its own process group, so the terminal's Ctrl-C reaches only this script, which
+# passes it on once. A second Ctrl-C makes the processes exit immediately.
 set -m
 pids=() stopping=0
-trap '' PIPE  # the reader of the output may be gone
+trap '' PIPE  # the output may be a closed pipe
 say() { echo "run_swarm: $*" 2>/dev/null || true; }
 stop_all() {
-  local pid  # not that of `wait_for`, which this interrupts
-  if [ $stopping = 0 ]; then say "stopping (a round is finished first)"; fi
+  local pid  # does not overwrite the `pid` of `wait_for`, which this function interrupts
+  if [ $stopping = 0 ]; then say "stopping; processes finish their current round first"; fi
   stopping=1
   for pid in ${pids[@]+"${pids[@]}"}; do kill -INT -- "-$pid" 2>/dev/null || true; done
 }
 trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: Slurm's time limit
 
-start() {  # NAME VAR=VALUE…: one process in the background; says so if it fails
+start() {  # NAME VAR=VALUE…: start a process in the background, and report its failure
   local name=$1
   shift
   : > "$logs/$name.log"
@@ -67,56 +67,58 @@ start() {  # NAME VAR=VALUE…: one process in the background; says so if it fai
     if [ $status != 0 ] && [ $status != 130 ]; then
       tail -n 5 "$logs/$name.log" | sed "s/^/[$name] /"
       say "$name ended with exit code $status ($logs/$name.log)"
-      grep -m1 "to resume: " "$logs/$name.log" || true  # the command that starts it again
+      grep -m1 "to resume: " "$logs/$name.log" || true  # the command that resumes it
     fi
-    if [ $status -gt 130 ]; then  # it was killed: say goodbye for it, or the others would wait
+    if [ $status -gt 130 ]; then  # it was killed; mark it as failed, or the others would wait
       beat=${GDRIVE_PATH:-rl-swarm}/experiments/${EXPERIMENT_NAME:-default}/nodes/$name/heartbeat.json
       if [ -f "$beat" ]; then sed 's/"running"/"failed"/' "$beat" > "$beat.new" && mv "$beat.new" "$beat"; fi
     fi
     exit $status
-  ) 2>/dev/null &  # bash would say "Killed" in words of its own
+  ) 2>/dev/null &  # hides bash's own "Killed" message
   pids+=($!)
-  if [ $stopping = 1 ]; then kill -INT -- "-$!" 2>/dev/null || true; fi  # a Ctrl-C came before pids+=
+  if [ $stopping = 1 ]; then kill -INT -- "-$!" 2>/dev/null || true; fi  # Ctrl-C came before pids+=
 }
 
-keep_and_show() {  # NAME: output to its log; on the screen, that of some, but for what is said for all
+keep_and_show() {  # NAME: write stdin to its log, and print selected lines of selected processes
   trap '' INT TERM HUP USR1
   while IFS= read -r line || [ -n "$line" ]; do
     printf "%s\n" "$line" >> "$logs/$1.log"
     case $1:$line in
-      worker_0:worker_0\ [0-9]*/*) ;;  # rounds are the coordinator's, for all
-      *:"to resume: "* | *:"stopped; to go on:" | *" python sapo.py") ;;  # this script's command resumes all
+      # Hide the rounds of worker_0, because the coordinator's lines are about all workers, and the
+      # commands that resume a single process, because this script resumes all.
+      worker_0:worker_0\ [0-9]*/*) ;;
+      *:"to resume: "* | *:"stopped; to resume, run:" | *" python sapo.py") ;;
       worker_0:* | [!w]*) printf "%s\n" "[$1] ${line#"$1 "}" 2>/dev/null || true ;;
     esac
   done
 }
 
-wait_for() {  # PID…: until these have ended; returns 1 if one of them has failed
+wait_for() {  # PID…: wait until all of these have ended; return 1 if any of them failed
   local pid status failed=0
   for pid; do
     status=0
     wait "$pid" || status=$?
-    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done  # a signal ends a wait
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done  # a signal ends `wait`
     if [ $status != 0 ]; then failed=1; fi
   done
   if [ $stopping = 1 ]; then
     for pid in "${pids[@]}"; do while kill -0 "$pid" 2>/dev/null; do wait "$pid" || true; done; done
-    say "stopped; to go on: the same command"
+    say "stopped; to resume, run the same command again"
     exit 130
   fi
   return $failed
 }
 
-run_experiment() {  # prepare, then coordinator and workers, until all have ended
+run_experiment() {  # run prepare, then the coordinator and the workers, until all have ended
   local i device
-  # Load the model once and make its warm start. If that fails, nothing else is started.
+  # Load the model once, and create its warm start. If that fails, no other process is started.
   pids=()
   start prepare NODE_ROLE=prepare
   wait_for "${pids[@]}" || exit 1
 
   pids=()
   if [ "${LOCAL_NODES:-1}" != 1 ]; then
-    start swarm NODE_ROLE=worker  # its nodes keep step by themselves
+    start swarm NODE_ROLE=worker  # nodes of one process need no coordinator
     wait_for "${pids[@]}" || exit 1
     return
   fi
@@ -127,7 +129,7 @@ run_experiment() {  # prepare, then coordinator and workers, until all have ende
     if [ -z "$device" ] && [ "$gpus" -gt 1 ]; then device=cuda:$((i % gpus)); fi
     start "worker_$i" NODE_ROLE=worker NODE_ID="worker_$i" DEVICE="$device"
   done
-  if ! wait_for "${pids[@]:1}"; then  # the coordinator waits for workers to come, but none will
+  if ! wait_for "${pids[@]:1}"; then  # stop the coordinator, which would wait for new workers
     kill -INT -- "-${pids[0]}" 2>/dev/null || true
     wait_for "${pids[0]}" || true
     exit 1
@@ -141,13 +143,13 @@ main() {
     run_experiment
     return
   fi
-  for config in $CONFIGS; do  # check all of it before hours of training
+  for config in $CONFIGS; do  # check all of them before hours of training
     if ! [[ $config =~ $pattern ]]; then
       echo "CONFIGS=$CONFIGS: expected I/J pairs such as 8/0 4/4 4/4u 8/0x4"
       exit 2
     fi
   done
-  export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late starter must not lose rounds of a study
+  export ROUND_ADVANCE=${ROUND_ADVANCE:-completion}  # a late worker must not miss rounds
   for seed in ${SEEDS:-${SEED:-42}}; do
     for config in $CONFIGS; do
       [[ $config =~ $pattern ]]
@@ -162,4 +164,4 @@ main() {
   NODE_ROLE=report EXPERIMENT_NAME="${name}_*" "$python" "$here/sapo.py"
 }
 
-main; exit  # on one line: bash reads a script as it goes, and someone may edit this one meanwhile
+main; exit  # on one line, because bash reads a script while it runs, and the script may be edited

@@ -4,11 +4,16 @@
 # ///
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721).
 
-Nodes, each with its own language model, learn by GRPO on reasoning-gym questions. They share what
-they generate, as plain text, through one folder. A group is a question with G completions
-(NUM_GENERATIONS, 8). In each stage, by default one a round, a node trains on I groups of its own
-(NUM_TRAIN_SAMPLES, 8) and on J groups of its peers, the other nodes (NUM_TRANSPLANT_TREES; by
-default 0, which is plain GRPO). Settings are environment variables (`python sapo.py --help`).
+Several nodes each train their own language model with GRPO on reasoning-gym questions. They share
+their rollouts, as plain text, through one folder (see drive_store.py). A group is one question with
+G completions (NUM_GENERATIONS, 8). It is informative if its rewards differ.
+
+In each stage (by default, one per round), a node trains on I groups of its own (NUM_TRAIN_SAMPLES,
+8) and on J external groups from its peers, the other nodes (NUM_TRANSPLANT_TREES; the default, 0,
+is plain GRPO). It first verifies external groups: it regenerates their questions and scores their
+completions itself.
+
+Settings are environment variables (`python sapo.py --help`):
 
     EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py
 """
@@ -38,12 +43,12 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-import huggingface_hub  # these four come with transformers
+import huggingface_hub  # comes with transformers, like safetensors and tqdm
 import safetensors.torch
 import torch
 import tqdm
 
-if "DriveStore" in globals():  # the four modules pasted into one notebook cell
+if "DriveStore" in globals():  # the four modules were pasted into one notebook cell
     coordinator = drive_store = grpo = sys.modules[__name__]
 else:
     import coordinator
@@ -52,18 +57,19 @@ else:
 
 
 def train(run: "Run") -> None:
-    """SAPO, Algorithm 1 of arXiv:2509.08721, for the nodes of this process, until the last round.
+    """Run Algorithm 1 of the paper with the nodes of this process until the last round.
 
-    In each stage all nodes of a process publish before any of them trains. So sharing among them is
-    fully synchronous, and a swarm in one process repeats bit for bit on a CPU.
+    In each stage, all of them finish step 3 before any of them starts step 4. Sharing among them is
+    therefore synchronous, and a swarm in one process is reproducible bit for bit on a CPU.
 
-    `run` is the state of this process. Most used are
-        config, codec  the settings and the tokenizer, as in grpo.py
-        nodes          its learners (`Node`): one, or as many as LOCAL_NODES says
-        store          the shared folder, see drive_store.py
-        swarm          what it sees of others: board, as of the last look(), is_alive(node); and
-                       what they see of it: its marker, enter(t), and its heartbeat, beat()
-        last_round     the last finished round, -1 before the first
+    `run` is the state of this process. The core uses these parts of it:
+        config, codec   as in grpo.py, where update_limit is called `limit`
+        nodes           the learners (`Node`) of this process, by default one (LOCAL_NODES)
+        store           the shared folder
+        swarm.board     a snapshot of the board; swarm.look() replaces and returns it
+        swarm.enter(t)  moves the "open" markers of these nodes
+        swarm.beat()    writes their heartbeats if they are due
+        last_round      the last finished round, -1 before the first; set by `finish_round`
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):  # 1 by default
@@ -81,12 +87,14 @@ def train(run: "Run") -> None:
 
 
 # -------- The six steps of a stage ----------------------------------------------------------------
-# `at` is an At(round, stage). node.metrics gathers the numbers of this stage.
+# `at` is the current stage, At(round, stage). `node.metrics` collects its metrics.
 
 
 def sample_batch(run: "Run", node: "Node", at) -> "list[grpo.Question]":
-    """Step 1: draw I questions, or LOCAL_OVERSAMPLE (1) times as many. Their seeds are hashes, so a
-    resumed node asks the same again, and no random state has to be saved."""
+    """Draw I questions (step 1), or k times as many with LOCAL_OVERSAMPLE=k (default 1).
+
+    Their seeds are hashes, so a resumed node draws the same questions without a saved RNG state.
+    """
     node.metrics = {"rejected": 0, "external_pool": 0}
     indices = range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE)
     seeds = [derive_seed(run.config, node.id, at, "question", i) for i in indices]
@@ -94,26 +102,29 @@ def sample_batch(run: "Run", node: "Node", at) -> "list[grpo.Question]":
 
 
 def generate_groups(run: "Run", node: "Node", questions: list, at) -> "list[grpo.Group]":
-    """Step 2: generate G completions of each question, decode and score them."""
+    """Generate (`grpo.sample_completions`) and score G completions per question (step 2)."""
     seed = derive_seed(run.config, node.id, at, "generate")
-    with timed(node, "generate_seconds"):  # a metric
+    with timed(node, "generate_seconds"):
         groups = answer_questions(run, node, questions, run.config.NUM_GENERATIONS, seed)
     node.metrics |= generation_metrics(groups)
     return groups
 
 
 def publish_groups(run: "Run", node: "Node", at) -> None:
-    """Step 3: share the groups as text, before training on them."""
+    """Share the groups as text (step 3), by default in every stage, before training on them."""
     node.unshared += node.groups
-    if run.config.publishes(at.stage):  # by default in every stage, else in the last of a round
-        rollouts = drive_store.rollout_file(node.unshared, run.about)  # about: for people
+    if run.config.publishes(at.stage):  # only the last stage if ROLLOUT_PUBLISH_FREQUENCY=round
+        rollouts = drive_store.rollout_file(node.unshared, run.about)  # about: informational
         run.store.publish("rollouts", node.id, at, rollouts)
         node.unshared = []
 
 
 def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
-    """Step 4: wait for the peers, and draw J of their groups: of this stage or, if it has too few,
-    of one, two … ROLLOUT_MAX_AGE (4) rounds back. Candidates of one age have the same chance."""
+    """Wait for the peers, and draw J of their groups (step 4).
+
+    If this stage has too few, groups from one, two … ROLLOUT_MAX_AGE (4) rounds back follow.
+    Candidates of the same age are equally likely.
+    """
     config = run.config
     with timed(node, "wait_seconds"):
         if config.NUM_TRANSPLANT_TREES > 0 and config.publishes(at.stage):
@@ -125,7 +136,8 @@ def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
         num_missing = config.NUM_TRANSPLANT_TREES - len(external)
         if num_missing == 0:
             break
-        candidates = external_candidates(run, node, at, age, rng)  # EXERCISE: another draw
+        candidates = external_candidates(run, node, at, age, rng)
+        # EXERCISE: choose the groups differently.
         external += rng.sample(candidates, min(num_missing, len(candidates)))
         node.metrics["external_pool"] += len(candidates)
     node.used_external |= {group.key for group in external}
@@ -134,55 +146,63 @@ def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
 
 
 def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[grpo.Group]":
-    """The groups of one age that `node` may draw: of at most FETCH_MAX_PEERS (10) peers, verified,
-    informative (with EXTERNAL_FILTER, the default), not drawn before. Age 0 is this stage, age 1
-    all stages of the round before."""
+    """Return the verified groups of one age that `node` may draw and has not drawn before.
+
+    Age 0 is this stage, and age 1 is all stages of the previous round. `choose_peers` selects at
+    most FETCH_MAX_PEERS (10) other nodes by a hash. With EXTERNAL_FILTER (the default), all are
+    informative.
+    """
     config = run.config
     stages = [at.stage] if age == 0 else range(config.MAX_STAGES)
     sources = [drive_store.At(at.round - age, stage) for stage in stages]
+    # A peer that has published any of these stages has reached the first of them.
     publishers = run.swarm.board.reached("rollouts", sources[0])
 
     candidates = []
     for peer in choose_peers(run, node, at, publishers):
-        records = unused_records(run, node, peer, sources)  # groups as they stand in its files
+        records = unused_records(run, node, peer, sources)  # groups as dicts
 
-        # At most I groups per peer and age (J if I = 0). Verifying is costly, so they are chosen
-        # before it: a peer gains nothing by publishing thousands.
+        # Draw at most I groups per peer and age (J if I = 0), before the expensive verification.
         fair_share = config.NUM_TRAIN_SAMPLES or config.NUM_TRANSPLANT_TREES
         if len(records) > fair_share:
             records = rng.sample(records, fair_share)
 
         for record in records:
-            group = verify_once(run, node, record)
+            group = verify_once(run, node, record)  # cached; None if rejected
             if group and (group.is_informative or not config.EXTERNAL_FILTER):
                 candidates.append(group)
     return candidates
 
 
 def verify(run: "Run", record: dict) -> "grpo.Group":
-    """A peer's group: its question made again from task and seed, its texts tokenized and scored
-    here. Raises Rejected or grpo.QuestionError (`verify_once` then counts it as rejected) for
-    - a task that is not one of TASKS, or a seed that gives no question;
-    - a held-out seed: its question only measures what was learned;
-    - a prompt that is not the question made here;
-    - a completion without a token, over twice MAX_NEW_TOKENS, or too long for this model;
-    - an EOS inside of a completion, or a token that this model does not have.
+    """Return a peer's group with its question, token ids and rewards computed locally.
+
+    Raise Rejected or grpo.QuestionError for
+    - a task that is not one of TASKS, or a seed that has no question;
+    - a held-out seed, which is reserved for evaluation;
+    - a prompt that differs from the regenerated question, or a question too long for this model;
+    - a completion that is empty, too long for this model or longer than 2 * MAX_NEW_TOKENS (the
+      peer's tokenizer may need fewer tokens);
+    - an EOS before the end of a completion, or a token that this model does not have.
     """
     question = checked_question(run, record)
     prompt = run.codec.encode_prompt(question)
-    shared = record["completions"][: run.config.NUM_GENERATIONS]  # dicts: response, finished
+    shared = record["completions"][: run.config.NUM_GENERATIONS]  # dicts: response, finished, …
     token_ids = checked_ids(run.codec, prompt, shared)
     finished = [completion["finished"] for completion in shared]
 
-    # Score the text that these tokens decode to, because the update trains on the tokens.
+    # Score the text that these tokens decode to (with `grpo.compute_reward`), because the update
+    # trains on the tokens.
     group = score(run, question, prompt, token_ids, finished)
     return replace(group, key=record["key"])
 
 
 def policy_gradient(run: "Run", node: "Node") -> None:
-    """Step 5: one GRPO update on I of the own groups, informative ones first (LOCAL_OVERSAMPLE may
-    have made more than I), and on all drawn external groups."""
-    # EXERCISE: replace groups without information by informative ones of earlier rounds (replay).
+    """Do one GRPO update on I own groups and the external groups (step 5).
+
+    If LOCAL_OVERSAMPLE has generated more than I, informative groups come first.
+    """
+    # EXERCISE: replace uninformative groups with informative groups from earlier rounds (replay).
     own = sorted(node.groups, key=lambda group: not group.is_informative)
     groups = own[: run.config.NUM_TRAIN_SAMPLES] + node.external
     with timed(node, "train_seconds"):
@@ -193,11 +213,14 @@ def policy_gradient(run: "Run", node: "Node") -> None:
 
 
 def submit_reward(run: "Run", node: "Node", at) -> None:
-    """Step 6: submit and log the stage's metrics. The reward is the mean over the node's own
-    completions only, because external groups or a filter would bias it. It is None if I = 0."""
+    """Submit and log the metrics of the stage (step 6).
+
+    The reward is the mean over the node's own completions, because external groups or a filter
+    would bias it. With I = 0, it is None.
+    """
     reward = coordinator.mean(reward for group in node.groups for reward in group.rewards)
     metrics = {"reward": reward, **node.metrics, **held_out_metrics(run, node, at)}
-    # After a kill the stage may have been submitted already. Then that counts, also in the log.
+    # After a crash, `publish` may return earlier metrics of this stage, which then count.
     node.metrics = run.store.publish("rewards", node.id, at, metrics)
     node.total_reward += node.metrics["reward"] or 0.0
     log_metrics(run, node, at)
@@ -207,8 +230,11 @@ def submit_reward(run: "Run", node: "Node", at) -> None:
 
 
 def wait_for_peers(run: "Run", node: "Node", at) -> None:
-    """Wait for late peers: FETCH_TIMEOUT_SECONDS (30) at most in a round, over all its stages and
-    all nodes of this process, and not beyond the opening of a later round or a stop."""
+    """Wait for late peers until FETCH_TIMEOUT_SECONDS (30) are used up.
+
+    All stages of a round and all nodes of this process share this time. The wait also ends when a
+    later round opens or a stop is requested.
+    """
     while late := late_peers(run, node, at):
         if run.swarm.board.open_round > at.round or run.signals.requested:
             return
@@ -216,43 +242,47 @@ def wait_for_peers(run: "Run", node: "Node", at) -> None:
             give_up(run, late, at)
             return
         run.swarm.beat()
-        run.seconds_to_wait -= run.swarm.sleep()  # the seconds of look and sleep
+        run.seconds_to_wait -= run.swarm.sleep()  # look and sleep, each counted as at most 2 s
 
 
 def late_peers(run: "Run", node: "Node", at) -> set[str]:
-    """The peers to wait for: expected, FETCH_MAX_PEERS (10) at most, and without a file of this
-    stage. None if none of these is alive. Expected are
-    (a) those in step: they have published the last stage of the round before, or have entered this
-        round (round 0: all);
-    (b) those that have entered the round before, unless `give_up` has dropped them since they were
-        last in step.
+    """Return the expected peers that have not published this stage, if any of them is alive.
+
+    At most FETCH_MAX_PEERS (10) peers are checked. A peer is expected if
+    (a) it is in step (see `Board.in_step`), or
+    (b) it has entered the previous round and has not been given up. A peer is given up from when a
+        wait for it times out until it is in step again.
     """
     board = run.swarm.look()
     in_step = board.in_step("rollouts", at.round, run.config.MAX_STAGES)  # (a)
     run.given_up -= in_step
     entered_before = set(board.reached("open", drive_store.At(at.round - 1)))
-    entered_before &= set(board.workers)  # the coordinator enters rounds, too
+    entered_before &= set(board.workers)  # without the coordinator
     expected = in_step | (entered_before - run.given_up)  # (b)
 
     late = set()
     for peer in choose_peers(run, node, at, expected):
-        # Both must show: on some drives the file comes after its marker.
+        # On some drives, the marker appears before the file.
         is_marked = peer in board.reached("rollouts", at)
         if not is_marked or fetch_records(run, node, peer, at) is None:
             late.add(peer)
-    late -= set(run.config.node_ids)  # own nodes publish before any of them waits
+    late -= set(run.config.node_ids)  # these have all published
     return late if any(map(run.swarm.is_alive, sorted(late))) else set()
 
 
 def next_round(run: "Run") -> int | None:
-    """Enter the round to work on now and return it; None after the last one. In a swarm it is the
-    newest open one, so a node that was slow or away skips rounds. coordinator.py says who opens."""
+    """Enter the next round and return it, or return None after the last round.
+
+    In a swarm, this is the open round, so a process that was slow or unavailable skips rounds.
+    """
     next_own = run.last_round + 1
     if next_own >= run.config.MAX_ROUNDS:
         return None
     t = coordinator.wait_for_round(run, next_own)
+
+    # Other processes may have a larger MAX_ROUNDS.
     log_skipped(run, next_own, min(t, run.config.MAX_ROUNDS))
-    if t >= run.config.MAX_ROUNDS:  # others go on for longer
+    if t >= run.config.MAX_ROUNDS:
         return None
     run.swarm.enter(t)
     run.seconds_to_wait = run.config.FETCH_TIMEOUT_SECONDS
@@ -261,25 +291,25 @@ def next_round(run: "Run") -> int | None:
 
 @dataclass
 class Node:
-    """One learner. Checkpoints hold the first six of these fields."""
+    """A learner. A checkpoint holds the first six of these fields."""
 
     id: str
     model: "torch.nn.Module"
     optimizer: "torch.optim.Optimizer"
     total_reward: float = 0.0
-    used_external: set = field(default_factory=set)  # keys of drawn groups: none is drawn twice
+    used_external: set = field(default_factory=set)  # keys of drawn external groups
     held_out: dict = field(default_factory=dict)  # {"before training": accuracy, …}
 
-    # These belong to the current stage, `unshared` to the current round.
+    # The state of the current stage. `unshared` may hold groups of earlier stages.
     groups: "list[grpo.Group]" = field(default_factory=list)
     unshared: "list[grpo.Group]" = field(default_factory=list)  # own groups to be published
     external: "list[grpo.Group]" = field(default_factory=list)
     metrics: dict = field(default_factory=dict)
 
 
-# ==== The heart ends here. Below: peers' files, rounds, metrics, settings, checkpoints, starting ==
+# ==== The core ends here. Below: peers' files, rounds, metrics, settings, checkpoints, startup ====
 
-if coordinator is not sys.modules[__name__]:  # for notebooks
+if coordinator is not sys.modules[__name__]:  # functions for notebooks
     from coordinator import (  # noqa: F401
         compare_experiments,
         get_experiment_metrics,
@@ -290,56 +320,67 @@ if coordinator is not sys.modules[__name__]:  # for notebooks
 
 @dataclass
 class Run:
-    """What a process holds: each role, and then a worker for its nodes."""
+    """The state of a process. The fields from `nodes` on belong to workers."""
 
     config: "Config"
     store: "drive_store.DriveStore"
-    swarm: "drive_store.Swarm"  # this process in the swarm; swarm.board is as of the last look
+    swarm: "drive_store.Swarm"  # this process's view of the swarm
     log: "Log"
     signals: "Signals"
-    history: list[dict] = field(default_factory=list)  # the metrics of all stages and nodes
-    round_ends: list[float] = field(default_factory=list)  # times
-    present: set = field(default_factory=set)  # of a coordinator: who was in the last round
+    history: list[dict] = field(default_factory=list)  # the metrics of each stage and node
+    round_ends: list[float] = field(default_factory=list)  # by the monotonic clock
+    present: set = field(default_factory=set)  # the nodes in the swarm now (coordinator)
 
     nodes: list[Node] = field(default_factory=list)
     codec: "grpo.Codec | None" = None
-    about: dict = field(default_factory=dict)  # what its rollout files say of it, for people
+    about: dict = field(default_factory=dict)  # informational fields of its rollout files
     update_limit: "grpo.Limit | None" = None  # how many completions fit into memory
     generation_limit: "grpo.Limit | None" = None
-    last_round: int = -1  # the last one that is finished
-    samples: list[dict] = field(default_factory=list)  # what was answered before training
-    # What was read of the peers. (node, At) -> the groups of this file, their types checked; key of
-    # a group -> its Group, None if it is rejected; and seconds left to wait in this round.
+    last_round: int = -1  # the last finished round
+    samples: list[dict] = field(default_factory=list)  # sample answers from before training
+
+    # Caches: (peer, At) -> the groups in this file, as dicts with checked types, and key of a group
+    # -> the verified Group, or None for a rejected group.
     fetched: dict = field(default_factory=dict)
     verdicts: dict = field(default_factory=dict)
+
+    # How long this process may still wait for peers in this round, and those that it has given up.
     seconds_to_wait: float = 0.0
-    given_up: set = field(default_factory=set)  # peers that were waited for in vain
+    given_up: set = field(default_factory=set)
 
 
 # -------- Questions and answers -------------------------------------------------------------------
 
 
 def derive_seed(config: "Config", node_id: str, at, purpose: str, i: int = 0) -> int:
-    """A hash of the arguments, below HELD_OUT_SEEDS. No random state has to be saved, and a resumed
-    node draws the same again."""
+    """Return a seed that is a hash of the arguments and below all HELD_OUT_SEEDS.
+
+    No RNG state has to be saved, and a resumed node draws the same numbers.
+    """
     text = f"{config.SEED}|{node_id}|{at.round}|{at.stage}|{purpose}|{i}"
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") % grpo.HELD_OUT_SEEDS.start
 
 
 def make_questions(run: Run, seeds: list[int]) -> "list[grpo.Question]":
-    """For each seed a question of a task that the seed chooses. (Where none can be made or fits the
-    model, the next seed counts.)"""
+    """Return a question for each seed, which also determines the task.
+
+    If a seed gives no question that fits the model, the next seed is used instead.
+    """
     questions = []
     for seed in seeds:
-        # A stream of its own: the first numbers of Random(seed) make the question.
+        # Use a separate stream. The first numbers of Random(seed) generate the question, so they
+        # would limit each task to a part of its questions.
         task = random.Random(f"task {seed}").choice(run.config.tasks)
         questions.append(grpo.first_valid_question(task, seed, run.codec.fits))
     return questions
 
 
 def answer_questions(run: Run, node: Node, questions: list, num_generations: int, seed: int):
-    """A group of each question, also for an evaluation."""
+    """Generate completions of each question, and return the scored groups.
+
+    Training, evaluation and sample answers use this function.
+    """
     codec = run.codec
     prompts = [codec.encode_prompt(question) for question in questions]
     generated = grpo.sample_in_batches(
@@ -353,39 +394,42 @@ def answer_questions(run: Run, node: Node, questions: list, num_generations: int
 
 
 def score(run: Run, question, prompt: list, completions: list, finished: list) -> "grpo.Group":
-    """A group with its texts, and with the reward of each by `grpo.compute_reward`."""
+    """Return a group with its texts and their rewards (`grpo.compute_reward`)."""
     texts = [run.codec.decode(ids) for ids in completions]
     rewards = [float(grpo.compute_reward(question, text, run.config.REWARD)) for text in texts]
     if not all(0 <= reward <= 1 for reward in rewards):
-        raise ValueError(f"compute_reward has returned {rewards}: expected numbers from 0 to 1")
+        raise ValueError(f"compute_reward returned {rewards}: expected numbers from 0 to 1")
     return grpo.Group(prompt, completions, rewards, question, texts, finished)
 
 
-# -------- What peers wrote ------------------------------------------------------------------------
+# -------- Peers' files ----------------------------------------------------------------------------
 
 
 def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
-    """The FETCH_MAX_PEERS (10) of these peers that rank first, so that the cost of a round does not
-    grow with the swarm. A node ranks its peers by a hash, and anew every five rounds."""
-    period = drive_store.At(at.round // 5)  # it only goes into the hash
+    """Return the FETCH_MAX_PEERS (10) of these peers that rank first for this node.
+
+    The ranks are hashes, which change every five rounds. The limit keeps the cost of a round from
+    growing with the swarm.
+    """
+    period = drive_store.At(at.round // 5)  # used only in the hash
     others = set(peers) - {node.id}
     ranked = sorted(others, key=lambda p: derive_seed(run.config, node.id, period, f"read {p}"))
     return sorted(ranked[: run.config.FETCH_MAX_PEERS])
 
 
 def give_up(run: Run, late: set[str], at) -> None:
-    """Say who did not publish in time, and do not wait for them again."""
+    """Log which peers did not publish in time, and give them up (see `late_peers`)."""
     names = coordinator.join_names(sorted(late), 3)
     run.log.once("wait", f"{names} did not publish round {at.round} in time")
     run.given_up |= late
 
 
 class Rejected(ValueError):
-    """A peer's group that cannot be used. The text says why."""
+    """A peer's group cannot be used. The text is the reason."""
 
 
 def unused_records(run: Run, node: Node, peer: str, sources: list) -> list[dict]:
-    """The groups of a peer's files that the node has not drawn yet."""
+    """Return the groups in a peer's files that the node has not drawn yet."""
     records = []
     for source in sources:
         records += fetch_records(run, node, peer, source) or []
@@ -393,18 +437,18 @@ def unused_records(run: Run, node: Node, peer: str, sources: list) -> list[dict]
 
 
 def fetch_records(run: Run, node: Node, peer: str, at) -> list[dict] | None:
-    """The groups of a peer's file, [] if it cannot be used, None if there is no file."""
+    """Return the groups in a peer's file, [] if it cannot be used, or None without a file."""
     if run.fetched.get((peer, at)) is None and run.config.publishes(at.stage):
         try:
             run.fetched[peer, at] = run.store.fetch("rollouts", peer, at)
-        except drive_store.InvalidFileError as error:  # read again in the next round
+        except drive_store.InvalidFileError as error:  # it is read again in the next round
             run.fetched[peer, at] = []
             reject(run, node, peer, error)
     return run.fetched.get((peer, at))
 
 
 def verify_once(run: Run, node: Node, record: dict) -> "grpo.Group | None":
-    """`verify`, once for all nodes of this process; None for a group that is rejected."""
+    """Verify a group once for all nodes of this process. Return None for a rejected group."""
     key = record["key"]
     if key not in run.verdicts:
         run.verdicts[key] = None
@@ -422,32 +466,37 @@ def reject(run: Run, node: Node, peer: str, reason) -> None:
 
 
 def checked_question(run: Run, record: dict) -> "grpo.Question":
-    """The question of a peer's group, made again. It must be one that this node could have drawn
-    itself, and the file's prompt must equal it."""
+    """Regenerate the question of a peer's group.
+
+    Raise Rejected if this node could not have drawn it itself, or if the file's prompt differs.
+    """
     if record["task"] not in run.config.tasks:
-        raise Rejected("its task is not one of this experiment's")
+        raise Rejected("its task is not in this experiment's TASKS")
     if record["seed"] in grpo.HELD_OUT_SEEDS:
-        raise Rejected("its question is held-out")
+        raise Rejected("its question has a held-out seed")
     question = grpo.make_question(record["task"], record["seed"])
     if record["prompt"] != question.text:
-        raise Rejected("its prompt differs from the question")
+        raise Rejected("its prompt differs from the regenerated question")
     return question
 
 
 def checked_ids(codec, prompt: list[int], completions: list[dict]) -> list[list[int]]:
-    """Completions encoded with this model's tokenizer. They must be what it could have written."""
+    """Encode completions with this model's tokenizer.
+
+    Raise Rejected if this model could not have written them.
+    """
     texts = [completion["response"] for completion in completions]
     finished = [completion["finished"] for completion in completions]
-    # At most twice MAX_NEW_TOKENS of this model's tokens: the peer's tokenizer may need fewer.
+    # Allow twice MAX_NEW_TOKENS, because the peer's tokenizer may need fewer tokens.
     longest = min(codec.max_completion, codec.positions - len(prompt))
-    if any(len(text) > 16 * longest for text in texts):  # to encode it would take long
+    if any(len(text) > 16 * longest for text in texts):  # encoding it would take long
         raise Rejected("a completion is too long")
     token_ids = codec.encode_completions(texts, finished)
     for ids in token_ids:
         if not 1 <= len(ids) <= longest:
-            raise Rejected(f"a completion is empty or over {longest} tokens here")
+            raise Rejected(f"a completion is empty or longer than {longest} tokens of this model")
         if max(ids) >= codec.vocabulary or not codec.eos_ids.isdisjoint(ids[:-1]):
-            raise Rejected("a completion contains a token that this model would not write there")
+            raise Rejected("a completion has an EOS before its end or an unknown token")
     return token_ids
 
 
@@ -455,12 +504,12 @@ def checked_ids(codec, prompt: list[int], completions: list[dict]) -> list[list[
 
 
 def log_skipped(run: Run, next_own: int, end: int) -> None:
-    """Say that the rounds from `next_own` to `end` - 1 were opened without this process, if any."""
+    """Log that this process missed the rounds from `next_own` to `end` - 1, if there are any."""
     if end == next_own:
         return
-    run.log.event("skip", f"rounds {next_own} to {end - 1} were opened by the swarm meanwhile")
+    run.log.event("skip", f"the swarm ran rounds {next_own} to {end - 1} without this process")
 
-    # Add the rewards that a node had submitted in these rounds before it was killed.
+    # A node may have submitted rewards in these rounds before a crash. Add them to its total.
     for node in run.nodes:
         for at in run.store.list_stages("rewards", node.id):
             if next_own <= at.round < end:
@@ -469,21 +518,22 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
 
 
 def finish_round(run: Run, t: int) -> None:
-    """Log the round, write a checkpoint if one is due, and clean up."""
+    """Log the round, save a checkpoint (if due) and clean up."""
     config = run.config
     interval = config.CHECKPOINT_INTERVAL
-    # A checkpoint is due if a multiple of its interval was passed, perhaps within skipped rounds.
+    # A checkpoint is due if a multiple of the interval has been passed, perhaps in a skipped round.
     checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
     run.last_round = t
 
-    # Flush first: rounds before a checkpoint are never repeated, so their log rows must already be
+    # Flush first. Rounds before a checkpoint are never repeated, so their log rows must already be
     # on disk.
     log_round(run, t)
     run.log.flush(run.store)
     if checkpoint_is_due or t == config.MAX_ROUNDS - 1:
         save_checkpoint(run)
 
-    # Forget what no later round draws from. A file that could not be used is read again.
+    # Forget groups that are too old for later rounds. Also forget files that could not be used, so
+    # that they are read again.
     oldest = t - config.ROLLOUT_MAX_AGE
     fetched = run.fetched.items()
     run.fetched = {file: groups for file, groups in fetched if groups and file[1].round >= oldest}
@@ -495,8 +545,11 @@ def finish_round(run: Run, t: int) -> None:
 
 
 def prune_rollouts(run: Run) -> None:
-    """Delete or archive old rollouts. A resumed node repeats the rounds since its checkpoint, and
-    the oldest of these may draw from ROLLOUT_MAX_AGE rounds earlier."""
+    """Delete or archive old rollouts.
+
+    A resumed node repeats the rounds since its checkpoint. The oldest of these may draw groups from
+    ROLLOUT_MAX_AGE rounds earlier, which are therefore kept.
+    """
     config = run.config
     if config.ROLLOUT_CLEANUP_ENABLED:
         needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE
@@ -504,7 +557,7 @@ def prune_rollouts(run: Run) -> None:
         for node in run.nodes:
             reason = run.store.prune_rollouts(node.id, oldest, config.ROLLOUT_ARCHIVE_OLD)
             if reason:
-                run.log.once("archive", f"old rollouts stay: they cannot be moved ({reason})")
+                run.log.once("archive", f"cannot archive old rollouts ({reason}); keeping them")
 
 
 # -------- Metrics ---------------------------------------------------------------------------------
@@ -512,22 +565,22 @@ def prune_rollouts(run: Run) -> None:
 
 @contextlib.contextmanager
 def timed(node: Node, name: str):
-    """The seconds that the lines within take become a metric of the node."""
+    """Measure the seconds that the block takes, as a metric of the node."""
     started = time.monotonic()
     yield
     node.metrics[name] = time.monotonic() - started
 
 
 def collect(groups: "list[grpo.Group]", name: str) -> list:
-    """The rewards, texts … of all completions of these groups."""
+    """Return the rewards, texts … of all completions of these groups."""
     return [value for group in groups for value in getattr(group, name)]
 
 
 def generation_metrics(groups: "list[grpo.Group]") -> dict:
-    """Step 2 in numbers: what can explain a flat learning curve."""
+    """Return the metrics of step 2, which can explain a flat learning curve."""
     lengths = [len(ids) for ids in collect(groups, "completions")]
     answers = [grpo.extract_tagged_answer(text) for text in collect(groups, "texts")]
-    # A text that goes on behind its answer is not cut off.
+    # A completion that reaches the length limit after its answer does not count as truncated.
     ends = zip(collect(groups, "finished"), answers, strict=True)
     metrics = {
         "groups": len(groups),
@@ -545,13 +598,16 @@ def generation_metrics(groups: "list[grpo.Group]") -> dict:
 
 
 def column_name(task: str) -> str:
-    """A plain name for a task's column, its last 30 characters: a file's hash stands at the end, so
-    that two files have two columns. "file:我的.jsonl#1f3b5d7a" -> "file_jsonl_1f3b5d7a"."""
+    """Return a plain column name for a task, from its last 30 characters.
+
+    A file's hash is at the end, so different files have different columns.
+    "file:我的.jsonl#1f3b5d7a" -> "file_jsonl_1f3b5d7a"
+    """
     return re.sub(r"\W+", "_", task, flags=re.ASCII)[-30:]
 
 
 def external_metrics(run: Run, node: Node, at, external: list) -> dict:
-    """Step 4 in numbers: how many groups are missing, and how old the newest file of a peer is."""
+    """Return the metrics of step 4, such as missing groups and the age of the newest peer file."""
     config = run.config
     board = run.swarm.board
     peers = set(board.reached("rollouts", drive_store.At(0))) - set(config.node_ids)
@@ -566,18 +622,20 @@ def external_metrics(run: Run, node: Node, at, external: list) -> dict:
 
 
 def update_metrics(run: Run, node: Node, groups: "list[grpo.Group]", update: dict) -> dict:
-    """Step 5 in numbers: `update`, what `grpo.update_policy` has returned, and on what it trained.
-    Says so if the update ended early."""
+    """Return the metrics of step 5: `update` (from `grpo.update_policy`) and the group counts.
+
+    Log an event if the update ended early.
+    """
     num_informative = sum(group.is_informative for group in groups)
     num_steps = update.pop("optimizer_steps")
     if num_informative > 0 and num_steps < run.config.NUM_ITERATIONS:
-        run.log.event("gradient", f"{node.id}: not finite, the rest of this update is skipped")
+        run.log.event("gradient", f"{node.id}: non-finite gradient; skipped the rest of the update")
     num_own = len(groups) - len(node.external)
     return update | {"local_groups": num_own, "informative_groups": num_informative}
 
 
 def held_out_metrics(run: Run, node: Node, at) -> dict:
-    """The held-out accuracy at the end of every EVAL_INTERVAL-th round; else {}."""
+    """Return the held-out accuracy at the end of every EVAL_INTERVAL-th round, otherwise {}."""
     interval = run.config.EVAL_INTERVAL
     is_due = interval > 0 and (at.round + 1) % interval == 0
     if is_due and at.stage == run.config.MAX_STAGES - 1:
@@ -586,8 +644,11 @@ def held_out_metrics(run: Run, node: Node, at) -> dict:
 
 
 def held_out_accuracy(run: Run, node: Node, t: int) -> float:
-    """Mean reward of one answer (pass@1 with REWARD=exact) to each of EVAL_SAMPLES questions with
-    reserved seeds, the same for all nodes."""
+    """Return the mean reward of one answer to each of EVAL_SAMPLES held-out questions.
+
+    With REWARD=exact, this is pass@1. The questions have reserved seeds and are the same for all
+    nodes.
+    """
     start = drive_store.At(0)
     indices = range(run.config.EVAL_SAMPLES)
     seeds = [derive_seed(run.config, "", start, "held-out", i) for i in indices]
@@ -598,17 +659,19 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
 
 
 def evaluate(run: Run, when: str) -> None:
-    """With EVAL_INTERVAL: the held-out accuracy "before training" or "after training", for an event
-    and for the card of the model. A resumed run does not repeat it."""
+    """Measure the held-out accuracy "before training" or "after training", if EVAL_INTERVAL is set.
+
+    It is logged and appears in the model card. A resumed run does not measure it again.
+    """
     for node in run.nodes:
         if run.config.EVAL_INTERVAL > 0 and when not in node.held_out:
             node.held_out[when] = held_out_accuracy(run, node, run.last_round)
             run.log.event("held-out", f"{node.id} {when}: {node.held_out[when]:.2f}")
 
 
-# -------- What is logged --------------------------------------------------------------------------
+# -------- Logging ---------------------------------------------------------------------------------
 
-SAMPLE_INTERVAL = 20  # rounds between two samples of what the model answers
+SAMPLE_INTERVAL = 20  # rounds between two logs of sample answers
 
 
 def log_metrics(run: Run, node: Node, at) -> None:
@@ -630,17 +693,20 @@ def log_metrics(run: Run, node: Node, at) -> None:
 
 
 def log_round(run: Run, t: int) -> None:
-    """Log the line of a round, as means over its stages and the nodes of this process. A hint
-    follows if ten rounds gave no signal, and every 20 rounds what the model answers."""
+    """Log the line of a round, with means over its stages and the nodes of this process.
+
+    A hint follows if ten rounds had no informative group, and sample answers follow every 20
+    rounds.
+    """
     config, log = run.config, run.log
     run.round_ends.append(time.monotonic())
-    num_rows = len(run.nodes) * config.MAX_STAGES  # of a round
+    num_rows = len(run.nodes) * config.MAX_STAGES  # rows per round
     name = run.nodes[0].id if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
     rows = run.history[-num_rows:]
     log.info(f"{name} " + coordinator.format_round(t, config.MAX_ROUNDS, rows, run.round_ends))
     log.bar.update(t + 1 - log.bar.n)
 
-    # What may be wrong, and now and then what the model says.
+    # Explain a lack of signal, and log sample answers from time to time.
     recent = run.history[-10 * num_rows :]
     if len(run.round_ends) % 10 == 0 and not coordinator.has_signal(recent):
         log.event("no signal", coordinator.diagnose(recent, run.history))
@@ -649,7 +715,7 @@ def log_round(run: Run, t: int) -> None:
 
 
 def sample_answers(run: Run) -> list[dict]:
-    """Ask the first node two questions, always the same ones, three times each."""
+    """Return two fixed questions with three answers of the first node, in rollout file format."""
     start = drive_store.At(0)
     seeds = [derive_seed(run.config, "", start, "sample", i) for i in range(2)]
     seed = derive_seed(run.config, "", start, "sampled")
@@ -658,7 +724,7 @@ def sample_answers(run: Run) -> list[dict]:
 
 
 def log_samples(run: Run, is_last: bool = False) -> None:
-    """Print what the model answers now; after the last round beside what it answered before any."""
+    """Log the model's current sample answers and, if is_last, those from before training."""
     for before, now in zip(run.samples, sample_answers(run), strict=True):
         lines = coordinator.format_sample(now, before if is_last else None)
         run.log.info("\n".join(lines))
@@ -668,39 +734,39 @@ def log_samples(run: Run, is_last: bool = False) -> None:
 
 
 class ConfigError(ValueError):
-    """Settings that cannot be used. The text names each variable, what was found and what is
-    allowed."""
+    """Settings cannot be used. The text lists each variable, its value and the allowed values."""
 
 
 def setting(default, help: str, allowed=None, scope="node", **presets):
-    """One row of the table.
+    """Return one row of the table of settings.
 
-    default: of a real model. presets: in its place for the embedded model (tiny), with TEST_MODE
-    (test), and for both together (tiny_test).
+    default: the value for a real model.
+    presets: other values for the built-in model (tiny), TEST_MODE (test) and both (tiny_test).
     allowed: a tuple of words, or a range (lowest, highest).
-    scope: whose setting it is. A joining node takes those of the "experiment" and of the "swarm"
-    from config.json, those of the "model" if its MODEL_NAME is the same, and never those of a
-    "node". It may set another value, but for the "experiment".
+    scope: how nodes share the setting. From config.json, a joining node inherits the settings with
+        scope "experiment" and "swarm", and with scope "model" if its MODEL_NAME is the same. It
+        never inherits a setting with scope "node". It may override every setting except those with
+        scope "experiment".
     """
     columns = {"help": help, "allowed": allowed, "scope": scope}
     return field(default=default, metadata=columns | presets)
 
 
 # fmt: off
-@dataclass(frozen=True, repr=False)  # a repr would show the access token in tracebacks
+@dataclass(frozen=True, repr=False)  # a repr would put the access token into tracebacks
 class Config:
-    """All environment variables. A new one is one row."""
+    """All settings, which are environment variables. A new setting is one new row."""
 
-    environ: dict = field(default_factory=dict, compare=False)  # what this was read from
-    notes: list = field(default_factory=list, compare=False)  # what the user should be told
+    environ: dict = field(default_factory=dict, compare=False)  # the variables as they were read
+    notes: list = field(default_factory=list, compare=False)  # messages for the user
 
     GDRIVE_PATH: str = setting("auto",
-        "the shared folder; auto: rl-swarm in MyDrive if it is mounted, else ./rl-swarm")
+        "the shared folder; auto: rl-swarm in MyDrive if it is mounted, otherwise ./rl-swarm")
     EXPERIMENT_NAME: str = setting("default",
-        "one experiment is one subfolder, isolated from all others")
+        "name of the experiment and of its subfolder; experiments are isolated from each other")
     NODE_ROLE: str = setting("worker",
-        "worker trains; coordinator opens rounds; prepare loads and checks the model and makes "
-        "the warm start; monitor and report read",
+        "worker trains; coordinator opens rounds; prepare loads and checks the model and creates "
+        "the warm start; monitor shows progress; report compares experiments",
         ("worker", "coordinator", "prepare", "monitor", "report"))
     NODE_ID: str = setting("auto",
         "unique name; auto: node_<8 hex digits>, or node if LOCAL_NODES > 1")
@@ -708,70 +774,74 @@ class Config:
     SEED: int = setting(42,
         "the swarm's seed; nodes differ by NODE_ID", (0, 2**31), "experiment")
     TEST_MODE: bool = setting(False,
-        "quick check: 3 rounds, I = 4, J = 2, G = 4, tiny, a short warm start; with another "
-        "model the eight small tasks, 32 tokens and 30 warm-start steps")
+        "quick check with 3 rounds, I = 4, J = 2, G = 4, tiny and a short warm start; any other "
+        "model uses the eight small tasks, 32 tokens and 30 warm-start steps")
     MAX_ROUNDS: int = setting(2000, "rounds to train", (1, 10**6), "swarm", test=3)
     MAX_STAGES: int = setting(1,
-        "generate-share-update stages in a round", (1, 100), "experiment")
+        "generate-share-update stages per round", (1, 100), "experiment")
     MODEL_NAME: str = setting("auto",
-        "tiny, a Hugging Face id or a folder; auto: what fits the machine")
+        "tiny (built-in), a Hugging Face id or a folder; auto: a model that fits the machine")
     TASKS: str = setting(",".join(grpo.PAPER_TASKS),
-        "comma list, also file:mine.jsonl; auto: the paper's nine, for tiny its eight small ones",
+        "comma-separated list, which may contain file:mine.jsonl; auto: the paper's nine tasks, "
+        "or eight small tasks for tiny",
         None, "experiment", tiny=",".join(grpo.TINY_TASKS), test=",".join(grpo.TINY_TASKS))
     NUM_SHOTS: int = setting(2,
-        "solved examples if there is no chat template", (0, 16), "model", tiny=0)
+        "few-shot examples for models without a chat template", (0, 16), "model", tiny=0)
     WARM_START_STEPS: int = setting(0,
         "supervised steps before GRPO", (0, 10**6), "model", tiny=1000, test=30, tiny_test=150)
     ANSWER_TAG_SHARE: float = setting(0.02,
-        "share of the rewarded form at the end of tiny's warm start", (0, 1), "model", test=0.9)
+        "share of the rewarded format at the end of tiny's warm start", (0, 1), "model", test=0.9)
     REWARD: str = setting("exact",
-        "exact: 1 for a right answer, else 0; verifier: reasoning-gym's own score, which pays a "
-        "little for near misses", ("exact", "verifier"), "experiment")
+        "exact: 1 for a correct answer, otherwise 0; verifier: reasoning-gym's own score, which "
+        "gives partial credit", ("exact", "verifier"), "experiment")
     NUM_TRAIN_SAMPLES: int = setting(8,
-        "I: own questions per round and stage; 0: learn from peers' groups alone",
-        (0, 4096), "swarm", test=4)
+        "I: own questions per stage; 0: train on external groups only", (0, 4096), "swarm", test=4)
     NUM_TRANSPLANT_TREES: int = setting(0,
-        "J: groups of peers per round and stage; 0: plain GRPO", (0, 4096), "swarm", test=2)
+        "J: external groups (from peers) per stage; 0: plain GRPO", (0, 4096), "swarm", test=2)
     NUM_GENERATIONS: int = setting(8, "G: completions per question", (2, 64), "swarm", test=4)
     TEMPERATURE: float = setting(1.0,
-        "of sampling, and of the log-probabilities in the loss", (0.01, 100), "model")
+        "temperature of sampling and of the log-probabilities in the loss", (0.01, 100), "model")
     MAX_NEW_TOKENS: int = setting(256,
-        "longest completion", (1, 32768), "model", tiny=10, test=32, tiny_test=10)
+        "maximum completion length in tokens", (1, 32768), "model", tiny=10, test=32, tiny_test=10)
     EXTERNAL_FILTER: bool = setting(True,
-        "draw only informative groups of peers", None, "swarm")
+        "draw only informative external groups", None, "swarm")
     LOCAL_OVERSAMPLE: int = setting(1,
-        "k: generate k x I groups, train on I, informative ones first", (1, 64), "swarm")
-    LEARNING_RATE: float = setting(1e-6, "of AdamW", (0, 1), "model", tiny=6e-4)
-    CLIP_LOW: float = setting(0.2, "the ratio is clipped below at 1 - this", (0, 1), "model")
-    CLIP_HIGH: float = setting(0.28, "the ratio is clipped above at 1 + this", (0, 10), "model")
+        "k: generate k x I groups and train on I of them, informative groups first",
+        (1, 64), "swarm")
+    LEARNING_RATE: float = setting(1e-6, "learning rate of AdamW", (0, 1), "model", tiny=6e-4)
+    CLIP_LOW: float = setting(0.2,
+        "the policy ratio is clipped to at least 1 - CLIP_LOW", (0, 1), "model")
+    CLIP_HIGH: float = setting(0.28,
+        "the policy ratio is clipped to at most 1 + CLIP_HIGH", (0, 10), "model")
     NUM_ITERATIONS: int = setting(1,
         "optimizer steps on the completions of one stage", (1, 100), "model")
     LOSS_TYPE: str = setting("dapo",
-        "dapo: mean over tokens; grpo: over completions; dr_grpo: divide by MAX_NEW_TOKENS",
+        "dapo: mean over tokens; grpo: mean over completions; dr_grpo: divide by MAX_NEW_TOKENS",
         ("dapo", "grpo", "dr_grpo"), "model")
     MICRO_BATCH_SIZE: int = setting("auto",
-        "completions per forward pass; auto: by memory", (1, 65536))
+        "completions per forward pass; auto: sized to available memory", (1, 65536))
     DTYPE: str = setting("auto",
-        "type to compute in; auto: bfloat16 if the hardware has it",
+        "dtype to compute in; auto: bfloat16 if the hardware supports it",
         ("float32", "bfloat16"), tiny="float32")
     DEVICE: str = setting("auto",
-        "cuda, cuda:1, mps or cpu; auto: the first that is present")
+        "cuda, cuda:1, mps or cpu; auto: the first of these that is available")
     COORDINATOR_ROUND_INTERVAL: float = setting(60.0,
-        "seconds after which a round may end (ROUND_ADVANCE)", (0.01, 86400), "swarm")
+        "seconds after which a round may end (see ROUND_ADVANCE)", (0.01, 86400), "swarm")
     ROUND_ADVANCE: str = setting("hybrid",
-        "a round ends: time: after the interval; completion: when all live workers have "
-        "submitted; hybrid: at the first of both", ("time", "completion", "hybrid"), "swarm")
+        "time: a round ends after the interval; completion: when all live workers in it have "
+        "submitted; hybrid: whichever comes first", ("time", "completion", "hybrid"), "swarm")
     ROLLOUT_PUBLISH_FREQUENCY: str = setting("stage",
-        "stage: publish after every stage; round: once, after the last stage of a round; "
-        "generation: means stage", ("stage", "round", "generation"), "swarm")
+        "stage: publish in every stage; round: publish once, in the last stage of a round; "
+        "generation: same as stage", ("stage", "round", "generation"), "swarm")
     ROLLOUT_MAX_AGE: int = setting(4,
-        "how many rounds back groups of peers may come from", (0, 1000), "swarm")
+        "maximum age of external groups, in rounds", (0, 1000), "swarm")
     FETCH_MAX_PEERS: int = setting(10,
-        "peers to read in one draw, for each age; others are chosen every five rounds", (1, 1000))
+        "maximum number of peers to read per draw and age; the choice changes every five rounds",
+        (1, 1000))
     FETCH_TIMEOUT_SECONDS: float = setting(30.0,
-        "longest wait for peers' rollouts in a round", (0, 3600))
+        "maximum seconds per round to wait for peers' rollouts", (0, 3600))
     STALE_AFTER_SECONDS: float = setting(300.0,
-        "silence after which a node counts as dead", (1, 86400))
+        "seconds without activity after which a node counts as dead", (1, 86400))
     ROLLOUT_CLEANUP_ENABLED: bool = setting(False, "remove old rollouts", None, "swarm")
     ROLLOUT_KEEP_LAST_N_ROUNDS: int = setting(10,
         "rounds of rollouts to keep, at least CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE",
@@ -781,21 +851,22 @@ class Config:
     CHECKPOINT_INTERVAL: int = setting(10, "rounds between checkpoints", (1, 10**6), "swarm")
     CHECKPOINT_KEEP: int = setting(2, "checkpoints to keep", (1, 1000))
     EVAL_INTERVAL: int = setting(0,
-        "rounds between held-out evaluations (pass@1); 0: none", (0, 10**6))
+        "rounds between held-out evaluations (pass@1); 0: never", (0, 10**6))
     EVAL_SAMPLES: int = setting(64,
         "held-out questions, with seeds that no node trains on", (1, 65536))
-    HUGGINGFACE_ACCESS_TOKEN: str = setting("", "push the final models to the Hub; never shown")
+    HUGGINGFACE_ACCESS_TOKEN: str = setting("",
+        "if set, the final models are pushed to the Hub; the token is never logged")
     HF_REPO: str = setting("",
-        "the repository, -<node> is appended; unset: the experiment's name")
+        "repository on the Hub, with -<node> appended; default: EXPERIMENT_NAME")
     NUM_WORKERS: int = setting(0,
-        "workers that run_swarm.sh starts (4 if unset); other processes wait for this many "
-        "before the first round, one interval at most", (0, 10**4))
+        "workers that run_swarm.sh starts (4 if unset); before its first round, a process waits "
+        "for at most one interval until this many are alive", (0, 10**4))
     CONFIGS: str = setting("", "for run_swarm.sh: I/J pairs to compare, such as 8/0 4/4")
-    SEEDS: str = setting("", "for run_swarm.sh: seeds to compare them over")
+    SEEDS: str = setting("", "for run_swarm.sh: seeds of the comparison, such as 1 2 3")
 
     @property
     def node_ids(self) -> list[str]:
-        """Names of this process's nodes."""
+        """The names of the nodes of this process."""
         if self.LOCAL_NODES == 1 or self.NODE_ROLE == "coordinator":
             return [self.NODE_ID]
         return [f"{self.NODE_ID}_{i}" for i in range(self.LOCAL_NODES)]
@@ -806,40 +877,46 @@ class Config:
         return self.TASKS.split(",")
 
     def publishes(self, stage: int) -> bool:
-        """Whether rollouts are published after this stage of a round: after each, or the last."""
+        """Return whether a stage publishes rollouts.
+
+        By default, every stage does. With ROLLOUT_PUBLISH_FREQUENCY=round, only the last stage of a
+        round does.
+        """
         return self.ROLLOUT_PUBLISH_FREQUENCY != "round" or stage == self.MAX_STAGES - 1
 # fmt: on
 
 
 TABLE = {row.name: row for row in fields(Config) if row.metadata}
-OTHERS_NAMES = {  # variables of other programs
+OTHERS_NAMES = {  # names in other programs -> names here
     "LR": "LEARNING_RATE", "BATCH_SIZE": "NUM_TRAIN_SAMPLES", "STEPS": "MAX_ROUNDS",
     "EPOCHS": "MAX_ROUNDS", "MODEL": "MODEL_NAME",
 }  # fmt: skip
-FORMER = {  # roles of earlier versions, and what does their work now
-    "validate": "TEST_MODE=True checks itself at its end, and exits with 1 if something is missing",
-    "auto": "set NODE_ROLE and NODE_ID from the rank in the shell, as .github/MANUAL.md shows",
+FORMER = {  # roles of earlier versions -> their replacements
+    "validate": "use TEST_MODE=True, which checks itself and exits with 1 if something is missing",
+    "auto": "set NODE_ROLE and NODE_ID from the rank in the shell (see .github/MANUAL.md)",
 }
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 
 
 def read_config(environ, saved=None) -> Config:
-    """The settings of a process. Of each variable the first that is set counts: in the environment;
-    in the experiment (saved: its config.json; see `setting`); the default.
+    """Return the settings of a process.
 
-    Raises ConfigError that names all mistakes. Once the experiment is known, the settings are read
-    again: read_config(config.environ, saved). A name that was made up stays the same.
+    The value of a setting comes from the first of these that has it: the environment, the
+    experiment (saved: its config.json; see `setting`), the default. Raise ConfigError with all
+    errors. Once the experiment is known, the settings are read again by
+    read_config(config.environ, saved), which keeps a generated NODE_ID.
     """
     given, mistakes = parse_settings(environ)
     known, more_mistakes = parse_settings(saved or {}, " (in config.json)")
     mistakes += more_mistakes
 
-    # Names that are nearly right. Without these two the run would go to another place.
-    near_misses = {}  # what the user is told -> the variable that was probably meant
+    # Near misses of names. A typo in EXPERIMENT_NAME or GDRIVE_PATH is an error, because it would
+    # send the run to another folder.
+    near_misses = {}  # message -> the variable that was probably meant
     for name in sorted(set(environ) - set(TABLE)):
         close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
         for intended in [OTHERS_NAMES[name]] if name in OTHERS_NAMES else close:
-            text = f"{name} is not a variable of this program: did you mean {intended}?"
+            text = f"{name} is not a setting of this program; did you mean {intended}?"
             near_misses[text] = intended
     fatal = {"EXPERIMENT_NAME", "GDRIVE_PATH"} - given.keys()
     mistakes += [text for text, intended in near_misses.items() if intended in fatal]
@@ -852,14 +929,17 @@ def read_config(environ, saved=None) -> Config:
     if given.get("NODE_ROLE") == "coordinator":
         given["NODE_ID"] = drive_store.COORDINATOR_ID
 
-    # What does a joining node take from the experiment?
+    # Find the settings that a joining node inherits from the experiment.
     scopes = ["experiment", "swarm"]
     if known.get("MODEL_NAME") == model:
         scopes.append("model")
     theirs = {name: known[name] for name in known if TABLE[name].metadata["scope"] in scopes}
     for name, value in theirs.items():
         if TABLE[name].metadata["scope"] == "experiment" and given.get(name, value) != value:
-            mistakes.append(f"{name}={given[name]!r}: the experiment has {value!r}")
+            mistakes.append(
+                f"{name}={given[name]!r}: the experiment uses {value!r}; "
+                "to change it, use another EXPERIMENT_NAME"
+            )
     inherited = [name for name in theirs if name not in given and theirs[name] != defaults[name]]
     if inherited:
         settings = " ".join(f"{name}={theirs[name]}" for name in inherited)
@@ -868,21 +948,21 @@ def read_config(environ, saved=None) -> Config:
     values = defaults | theirs | given | {"MODEL_NAME": model, "DEVICE": device}
     config = Config({**environ, "NODE_ID": values["NODE_ID"]}, notes, **values)
     if config.ROLLOUT_ARCHIVE_OLD and not config.ROLLOUT_CLEANUP_ENABLED:
-        notes.append("ROLLOUT_ARCHIVE_OLD does nothing without ROLLOUT_CLEANUP_ENABLED=True")
+        notes.append("ROLLOUT_ARCHIVE_OLD has no effect without ROLLOUT_CLEANUP_ENABLED=True")
     mistakes += check_together(config)
     if mistakes:
         listed = "\n  ".join(dict.fromkeys([*mistakes, *near_misses]))
-        raise ConfigError(f"these settings cannot be used:\n  {listed}")
+        raise ConfigError(f"invalid settings:\n  {listed}")
     return config
 
 
 def default_values(given: dict, model: str, dtype: str) -> dict:
-    """The defaults for this model, for TEST_MODE, and for this machine."""
+    """Return the defaults for this model, TEST_MODE and this machine."""
     made_up = f"node_{secrets.token_hex(4)}" if given.get("LOCAL_NODES", 1) == 1 else "node"
     values = {name: row.default for name, row in TABLE.items()}
     values |= {"GDRIVE_PATH": drive_store.default_root(), "NODE_ID": made_up, "DTYPE": dtype}
 
-    # The presets of `setting`. A later one has priority.
+    # The presets of `setting`. Later presets have priority.
     is_tiny, is_test = model == "tiny", given.get("TEST_MODE", False)
     presets = {"tiny": is_tiny, "test": is_test, "tiny_test": is_tiny and is_test}
     for name, row in TABLE.items():
@@ -893,35 +973,38 @@ def default_values(given: dict, model: str, dtype: str) -> dict:
 
 
 def check_together(config: Config) -> list[str]:
-    """Mistakes that a single value does not show."""
-    folder = Path(config.GDRIVE_PATH).absolute()  # without a parent: a drive that is not mounted
+    """Return the errors that `parse_value` cannot find in a single value."""
+    folder = Path(config.GDRIVE_PATH).absolute()  # if a drive is not mounted, its parent is missing
     has_place = os.path.isdir(folder.parent) and not os.path.isfile(folder)
     role = config.NODE_ROLE
-    allowed = "use 1 to 64 letters, digits, '.', '_', '-', no '.' at either end"
+    allowed = "use 1 to 64 letters, digits, '.', '_' or '-', without '.' at either end"
     mistakes = {
-        "NUM_TRAIN_SAMPLES=0 needs NUM_TRANSPLANT_TREES: nothing to train on": (
+        "NUM_TRAIN_SAMPLES=0: there is nothing to train on; set NUM_TRANSPLANT_TREES": (
             config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES == 0
         ),
         f"EXPERIMENT_NAME={config.EXPERIMENT_NAME!r}: {allowed}": (
             role != "report" and not drive_store.is_safe_name(config.EXPERIMENT_NAME)
-        ),  # a report's is a pattern
+        ),  # in a report, it is a pattern
         f"NODE_ID={config.NODE_ID!r}: {allowed}": not drive_store.is_safe_name(config.node_ids[-1]),
-        f"NODE_ID={config.NODE_ID!r}: this is the coordinator's name": (
+        f"NODE_ID={config.NODE_ID!r}: this name is reserved for the coordinator": (
             role != "coordinator" and config.NODE_ID.lower() == drive_store.COORDINATOR_ID
         ),
-        f"GDRIVE_PATH={folder}: a file, or its parent directory does not exist": not has_place,
+        f"GDRIVE_PATH={folder} is a file, or its parent directory does not exist": not has_place,
     }
     return [text for text, holds in mistakes.items() if holds]
 
 
 def parse_settings(source, where: str = "") -> tuple[dict, list[str]]:
-    """({name: value} of what is set in the environment or in config.json, mistakes). Blank, None
-    and auto count as not set."""
+    """Return ({name: value} of the settings in the environment or in config.json, errors).
+
+    A value that is blank, "None" or "auto" counts as unset.
+    """
     values = {}
     mistakes = []
     for name, row in TABLE.items():
         text = str(source.get(name, "")).strip()
-        # NODE_ROLE=auto was a role once: it is refused.
+        # NODE_ROLE=auto does not count as unset. It was a role in earlier versions, so it is an
+        # error (see FORMER).
         if text in ("", "None") or (text == "auto" and name != "NODE_ROLE"):
             continue
         try:
@@ -932,13 +1015,13 @@ def parse_settings(source, where: str = "") -> tuple[dict, list[str]]:
 
 
 def parse_value(row, text: str, may_read_files: bool = False):
-    """The text of one setting -> its value. Raises ValueError that says what is allowed."""
+    """Return the value of one setting. Raise ValueError with the allowed values."""
     allowed = row.metadata["allowed"]
     if row.name == "TASKS":
         return ",".join(grpo.task_names(text, may_read_files))
     if row.name == "DEVICE" and text not in grpo.available_devices():
         raise ValueError(f"this machine has {', '.join(grpo.available_devices())}")
-    if row.type is bool:  # never bool(text): bool("False") is True
+    if row.type is bool:  # not bool(text), because bool("False") is True
         if text.lower() not in ("1", "true", "yes", "on", "0", "false", "no", "off"):
             raise ValueError("expected True or False")
         return text.lower() in ("1", "true", "yes", "on")
@@ -949,35 +1032,38 @@ def parse_value(row, text: str, may_read_files: bool = False):
 
     with contextlib.suppress(ValueError):
         value = row.type(text)
-        if allowed[0] <= value <= allowed[1]:  # False for nan
+        if allowed[0] <= value <= allowed[1]:  # false for nan
             return value
     kind = "an integer" if row.type is int else "a number"
     raise ValueError(f"expected {kind} from {allowed[0]} to {allowed[1]}")
 
 
 def choose_model(given: dict, known: dict, device: str) -> tuple[str, list[str]]:
-    """(MODEL_NAME, notes: why, if it is auto): a real model only on an accelerator that holds it
-    for all nodes. A coordinator needs none."""
+    """Return (MODEL_NAME, notes that explain the choice if it is auto).
+
+    auto selects tiny if no model is needed, in TEST_MODE and in an experiment with tiny.
+    Otherwise, it selects a real model only on an accelerator with enough memory for all nodes.
+    """
     needs_none = given.get("NODE_ROLE") in ("coordinator", "monitor", "report")
     is_tiny = needs_none or given.get("TEST_MODE") or known.get("MODEL_NAME") == "tiny"
     if "MODEL_NAME" in given or is_tiny:
         return given.get("MODEL_NAME", "tiny"), []
     num_nodes = given.get("LOCAL_NODES", 1) * num_sharers(given.get("NUM_WORKERS", 1))
-    needed = 10 * num_nodes  # GB of weights, gradients, Adam's moments and activations
+    needed = 10 * num_nodes  # GB for weights, gradients, Adam's moments and activations
     has_room = device != "cpu" and grpo.available_memory(device) / 1e9 > needed
     model = DEFAULT_MODEL if has_room else "tiny"
     reason = f"{DEFAULT_MODEL} needs an accelerator with {needed} GB"
-    return model, [f"MODEL_NAME=auto takes {model}: {reason}"]
+    return model, [f"MODEL_NAME=auto selected {model} ({reason})"]
 
 
 def num_sharers(num_workers: int) -> int:
-    """How many processes share a device, if so many workers run on this machine."""
+    """Return how many processes share a device if this many workers run on this machine."""
     gpus = [name for name in grpo.available_devices() if ":" in name]
     return max(1, math.ceil(num_workers / max(1, len(gpus))))
 
 
 def saved_settings(config: Config) -> dict:
-    """What config.json holds: the settings that a joining node inherits, and what readers need."""
+    """Return the contents of config.json: settings that joining nodes inherit or readers need."""
     names = [name for name, row in TABLE.items() if row.metadata["scope"] != "node"]
     names += ["EXPERIMENT_NAME", "MODEL_NAME", "LOCAL_NODES", "NUM_WORKERS", "TEST_MODE"]
     return {
@@ -991,8 +1077,11 @@ def saved_settings(config: Config) -> dict:
 
 
 def hash_code() -> str | None:
-    """A hash of this program without comments and blank lines, so that a report tells changed ones
-    apart. None in a pasted cell, which has no source."""
+    """Return a hash of the program, so that the report can tell changed programs apart.
+
+    Comments and blank lines do not change the hash, but docstrings and messages do. A pasted cell
+    has no source, so its hash is None.
+    """
     modules = (drive_store, grpo, coordinator, sys.modules[__name__])
     try:
         trees = [ast.dump(ast.parse(inspect.getsource(module))) for module in modules]
@@ -1002,7 +1091,7 @@ def hash_code() -> str | None:
 
 
 def help_text() -> str:
-    """All variables with their defaults, as `python sapo.py --help` prints them."""
+    """Return all settings with their defaults, as `python sapo.py --help` prints them."""
     lines = ["usage: NAME=value … python sapo.py      (settings are environment variables)\n"]
     for name, row in TABLE.items():
         text = row.metadata["help"]
@@ -1021,7 +1110,7 @@ def help_text() -> str:
 
 
 def start_command(config: Config, **changes) -> str:
-    """The command that starts this process again, with everything that was set but the token."""
+    """Return the command that starts this process again, without the access token."""
     shown = {name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET}
     folder = os.path.abspath(config.GDRIVE_PATH)
     shown |= {"EXPERIMENT_NAME": config.EXPERIMENT_NAME, "GDRIVE_PATH": folder, **changes}
@@ -1030,17 +1119,19 @@ def start_command(config: Config, **changes) -> str:
 
 
 # -------- Checkpoints -----------------------------------------------------------------------------
-# A process has one for all its nodes, in the folder of the first: a safetensors file, so that
-# reading it runs no code, with a JSON text.
+# A process writes one checkpoint for all its nodes, in the folder of its first node. It is a
+# safetensors file with a JSON text in its header, so reading it runs no code.
 
-# What a file of tensors raises that is damaged or of another model.
+# Errors of a tensor file that is damaged or belongs to another model.
 UNUSABLE = (ValueError, TypeError, LookupError, AttributeError, safetensors.SafetensorError)
 
 
 def save_checkpoint(run: Run) -> None:
-    """Save the state of all nodes after round `run.last_round`, and delete older checkpoints, so
-    that CHECKPOINT_KEEP remain."""
-    run.swarm.check_superseded()  # never replace what a newer process of this name has written
+    """Save the state of all nodes after round `run.last_round`.
+
+    Delete older checkpoints, so that CHECKPOINT_KEEP of them remain.
+    """
+    run.swarm.check_superseded()  # never overwrite a checkpoint of a newer process with this name
     about = {"model_name": run.config.MODEL_NAME, "round": run.last_round, "nodes": {}}
     for node in run.nodes:
         about["nodes"][node.id] = {
@@ -1050,19 +1141,20 @@ def save_checkpoint(run: Run) -> None:
         }
     path = checkpoint_path(run, run.last_round)
     write_tensors(run.store, path, checkpoint_tensors(run.nodes), json.dumps(about))
-    for node in run.nodes:  # proves to a later start that there must be one
+    for node in run.nodes:  # shows a later process that a checkpoint must exist
         run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
     stages = run.store.list_stages("checkpoints", run.nodes[0].id)
-    rounds = sorted({at.round for at in stages if at.round <= run.last_round})  # later: damaged
+    rounds = sorted({at.round for at in stages if at.round <= run.last_round})  # later: unusable
     for old in rounds[: -run.config.CHECKPOINT_KEEP]:
         run.store.delete(checkpoint_path(run, old), frees_space=True)
 
 
 def load_latest_checkpoint(run: Run) -> None:
-    """Load the newest readable checkpoint. Without any, training begins at round 0.
+    """Load the newest readable checkpoint. Without checkpoints, training starts at round 0.
 
-    Raises StoreError if there must be one that can be used: a node never starts over by accident.
+    Raise StoreError if a checkpoint must exist but none can be used, so that a node never starts
+    over by accident.
     """
     reason = ""
     rounds = [at.round for at in run.store.list_stages("checkpoints", run.nodes[0].id)]
@@ -1074,21 +1166,25 @@ def load_latest_checkpoint(run: Run) -> None:
             return
         except UNUSABLE as error:
             text = drive_store.printable(error, 200)
-            reason = f"that of round {rounds.pop()} cannot be used ({text})"
-            run.log.event("resume", f"{reason}; trying the one before")
+            reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
+            run.log.event("resume", f"{reason}; trying an older checkpoint")
 
-    # A node that has run before says by a marker that it has written one.
+    # A marker proves that a node has written a checkpoint. So does an unusable file of a node that
+    # has run before.
     board = run.store.read_board()
     for node in run.nodes:
         is_missing = ("checkpoint", node.id) in board.progress
         if is_missing or (reason and node.id in board.sessions):
-            text = f"{node.id} needs its checkpoint, but {reason or 'it is gone'}"
-            raise drive_store.StoreError(f"{text}; restore it, or take another NODE_ID")
+            text = f"cannot resume {node.id}: {reason or 'its checkpoint is missing'}"
+            raise drive_store.StoreError(f"{text}; restore it or use another NODE_ID")
 
 
 def load_checkpoint(run: Run, t: int) -> None:
-    """Load the checkpoint after round t into the nodes; hyperparameters come from the settings.
-    Raises one of UNUSABLE if it does not fit."""
+    """Load the checkpoint after round t into the nodes.
+
+    Hyperparameters come from the settings, not from the file. Raise one of UNUSABLE if the file
+    does not fit.
+    """
     ours = checkpoint_tensors(run.nodes)
     tensors, text = read_tensors(run.store, checkpoint_path(run, t), ours)
     about = drive_store.parse_json(text.encode())
@@ -1099,7 +1195,7 @@ def load_checkpoint(run: Run, t: int) -> None:
     made_with = [about["round"], about["model_name"], *sorted(about["nodes"])]
     if made_with != [t, run.config.MODEL_NAME, *sorted(run.config.node_ids)]:
         text = coordinator.join_names([str(value) for value in made_with])
-        raise drive_store.InvalidFileError(f"its round, MODEL_NAME and nodes are {text}")
+        raise drive_store.InvalidFileError(f"it was saved with round, MODEL_NAME, nodes = {text}")
     copy_tensors(tensors, ours)
     for node in run.nodes:
         saved = about["nodes"][node.id]
@@ -1113,7 +1209,7 @@ def checkpoint_path(run: Run, t: int) -> str:
 
 
 def checkpoint_tensors(nodes: list[Node]) -> dict:
-    """{name: tensor} of everything that nodes resume from, not copied: weights, Adam's moments."""
+    """Return {name: tensor} of the nodes' weights and Adam's state, without copying them."""
     tensors = {}
     for node in nodes:
         for name, p in node.model.named_parameters():
@@ -1124,30 +1220,35 @@ def checkpoint_tensors(nodes: list[Node]) -> dict:
 
 
 def check_local_room(run: Run) -> None:
-    """Raise StoreError unless a checkpoint fits on the local disk, through which it passes."""
+    """Raise StoreError if TMPDIR has no room for a checkpoint, which is written there first."""
     needed = sum(tensor.nbytes for tensor in checkpoint_tensors(run.nodes).values()) + 10**6
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if free < needed:
         text = f"TMPDIR={folder} has {free / 1e9:.2f} GB, a checkpoint needs {needed / 1e9:.2f} GB"
-        raise drive_store.StoreError(f"{text}: make room, or set TMPDIR to another local folder")
+        raise drive_store.StoreError(f"{text}: make room or set TMPDIR to another local folder")
 
 
 def write_tensors(store, path: str, tensors: dict, text: str, replaces: bool = True) -> None:
-    """Write {name: tensor} and a text to a safetensors file of the shared folder."""
+    """Write {name: tensor} and a text to a safetensors file in the shared folder."""
     saved = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder, "tensors")
         try:
             safetensors.torch.save_file(saved, local, {"about": text})
         except (OSError, safetensors.SafetensorError) as error:
-            raise drive_store.StoreError(f"TMPDIR={folder}: cannot be written ({error})") from error
+            raise drive_store.StoreError(
+                f"cannot write to {folder} ({error}): set TMPDIR to another local folder"
+            ) from error
         store.upload(local, path, replaces)
 
 
 def read_tensors(store, path: str, ours: dict) -> tuple[dict, str]:
-    """What `write_tensors` wrote of tensors like ours. Raises one of UNUSABLE."""
-    max_bytes = sum(tensor.nbytes for tensor in ours.values()) + 10**8  # names and text: at most
+    """Return the tensors and the text that `write_tensors` wrote for tensors like ours.
+
+    Raise one of UNUSABLE if the file cannot be used.
+    """
+    max_bytes = sum(tensor.nbytes for tensor in ours.values()) + 10**8  # for names and text
     with tempfile.TemporaryDirectory() as folder:
         local = Path(folder, "tensors")
         store.download(path, local, max_bytes)
@@ -1158,12 +1259,16 @@ def read_tensors(store, path: str, ours: dict) -> tuple[dict, str]:
 
 @torch.no_grad()
 def copy_tensors(saved: dict, ours: dict) -> None:
-    """Copy tensors into those of the same names. Raises InvalidFileError, and changes nothing, if
-    one is missing or does not fit."""
+    """Copy the saved tensors into our tensors of the same names.
+
+    Raise InvalidFileError, and change none of them, if a tensor is missing or does not fit.
+    """
     for name, tensor in ours.items():
         fits = name in saved and saved[name].shape == tensor.shape
         if not fits or saved[name].dtype != tensor.dtype or not saved[name].isfinite().all():
-            raise drive_store.InvalidFileError(f"{name}: missing, not finite, or of another shape")
+            raise drive_store.InvalidFileError(
+                f"{name} is missing, is not finite, or has another shape or dtype"
+            )
     for name, tensor in ours.items():
         tensor.copy_(saved[name])
 
@@ -1172,15 +1277,17 @@ def copy_tensors(saved: dict, ours: dict) -> None:
 
 
 def export_models(run: Run) -> None:
-    """Write each node's model as an ordinary Hugging Face folder, push it if there is a token, and
-    say how to try it."""
+    """Write each node's model as a standard Hugging Face folder, and log how to try it.
+
+    If there is a token, also push the models to the Hub.
+    """
     question = make_questions(run, [1])[0]
     script = grpo.try_script(run.codec, question, run.config)
     for node in run.nodes:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 grpo.save_model(node.model, run.codec, model_card(run, node), folder)
-            except Exception as error:  # a library may refuse what it has loaded
+            except Exception as error:  # a library may fail to save a model that it has loaded
                 run.log.event("export", f"the model of {node.id} cannot be written: {error!r}")
                 continue
             Path(folder, "try.py").write_text(script, encoding="utf-8")
@@ -1196,33 +1303,33 @@ def export_models(run: Run) -> None:
 
 
 def push_model(run: Run, node: Node, folder: str) -> None:
-    """Push a model to the Hub. A push that fails changes nothing else."""
+    """Push a model to the Hub. If that fails, log the command to retry it."""
     repo = f"{run.config.HF_REPO or run.config.EXPERIMENT_NAME}-{node.id}"
     try:
         hub = huggingface_hub.HfApi(token=run.config.HUGGINGFACE_ACCESS_TOKEN)
         repo_id = hub.create_repo(repo, private=True, exist_ok=True).repo_id
         hub.upload_folder(repo_id=repo_id, folder_path=folder)
-        run.log.event("hub", f"pushed to {repo_id} (private, unless it was there before)")
+        run.log.event("hub", f"pushed to {repo_id} (private, unless it already existed)")
     except Exception as error:  # its text may contain the token
         target = shlex.quote(str(run.store.dir.absolute() / f"nodes/{node.id}/model"))
         command = f"hf upload --private {repo} {target}"
-        run.log.event("hub", f"push failed ({type(error).__name__}); later:\n  {command}")
+        run.log.event("hub", f"push failed ({type(error).__name__}); to retry, run:\n  {command}")
 
 
 def model_card(run: Run, node: Node) -> str:
-    """The README.md of a final model, in the Hub's format."""
+    """Return the README.md of a final model, in the Hub's format."""
     config = run.config
-    # The metadata that the Hub reads. A folder's path would say nothing elsewhere.
+    # Metadata for the Hub. A local path would be meaningless there.
     head = {"library_name": "transformers", "tags": ["grpo", "sapo", "reasoning-gym"]}
     is_folder = os.path.exists(config.MODEL_NAME)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", config.MODEL_NAME) and not is_folder:
         head["base_model"] = config.MODEL_NAME
     yaml = "\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items())
 
-    # For people.
+    # The text for humans.
     held_out = ", ".join(f"{value:.2f} {when}" for when, value in node.held_out.items())
     manner = (
-        f"plain text after {run.codec.num_shots} solved examples, sampled from the full softmax"
+        f"plain text after {run.codec.num_shots} few-shot examples, sampled from the full softmax"
     )
     if run.codec.tokenizer.chat_template:
         manner = "reasoning-gym's system prompt, thinking off, sampled from the full softmax"
@@ -1231,33 +1338,36 @@ def model_card(run: Run, node: Node) -> str:
 ---
 # {config.EXPERIMENT_NAME}-{node.id}
 
-Trained with SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721): GRPO on own and on peers'
-rollouts.
+Trained with SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721), which is GRPO on the
+node's own rollouts and on rollouts that its peers shared.
 
 - rounds: {config.MAX_ROUNDS}, each with I = {config.NUM_TRAIN_SAMPLES} own questions,
-  J = {config.NUM_TRANSPLANT_TREES} groups of peers,
-  and G = {config.NUM_GENERATIONS} completions of a question
+  J = {config.NUM_TRANSPLANT_TREES} external groups (from peers)
+  and G = {config.NUM_GENERATIONS} completions per question
 - tasks (reasoning-gym): {", ".join(config.tasks)}
 - cumulative reward: {node.total_reward:.2f}
 - held-out accuracy (pass@1): {held_out or "not measured"}
 
-`python try.py "What is 2 + 2?"` asks it as training did: {manner}.
+`python try.py "What is 2 + 2?"` prompts the model as in training ({manner}).
 """
 
 
-# -------- Starting and ending ---------------------------------------------------------------------
+# -------- Startup and shutdown --------------------------------------------------------------------
 
-RAISE_IT = "raise MAX_ROUNDS, or take another EXPERIMENT_NAME"
+RAISE_IT = "raise MAX_ROUNDS or use another EXPERIMENT_NAME"
 
 
 def main(environ=None) -> int:
-    """Run the role that the environment asks for and return the exit status: 0 finished, 1 failed,
-    2 refused, 3 superseded, 130 stopped. The environment is read only here."""
+    """Run the role that the environment selects, and return the exit code.
+
+    0: finished, 1: failed, 2: cannot run (settings, model, folder or memory), 3: superseded by a
+    newer process with the same NODE_ID, 130: stopped. The environment is read only here.
+    """
     environ = os.environ if environ is None else environ
     environ = {name: str(value) for name, value in environ.items()}
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # a daemon has none
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # a daemon has no stdout
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
-        sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal's encoding lacks
+        sys.stdout.reconfigure(errors="replace")  # print "?" for unencodable characters
     num_threads = torch.get_num_threads()
     signals = Signals()
     log = Log(environ.get(grpo.SECRET, "").strip())
@@ -1272,23 +1382,28 @@ def main(environ=None) -> int:
         return say_failure(log, error)
     finally:
         signals.uninstall()
-        torch.set_num_threads(num_threads)  # a notebook may go on with another model
+        torch.set_num_threads(num_threads)  # a notebook may continue with another model
 
 
 def say_failure(log: "Log", error: BaseException) -> int:
-    """Say what has ended this process: a sentence, or the traceback of a mistake in the program.
-    Returns the exit status."""
+    """Log the error that ended this process, and return the exit code.
+
+    A bug is logged with its traceback. Unusable settings, models and folders, and a lack of memory,
+    are logged as one sentence.
+    """
     if grpo.is_out_of_memory(error):
-        advice = "lower LOCAL_NODES, or take a smaller MODEL_NAME"
-        error = grpo.ModelError(f"this does not fit into the memory ({error}): {advice}")
+        advice = "lower LOCAL_NODES or use a smaller MODEL_NAME"
+        error = grpo.ModelError(f"this run does not fit into memory ({error}): {advice}")
     is_refused = isinstance(error, (ConfigError, grpo.ModelError, drive_store.StoreError))
     log.info(str(error) if is_refused else "".join(traceback.format_exception(error)))
     return 2 if is_refused else 1
 
 
 def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
-    """Run a worker, the coordinator or prepare, and end it in order, whatever happens. Returns the
-    exit status."""
+    """Run a worker, the coordinator or prepare, and shut it down cleanly, even after an error.
+
+    Return the exit code.
+    """
     log.node_id = config.node_ids[0]
     node_ids = [] if config.NODE_ROLE == "prepare" else config.node_ids
     store = drive_store.DriveStore(
@@ -1306,30 +1421,30 @@ def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
         status, state = roles[config.NODE_ROLE](run, saved), "done"
     except drive_store.Stopped as stop:  # between two rounds
         if str(stop) == "superseded":
-            status, state = 3, None  # the heartbeat is the newer session's
-            log.event("end", "a newer session of this name runs; this one stops")
+            status, state = 3, None  # the heartbeat belongs to the newer process
+            log.event("end", "a newer process with this NODE_ID is running, so this process stops")
         else:
             status, state = 130, "stopped"
-            log.info(f"stopped; to go on:\n  {start_command(config)}")
-    except KeyboardInterrupt:  # while it starts, in an outage, or the second Ctrl-C
-        log.info(f"stopped without a checkpoint; to go on:\n  {start_command(config)}")
+            log.info(f"stopped; to resume, run:\n  {start_command(config)}")
+    except KeyboardInterrupt:  # during startup or an outage, or a second Ctrl-C
+        log.info(f"stopped without a checkpoint; to resume, run:\n  {start_command(config)}")
         status, state = 130, "stopped"
-        store.on_event = None  # now nothing waits for the folder
-    except BaseException as error:  # also of sys.exit() in somebody's own code
+        store.on_event = None  # from now on, no call waits for the folder
+    except BaseException as error:  # even sys.exit() in the user's own code
         status, state = say_failure(log, error), "failed"
         if swarm.session:
             log.event("error", traceback.format_exception_only(error)[-1].strip())
     finally:
         log.bar.close()
 
-    # The last heartbeat and the last lines, if this process has joined the swarm.
+    # Write the last heartbeat and the last log lines, if this process has joined the swarm.
     with contextlib.suppress(OSError if store.on_event is None else ()):
         if state is not None:
             swarm.beat(state)
         if swarm.session:
             log.flush(store)
 
-    # In a notebook the next run needs the memory of this one's models, which hold one another.
+    # Free the models, which are in reference cycles. The next run in a notebook needs their memory.
     run.nodes.clear()
     if config.NODE_ROLE != "coordinator":
         gc.collect()
@@ -1339,7 +1454,7 @@ def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
 
 
 def prepare(run: Run, saved) -> int:
-    """Load and check the model, and make its warm start."""
+    """Load and check the model, and create its warm start."""
     model, run.codec = load_checked_model(run)
     run.store.make_root()
     run.store.make_dir("/warmstart")
@@ -1350,17 +1465,17 @@ def prepare(run: Run, saved) -> int:
 
 
 def run_clock(run: Run, saved: dict | None) -> int:
-    """Be the coordinator. It begins no experiment: it waits for the first worker to do so."""
+    """Run the coordinator. It does not create an experiment, but waits for a worker to do so."""
     if saved is None:
         command = start_command(run.config, NODE_ROLE="worker", NODE_ID="anna")
-        run.log.info(f"waiting for the first worker, which begins the experiment:\n  {command}")
+        run.log.info(f"waiting for the first worker, which creates the experiment:\n  {command}")
         while (saved := run.store.load_config()) is None:
-            run.signals.sleep(0.1)  # soon: in half a second the workers open round 1 themselves
+            run.signals.sleep(0.1)  # poll often, because workers open round 1 after 0.5 s
         run.config = read_config(run.config.environ, saved)
     if find_standing(run, saved) == "finished":
         return 0
     coordinator.run_coordinator(run)
-    exp = coordinator.read_experiment(run.swarm)  # also what earlier sessions have seen
+    exp = coordinator.read_experiment(run.swarm)  # includes rounds before this process
     curve = coordinator.sparkline(coordinator.reward_curve(exp.rows))
     run.log.event("end", f"{coordinator.diagnose(exp.rows)}\n  {curve}")
     coordinator.write_picture(exp, run.store.root, run.log)
@@ -1369,23 +1484,28 @@ def run_clock(run: Run, saved: dict | None) -> int:
 
 
 def run_worker(run: Run, saved: dict | None) -> int:
-    """Load, begin or join, resume, train and save. Raises Stopped if it ends before the last round.
+    """Load the model, create or join the experiment, resume, train and save. Return the exit code.
 
-    A start that fails while the model is loaded and checked has touched nothing, and one that is
-    refused because of its checkpoints has changed nothing of a node's.
+    Raise Stopped if the process ends before the last round. If the model cannot be loaded or fails
+    a check, the folder is untouched. If the checkpoints cannot be used, the nodes' files are
+    unchanged.
     """
     config, log = run.config, run.log
     if saved is not None and find_standing(run, saved) == "finished":
         return 0
     model, run.codec = load_checked_model(run)
 
-    # Begin the experiment. If another process has begun it meanwhile, its settings count.
+    # Create the experiment. If another process has just created it, the settings of that process
+    # count.
     if saved is None:
         settings = saved_settings(config)
         saved = run.store.begin(settings)
         if read_config(config.environ, saved) != config:
-            raise ConfigError("another node began it with other settings: start this node again")
-        how = "a new experiment" if saved == settings else "joining what another has just begun"
+            raise ConfigError(
+                "another node has just created this experiment with other settings; "
+                "start this node again to use them"
+            )
+        how = "a new experiment" if saved == settings else "joining another node's new experiment"
         names = set(run.store.list_names("/experiments")) - {config.EXPERIMENT_NAME}
         beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
         log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
@@ -1404,7 +1524,7 @@ def run_worker(run: Run, saved: dict | None) -> int:
 
     check_local_room(run)
 
-    # Resume before joining: a start that is refused must not supersede a running node.
+    # Resume before joining, because a process that cannot resume must not supersede a running node.
     run.samples = sample_answers(run)
     load_latest_checkpoint(run)
     join(run)
@@ -1423,28 +1543,32 @@ def run_worker(run: Run, saved: dict | None) -> int:
 
 
 def find_standing(run: Run, saved: dict) -> str:
-    """Say and return where this process stands in an experiment that has begun: "finished",
-    "resuming" or "joining". Raises ConfigError if it is new and there is nothing left to do."""
+    """Log and return whether this process is "finished", "resuming" or "joining".
+
+    saved: config.json of the experiment. Raise ConfigError if the node is new and no rounds are
+    left for it.
+    """
     config, name = run.config, run.config.EXPERIMENT_NAME
     board = run.swarm.look()
 
-    # Its nodes (of a coordinator: all workers) have submitted the last reward and are done, which
-    # one that was stopped is not: its model is missing. Or they are alive in later rounds.
+    # The process is finished if each of its nodes (for a coordinator, each worker) either has
+    # submitted the last reward and is done, or is alive in a later round. A node that was stopped
+    # after its last reward is not done, because its model is missing.
     last = drive_store.At(config.MAX_ROUNDS - 1, config.MAX_STAGES - 1)
     ended = [n for n in board.reached("rewards", last) if run.swarm.status(n) == "done"]
     gone_on = board.reached("rewards", drive_store.At(config.MAX_ROUNDS))
     ahead = [n for n in gone_on if run.swarm.is_alive(n)]
     node_ids = board.workers if config.NODE_ROLE == "coordinator" else config.node_ids
     if node_ids and {*ended, *ahead}.issuperset(node_ids):
-        run.log.info(f"{name}: already finished, all {config.MAX_ROUNDS} rounds; {RAISE_IT}")
+        run.log.info(f"{name}: already finished ({config.MAX_ROUNDS} rounds); {RAISE_IT}")
         return "finished"
 
-    # A new node may join the last round, unless its name is made up: then it is a mistake.
+    # A new node may still join in the last round, but not with a generated name.
     is_known = not {*board.sessions, str(saved.get("maker"))}.isdisjoint(config.node_ids)
     is_made_up = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
     rounds_left = config.MAX_ROUNDS - board.open_round - (1 if is_made_up else 0)
     if rounds_left <= 0 and not is_known:
-        raise ConfigError(f"{name}: round {board.open_round} is open; {RAISE_IT}")
+        raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
     standing = "resuming" if is_known else "joining"
     names = coordinator.join_names(board.workers, 5) or "none yet"
     where = f"round {max(0, board.open_round)} of {config.MAX_ROUNDS}"
@@ -1453,29 +1577,31 @@ def find_standing(run: Run, saved: dict) -> str:
 
 
 def load_checked_model(run: Run):
-    """Load and check the model and the tasks. Returns the model and its Codec."""
+    """Load and check the model and the tasks. Return the model and its Codec."""
     config = run.config
     grpo.keep_freed_memory()
     if config.MODEL_NAME == "tiny":
-        torch.set_num_threads(1)  # with 0.14 M parameters a second thread costs more than it gains
+        torch.set_num_threads(1)  # with 0.14M parameters, a second thread costs more than it saves
     else:
         run.log.info(f"loading {config.MODEL_NAME} (a download may take minutes)")
     model, codec = grpo.load_model(config, config.tasks)
     for sentence in grpo.file_notes(codec, config, config.tasks):
         run.log.info(f"note: {sentence}")
-    if run.signals.requested:  # a stop while the model was loading must not begin an experiment
+    if run.signals.requested:  # a stop while the model was loading must not create an experiment
         raise KeyboardInterrupt
     return model, codec
 
 
 def apply_warm_start(run: Run, model) -> None:
-    """Load the warm start of this model from warmstart/, or make it and write it there, so that all
-    nodes begin with equal weights."""
+    """Load this model's warm start (short SFT) from warmstart/, or create it and write it there.
+
+    All nodes therefore start with the same weights.
+    """
     config, log = run.config, run.log
     if config.WARM_START_STEPS == 0:
         return
 
-    # The hash of what must be equal for nodes to share the weights is the name of the file.
+    # The name of the file is a hash of everything that must be equal for nodes to share it.
     recipe = json.dumps(grpo.warm_start_recipe(model, run.codec, config, config.tasks))
     name = f"{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.safetensors"
     was_there = name in run.store.list_names("/warmstart")
@@ -1483,14 +1609,14 @@ def apply_warm_start(run: Run, model) -> None:
         return
 
     steps = config.WARM_START_STEPS
-    log.info(f"making the warm start of {config.MODEL_NAME}: {steps} steps")
+    log.info(f"creating the warm start of {config.MODEL_NAME}: {steps} steps")
     log.show_bar(steps, 0, "step")
-    losses = []  # since the last line
+    losses = []  # since the last log line
     started = time.monotonic()
     line_at = started + 5.0
     for step, loss in grpo.warm_start(model, run.codec, config, config.tasks):
         if run.signals.requested:
-            log.info(f"warm start stopped at step {step} of {steps}; the next start begins it anew")
+            log.info(f"warm start stopped at step {step} of {steps}; it will start over next time")
             raise KeyboardInterrupt
         log.bar.update()
         losses.append(loss)
@@ -1504,8 +1630,8 @@ def apply_warm_start(run: Run, model) -> None:
             log.info(f"warm start {step}/{steps}: loss {mean_loss:.3f}, {left} left")
     log.bar.close()
 
-    # Only one that could not be used is replaced. All load the file that stands there in the end,
-    # which another process may have made meanwhile.
+    # Replace the file only if it could not be used. Then load the file that is there, because
+    # another process may have written it in the meantime, and all nodes must use the same weights.
     if run.store.has_dir("/warmstart") and not (was_there and load_weights(run, name, model)):
         weights = dict(model.named_parameters())
         write_tensors(run.store, f"/warmstart/{name}", weights, recipe, replaces=was_there)
@@ -1513,31 +1639,34 @@ def apply_warm_start(run: Run, model) -> None:
 
 
 def load_weights(run: Run, name: str, model) -> bool:
-    """Load the model's weights from a file of warmstart/. Returns False if it cannot be used."""
+    """Load the model's weights from a file in warmstart/. Return False if it cannot be used."""
     try:
         ours = dict(model.named_parameters())
         tensors, _ = read_tensors(run.store, f"/warmstart/{name}", ours)
         copy_tensors(tensors, ours)
     except UNUSABLE as error:
         text = drive_store.printable(error, 200)
-        run.log.info(f"warmstart/{name} cannot be used ({text}); it is made again")
+        run.log.info(f"warmstart/{name} cannot be used ({text}); rebuilding it")
         return False
     return True
 
 
 def make_nodes(run: Run, model) -> None:
-    """Make the nodes, each with a model and an optimizer. The last one takes `model`, the others
-    copies: a process holds one model for each node and no more."""
+    """Create the nodes, each with a model and an optimizer.
+
+    The last node uses `model` itself and the others use copies, so that the process holds exactly
+    one model per node.
+    """
     models = [copy.deepcopy(model) for _ in run.config.node_ids[1:]]
     for node_id, own in zip(run.config.node_ids, [*models, model], strict=True):
         own.eval()
-        # A step may take minutes: each forward pass shows a sign of life.
+        # A step may take minutes, so every forward pass writes a heartbeat if it is due.
         own.base_model.register_forward_pre_hook(lambda *_: run.swarm.beat())
         run.nodes.append(Node(node_id, own, grpo.make_optimizer(own, run.config)))
 
 
 def join(run: Run) -> None:
-    """Join the swarm, and write down and say on what this process runs."""
+    """Join the swarm, and record and log the model, the device and the versions in use."""
     config = run.config
     device = config.DEVICE
     if device.startswith("cuda"):
@@ -1553,7 +1682,7 @@ def join(run: Run) -> None:
         path = f"nodes/{node.id}/logs/system_info.json"
         run.store.write(path, drive_store.dump_json(about))
 
-    sharing = "" if config.NUM_TRANSPLANT_TREES > 0 else "nothing is learned from peers, "
+    sharing = "" if config.NUM_TRANSPLANT_TREES > 0 else "no learning from peers (J = 0), "
     nodes = "1 node" if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
     what = f"{config.MODEL_NAME} on {device} ({config.DTYPE})"
     first = max(run.last_round + 1, run.swarm.board.open_round if run.swarm.others() else 0)
@@ -1562,14 +1691,16 @@ def join(run: Run) -> None:
 
 
 def finish_run(run: Run) -> int:
-    """After the last round: say what was learned, and write models and picture. Returns the exit
-    status."""
+    """Log what was learned, and write the models and the plot, after the last round.
+
+    Return the exit code.
+    """
     config = run.config
     if 0 <= run.last_round < config.MAX_ROUNDS - 1:  # it missed the last rounds
         save_checkpoint(run)
-    prune_rollouts(run)  # again, for one that was killed after its last checkpoint
+    prune_rollouts(run)  # again, because a process may have been killed after its last checkpoint
     log_samples(run, is_last=True)
-    rows = []  # of all sessions
+    rows = []  # from this and earlier processes
     for node in run.nodes:
         stages = run.store.list_stages("rewards", node.id)
         rows += filter(None, [run.store.read_reward(node.id, at) for at in stages])
@@ -1585,7 +1716,7 @@ def finish_run(run: Run) -> int:
     evaluate(run, "after training")
     export_models(run)
 
-    # One process draws the picture for all: the coordinator, or the one of the first worker.
+    # One process draws the plot: the coordinator's or, without a coordinator, the first worker's.
     board = run.swarm.board
     is_first = board.workers[0] in config.node_ids
     if is_first and drive_store.COORDINATOR_ID not in board.sessions:
@@ -1601,43 +1732,45 @@ def finish_run(run: Run) -> int:
 # -------- Log and signals -------------------------------------------------------------------------
 
 if os.name == "nt":
-    raise SystemExit("native Windows lacks what this program needs: run it in WSL")
+    raise SystemExit("native Windows is not supported: run this program in WSL")
 
 
 class Log:
-    """Lines for people and records, on the screen at once and in files at the next `flush`. On a
-    terminal a progress bar stands below the lines. The access token is in none of them."""
+    """Log lines, which are printed immediately, and JSON records. `flush` writes both to files.
+
+    On a terminal, a progress bar is below the lines. The access token is masked everywhere.
+    """
 
     def __init__(self, secret: str):
-        self.node_id = ""  # until the settings are known
+        self.node_id = ""  # set once the settings are known
         self.secret = secret
         self.queued = defaultdict(list)  # path of a file -> its lines
-        self.warned = set()  # texts of `once`
+        self.warned = set()  # texts logged by `once`
         self.bar = tqdm.tqdm(disable=True)
 
     def info(self, text: str) -> None:
-        """A line for people, on the screen and in stdout.log."""
+        """Print a line, and queue it for stdout.log."""
         coordinator.say(self.queue(f"nodes/{self.node_id}/logs/stdout.log", text))
 
     def event(self, kind: str, text: str) -> None:
-        """A line for people, and a record in training_events.jsonl."""
+        """Log a line, and queue a record for training_events.jsonl."""
         self.info(f"{self.node_id} {kind}: {text}")
-        text = self.mask(text)  # before JSON writes its signs in another way
+        text = self.mask(text)  # before JSON escapes its characters
         record = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text}
         self.queue(f"nodes/{self.node_id}/logs/training_events.jsonl", json.dumps(record))
 
     def once(self, kind: str, text: str) -> None:
-        """A warning, unless it was logged before."""
+        """Log an event, unless the same text was logged before."""
         if text not in self.warned:
             self.warned.add(text)
             self.event(kind, text)
 
     def mask(self, text: str) -> str:
-        """The text without the access token."""
+        """Return the text without the access token."""
         return text.replace(self.secret, "***") if self.secret else text
 
     def queue(self, path: str, text: str) -> str:
-        """Queue a line for a file. Returns it without the access token."""
+        """Queue a line for a file. Return it without the access token."""
         text = self.mask(text)
         self.queued[path].append(f"{text}\n")
         return text
@@ -1645,12 +1778,12 @@ class Log:
     def flush(self, store) -> None:
         """Append the queued lines to their files."""
         queued = self.queued
-        self.queued = defaultdict(list)  # while it waits for the folder, lines may be added
+        self.queued = defaultdict(list)  # lines may be added while `append` waits for the folder
         for path, lines in queued.items():
             store.append(path, "".join(lines))
 
     def show_bar(self, total: int, done: int, unit: str) -> None:
-        """Show a progress bar on a terminal. A file or a notebook gets plain lines only."""
+        """Show a progress bar on a terminal. Files and notebooks get plain lines only."""
         self.bar = tqdm.tqdm(
             total=total,
             initial=done,
@@ -1662,32 +1795,34 @@ class Log:
 
 
 class Signals:
-    """Counts the stop signals. They are obeyed between rounds and in every wait; a second one exits
-    at once."""
+    """The stop signals received so far. They take effect between rounds and in every wait.
+
+    A second signal exits immediately.
+    """
 
     def __init__(self):
         self.requested = 0
         self.last_at = 0.0
         self.old_handlers = {}
-        # SIGUSR1 is Slurm's time limit.
+        # Slurm can send SIGUSR1 before its time limit.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             under_nohup = signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP
             if not under_nohup:
                 self.old_handlers[number] = signal.signal(number, self.on_signal)
 
     def on_signal(self, number, frame) -> None:
-        # Two signals within half a second count as one: `timeout` sends two.
+        # Two signals within half a second count as one, because `timeout` sends two.
         if self.requested and time.monotonic() - self.last_at < 0.5:
             return
         self.last_at = time.monotonic()
         self.requested += 1
         if self.requested > 1:
             raise KeyboardInterrupt
-        with contextlib.suppress(RuntimeError):  # it may have interrupted a print
-            coordinator.say("\nstopping in order; once more to exit at once")
+        with contextlib.suppress(RuntimeError):  # the signal may have interrupted a print
+            coordinator.say("\nshutting down cleanly; press Ctrl-C again to exit immediately")
 
     def sleep(self, seconds: float) -> None:
-        """Sleep in small steps. Raises KeyboardInterrupt if the user wants to stop."""
+        """Sleep in small steps. Raise KeyboardInterrupt if a stop was requested."""
         wake_at = time.monotonic() + seconds
         while time.monotonic() < wake_at:
             if self.requested:
@@ -1695,7 +1830,7 @@ class Signals:
             time.sleep(0.1)
 
     def uninstall(self) -> None:
-        """Put the handlers back that were installed before."""
+        """Restore the previous handlers."""
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
 
@@ -1703,15 +1838,15 @@ class Signals:
 if __name__ == "__main__":
     arguments = [] if coordinator.in_notebook() else sys.argv[1:]
     if {"--help", "-h", "help"} & set(arguments):
-        coordinator.say(help_text())  # quiet where its reader goes, as in `| head`
+        coordinator.say(help_text())  # tolerates a closed pipe, as in `| head`
         sys.exit(0)
     if arguments:
-        print("settings are environment variables, such as MAX_ROUNDS=5 python sapo.py (--help)")
+        print("settings are environment variables, such as MAX_ROUNDS=5 python sapo.py; see --help")
         sys.exit(2)
     status = main()
     if not coordinator.in_notebook():
-        with contextlib.suppress(OSError):  # on a full disk Python would exit with 120
+        with contextlib.suppress(OSError):  # on a full disk, Python would exit with 120
             sys.stdout.close()
         sys.exit(status)
-    if status not in (0, 130):  # "Run all" must not go on; a stop is no mistake
-        raise RuntimeError(f"the run has ended with status {status}, see above")
+    if status not in (0, 130):  # a failure must end "Run all"; a stop is not an error
+        raise RuntimeError(f"the run ended with exit code {status}, see above")

@@ -1,6 +1,6 @@
 """Proofs of what this program promises. The name of a test begins with the promise that it proves:
 L learning, S the swarm, F the folder, X strangers who write into it, U people. .github/MANUAL.md,
-section "The promises", lists them.
+section "Guarantees", lists them.
 
 The order is: mathematics; questions and rewards; the shared folder; settings; whole swarms. Proofs
 that take longer are in .ci/.
@@ -914,8 +914,8 @@ def test_U1_all_mistakes_are_reported_together_and_a_blank_value_counts_as_unset
 
 def test_U1_all_refused_tasks_are_named_and_former_roles_say_what_does_their_work():
     message = config_error(TASKS="small_gdc, gcd, countdown")
-    assert "'small_gdc' is refused; did you mean small_gcd?" in message
-    assert "'countdown' is refused" in message and "'gcd' is refused" not in message
+    assert "'small_gdc' is not a supported task; did you mean small_gcd?" in message
+    assert "'countdown' is not a supported task" in message and "'gcd' is" not in message
     assert "TEST_MODE=True" in config_error(NODE_ROLE="validate")
     assert "MANUAL" in config_error(NODE_ROLE="auto")
 
@@ -935,7 +935,7 @@ def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variabl
 
 
 def test_U1_archiving_without_cleaning_up_is_said_to_do_nothing():
-    note = "ROLLOUT_ARCHIVE_OLD does nothing"
+    note = "ROLLOUT_ARCHIVE_OLD has no effect"
     for cleanup, is_said in (("False", True), ("True", False)):
         environ = {"ROLLOUT_ARCHIVE_OLD": "True", "ROLLOUT_CLEANUP_ENABLED": cleanup}
         assert any(note in text for text in read_config(environ).notes) == is_said
@@ -966,7 +966,7 @@ def test_F6_a_joining_node_inherits_the_swarms_settings_and_may_not_change_the_e
         ("REWARD", "verifier"),
         ("MAX_STAGES", "2"),
     ):
-        with pytest.raises(ConfigError, match=f"{name}=.* the experiment has"):
+        with pytest.raises(ConfigError, match=f"{name}=.* the experiment uses"):
             read_config({name: value}, saved)
     with pytest.raises(ConfigError, match=r"SEED='x' \(in config.json\)"):
         read_config({}, saved | {"SEED": "x"})
@@ -996,12 +996,12 @@ def test_U6_test_mode_names_what_a_run_lacks(tmp_path):
     flat = [row | {"informative_groups": 0} for row in rows]
     alone = [row | {"external_groups": 0} for row in rows]
     for arguments, problem in [
-        (([],), r"n has rewards in rounds \[\] only"),
-        ((rows[:1],), r"n has rewards in rounds \[0\] only"),
+        (([],), r"n has rewards only in rounds \[\]"),
+        ((rows[:1],), r"n has rewards only in rounds \[0\]"),
         ((rows, "checkpoints"), "checkpoints is empty"),
         ((flat,), "no group gave a gradient"),
-        ((alone,), "no group of a peer"),
-        ((alone, "model", 1), "^1 workers came, of 2$"),
+        ((alone,), "no external group"),
+        ((alone, "model", 1), "^saw only 1 of 2 workers$"),
     ]:
         status, said = check(*arguments)
         assert status == 1 and re.search(problem, said), said
@@ -1016,7 +1016,7 @@ def test_U3_a_policy_that_is_worse_than_before_training_is_told_so_and_noise_is_
     fallen = [0.4, 0.2, *[0.0] * 30, *[0.1] * 20]
     text = verdict(fallen, checkpoints=[At(39), At(49)])
     assert text.startswith("worse than before training (0.40 -> 0.10): lower LEARNING_RATE")
-    assert "the checkpoint after round 39 is there" in text
+    assert "the oldest checkpoint left is from round 39" in text
     assert not verdict([0.4, *[0.3] * 40]).startswith("worse")
     rows = [{"round": t, "reward": r, "completions": 64} for t, r in enumerate(fallen)]
     assert coordinator.diagnose(rows[-10:], rows).startswith("worse")
@@ -1293,7 +1293,7 @@ def test_L8_a_process_holds_one_model_for_each_node_and_too_little_memory_is_a_s
     monkeypatch.setattr(grpo, "make_optimizer", run_out)
     assert run_swarm(drive, "memory", **UNTRAINED) == 2
     output = "".join(capfd.readouterr())
-    assert "does not fit into the memory" in output
+    assert "does not fit into memory" in output
     assert "Traceback" not in output
     assert count_models() == before
 
@@ -1371,7 +1371,7 @@ def test_U2_a_stop_finishes_the_round_and_prints_a_command_that_resumes_the_run(
     assert len(read_rewards(drive, "stopped", "node_1")) == 4
 
     # The command is a list of settings and the program.
-    command = capfd.readouterr().out.split("to go on:\n")[1]
+    command = capfd.readouterr().out.split("to resume, run:\n")[1]
     words = shlex.split(command.split("python sapo.py")[0])
     assert sapo.main(dict(word.split("=", 1) for word in words)) == 0
     assert "after round 3" in read_events(drive, "stopped", "resume")[0]

@@ -25,7 +25,7 @@ MUTANTS = [  # module, text, what stands there instead, promise
     ("grpo", "r.std(unbiased=True)", "r.std(unbiased=False)", "L1"),
     ("grpo", "-torch.min(unclipped, clipped)", "-torch.max(unclipped, clipped)", "L1"),
     ("grpo", "if step == 0:", "if True:", "L1"),
-    ("grpo", "model.eval()  # dropout off: log", "model.train()  # dropout off: log", "L1"),
+    ("grpo", "model.eval()  # no dropout, so", "model.train()  # no dropout, so", "L1"),
     ("grpo", "torch.promote_types(logits.dtype, torch.float32)", "logits.dtype", "L1"),
     ("grpo", "return logits if temperature == 1 else logits / temperature", "return logits", "L2"),
     ("grpo", "torch.softmax(logits, dim=-1).cumsum(-1)", "torch.softmax(2 * logits, dim=-1).cumsum(-1)", "L2"),

@@ -59,7 +59,7 @@ button finishes the round and writes a checkpoint; the same cell goes on.""",
     ),
     (
         """**Read the metrics without the program,** from the files that each node writes: the mean reward
-of ten rounds, for the last five rounds. MANUAL's *The log of a run* names the other columns.""",
+of ten rounds, for the last five rounds. MANUAL's *Logs and metrics* names the other columns.""",
         metrics,
     ),
     (

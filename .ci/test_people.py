@@ -40,7 +40,7 @@ signal(SIGINT, default_int_handler)  # behind `cmd &` in a shell it is ignored, 
 UNSET = dict.fromkeys([*QUICK, "LOCAL_NODES"])  # for a run in which only the rest is set
 TWELVE_ROUNDS = LEARNING | {"MAX_ROUNDS": 12, "MAX_STAGES": 2}
 WARM = {"WARM_START_STEPS": 20}
-MADE = "making the warm start"
+MADE = "creating the warm start"
 PRINTED = (ROOT / "README.md").read_text() + (ROOT / ".github/MANUAL.md").read_text()
 
 
@@ -223,7 +223,9 @@ def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_wa
     for name in workers:
         last = rounds_of(drive, name)[-1]
         assert (heartbeat_of(drive, name), checkpoint_of(drive, name)) == ("stopped", last)
-        assert re.search(rf"to go on:\s.*\bNODE_ID={name}\b.* python sapo.py", stopped.logs[name])
+        assert re.search(
+            rf"to resume, run:\s.*\bNODE_ID={name}\b.* python sapo.py", stopped.logs[name]
+        )
 
     # The second time worker_1 is killed. The script says so, and how to resume it.
     def kill_worker_1(group):
@@ -382,7 +384,7 @@ def test_U5_monitor_and_functions_show_who_lives_rewards_and_what_looks_wrong(tm
 
     # A name that does not exist is an error that names those that do.
     assert sapo.list_experiments(tmp_path) == ["default"]
-    with pytest.raises(StoreError, match="no experiment 'nosuch'.*there are: default"):
+    with pytest.raises(StoreError, match="no experiment 'nosuch'.*available: default"):
         sapo.get_experiment_status(tmp_path, "nosuch")
 
 
@@ -647,7 +649,7 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
     kernel.run_cell(f"os.environ['MAX_ROUNDS'] = '{last + 3}'\n{program}")
     assert rounds_of(tmp_path, "n", name="pasted") == [*range(last + 3)]
     error = kernel.run_cell(f"os.environ['SEED'] = '7'\n{program}", "error")
-    assert "the run has ended with status 2" in error
+    assert "the run ended with exit code 2" in error
     kernel.run_cell(f"for name in {[*more, 'SEED']}: os.environ.pop(name)")
     kernel.run_cell(f"os.environ.update({to_environ(settings)!r})")
 
@@ -724,7 +726,7 @@ def test_U10_a_mistake_of_any_type_and_place_shows_its_traceback_and_says_goodby
 
 
 @pytest.mark.parametrize("module, name, words", [
-    (grpo, "save_model", "export: the model of n_0"), (coordinator, "plot", "no picture: "),
+    (grpo, "save_model", "export: the model of n_0"), (coordinator, "plot", "no plot ("),
 ])  # fmt: skip
 def test_U10_a_model_or_a_picture_that_cannot_be_made_is_a_sentence_and_ends_no_run(
     tmp_path, monkeypatch, module, name, words

@@ -31,7 +31,7 @@ def write(path, *questions) -> str:
     ('{"question": "x", "answer": NaN}', "expected"),
     ('{"question": "x", "answer": null}', "expected"),
     ('{"question": "x", "answer": " "}', "empty"),
-    ('{"question": "1 + 1?", "answer": "3"}', "a second answer to one question"),
+    ('{"question": "1 + 1?", "answer": "3"}', "conflicting answers to the same question"),
     ('{"question": "x", "answer": "<answer>1</answer>"}', "tags"),
     ('{"question": "x", "answer": "' + "9" * 5000 + '"}', "answer"),
 ])  # fmt: skip
@@ -70,7 +70,7 @@ def test_L3_answers_that_a_model_can_hardly_repeat_are_named(tmp_path):
     codec = grpo.load_model(config, config.tasks)[1]
     derived, odd = grpo.file_notes(codec, config, config.tasks)
     assert "9 answers" in derived and "####" in derived
-    assert "3 answers" in odd and "full stop" in odd
+    assert "3 answers" in odd and "period" in odd
 
 
 def test_U4_two_files_of_one_name_and_one_in_chinese_have_columns_of_their_own(tmp_path):

@@ -88,7 +88,7 @@ def test_U5_at_80x24_what_looks_wrong_comes_first(tmp_path, monkeypatch, num_nod
 
     # Heartbeats go on, but nothing has moved for long.
     time.sleep(1.1)
-    assert "! standstill" in look(1.0) and "! standstill" not in screen
+    assert "! stalled" in look(1.0) and "! stalled" not in screen
 
 
 def test_U5_a_look_reads_only_what_was_appended_and_the_first_one_the_end(tmp_path, monkeypatch):
@@ -145,6 +145,6 @@ def test_U7_a_report_says_what_it_leaves_out_and_why(tmp_path, monkeypatch, caps
     assert by_seed == pytest.approx({1: 30 * 0.5, 2: 30 * 0.6, 3: 30 * 0.5})
     assert "LEARNING_RATE=0.001 code=None" in by_runs["pasted",]["I/J"]
     for words in ("short is left out: 14 rounds", "test is left out: 30 rounds, TEST_MODE",
-                  "gaps has gaps: 27 rounds", "earlier version): pasted", "code are never"):  # fmt: skip
+                  "gaps has gaps: 27 rounds", "earlier version): pasted", "code are not averaged"):  # fmt: skip
         assert words in text, words
     assert len(json.loads((tmp_path / "reports/whole.json").read_bytes())["rows"]) == 4 * 30
