@@ -1,10 +1,12 @@
-"""A swarm on two mounts of one storage: does anything get lost? Started by hand:
+"""Check that a swarm on two mounts of the same storage loses no files. Run it by hand:
 
     PYTHONPATH=. python .ci/mounts.py MOUNT_A MOUNT_B [coordinator]
 
-Worker a, which begins, and the coordinator use MOUNT_A, worker b MOUNT_B, once a shows there. It
-prints rounds with all J external groups, the share of the same round, and seconds a round. It exits
-with 1 if a file is missing, torn or left over on either side, or if a group is trained on twice.
+Worker a and the optional coordinator use MOUNT_A. Worker b uses MOUNT_B and starts once worker a is
+visible there. The script prints how many rounds had all J external groups, the share of drawn
+groups that were published in the same round, and the median time per round. It exits with code 1
+if a process fails, if a file is missing, damaged or left over on either mount, or if a worker
+trains on an external group twice.
 """
 
 import contextlib
@@ -27,7 +29,8 @@ SETTINGS = dict(
     MAX_ROUNDS=os.environ.get("MAX_ROUNDS", 40), PATH=os.environ["PATH"],
     PYTHONPATH=os.path.dirname(sapo.__file__),
 )  # fmt: skip
-LEFT_OVER = r"\.new-.*|.* \(\d+\).*|.*sync-conflict.*"  # unfinished, or the second copy of a name
+# Names of unfinished writes, and of second copies that a sync client creates.
+LEFT_OVER = r"\.new-.*|.* \(\d+\).*|.*sync-conflict.*"
 
 
 def start(**settings) -> subprocess.Popen:
@@ -35,7 +38,7 @@ def start(**settings) -> subprocess.Popen:
 
 
 def run_node() -> int:
-    """A process of the swarm. Its log also names the external groups that were drawn."""
+    """Run a process of the swarm, and add the keys of its external groups to its metrics."""
     policy_gradient = sapo.policy_gradient
 
     def with_keys(run, node) -> None:
@@ -47,7 +50,7 @@ def run_node() -> int:
 
 
 def missing_files(drive: Path, node: str) -> list[str]:
-    """Rounds in the node's log whose rollouts or reward cannot be read there."""
+    """Return a message per round in the node's log whose rollouts or reward cannot be read."""
     store = DriveStore(drive, "mounts")
     missing = []
     for row in read_log(drive, node, name="mounts"):
@@ -61,7 +64,7 @@ def missing_files(drive: Path, node: str) -> list[str]:
 
 
 def main(mounts: list[str], with_coordinator: bool) -> int:
-    # Run the swarm to its end. Worker b waits until its mount shows that a has registered.
+    # Run the swarm until all processes end.
     drives = [Path(mount, "mounts") for mount in mounts]
     processes = [start(GDRIVE_PATH=drives[0], NODE_ID="a")]
     if with_coordinator:
@@ -69,15 +72,15 @@ def main(mounts: list[str], with_coordinator: bool) -> int:
     wait_until(lambda: [*drives[1].glob("experiments/mounts/board/session.a.*")], seconds=180)
     processes.append(start(GDRIVE_PATH=drives[1], NODE_ID="b"))
     statuses = [process.wait() for process in processes]
-    time.sleep(10)  # for files that are still on their way
+    time.sleep(10)  # the last files may not be visible on the other mount yet
 
-    # What is lost, as seen from either side?
+    # Collect missing files and leftovers, as seen from each mount.
     lost = []
     for drive in drives:
         lost += [str(path) for path in drive.rglob("*") if re.fullmatch(LEFT_OVER, path.name)]
         lost += missing_files(drive, "a") + missing_files(drive, "b")
 
-    # The row of the table, from the rounds of both workers.
+    # Print the figures for the table in LOG.md, from the rounds of both workers.
     logs = [read_log(drive, node, name="mounts") for drive, node in zip(drives, "ab", strict=True)]
     seconds = [b["timestamp"] - a["timestamp"] for log in logs for a, b in itertools.pairwise(log)]
     rows = logs[0] + logs[1]
@@ -85,8 +88,8 @@ def main(mounts: list[str], with_coordinator: bool) -> int:
     num_twice = len(drawn) - len(set(drawn))
     full = sum(row["external_short"] == 0 for row in rows)
     share = sum(row["external_ages"].count(0) for row in rows) / max(1, len(drawn))
-    print(f"{full} of {len(rows)} | {share:.0%} | {statistics.median(seconds):.1f} s a round")
-    print(f"exit statuses {statuses}; lost or left over: {lost or 'nothing'}; {num_twice} twice")
+    print(f"{full} of {len(rows)} | {share:.0%} | {statistics.median(seconds):.1f} s per round")
+    print(f"exit codes {statuses}; lost or left over: {lost or 'none'}; used twice: {num_twice}")
     return int(any([*lost, *statuses, num_twice]))
 
 

@@ -1,11 +1,14 @@
-"""Does it catch mistakes? Each row breaks the program in one place; a proof must fail. By hand:
+"""Check that the tests catch bugs. Each mutant breaks the program in one place, so that a test must
+fail. Run it by hand:
 
-    python .ci/mutants.py --check         is each text in the program exactly once? Seconds
-    python .ci/mutants.py [FIRST LAST]    all rows, or some of them; hours on two cores
+    python .ci/mutants.py --check         check that each text occurs exactly once; takes seconds
+    python .ci/mutants.py [FIRST LAST]    test all mutants, or a range of them; takes hours
 
-Where a promise is about the swarm and its folder, random schedules come first, then the promise's
-own proofs, then all others. It prints number, promise, change, the proof that failed (of a schedule
-its seed: so many held before it) and seconds. A row follows the program when that changes.
+If the guarantee is about the swarm and its folder, the random schedules run first. Then come the
+guarantee's own tests, and finally all tests. The output is a row per mutant with its number, the
+guarantee, the change, the first test that failed (SURVIVED if all passed), and the time. For a
+random schedule, the row shows the seed, which equals the number of schedules that passed before it.
+When the program changes, update MUTANTS.
 """
 
 import os
@@ -19,9 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PROOFS = ("test_sapo.py", ".ci")
-RANDOM_FIRST = ("S", "F", "L4", "L5", "L6", "X")  # promises
+RANDOM_FIRST = ("S", "F", "L4", "L5", "L6", "X")  # guarantees about the swarm and its folder
 
-MUTANTS = [  # module, text, what stands there instead, promise
+MUTANTS = [  # module, text, its replacement, guarantee
     ("grpo", "r.std(unbiased=True)", "r.std(unbiased=False)", "L1"),
     ("grpo", "-torch.min(unclipped, clipped)", "-torch.max(unclipped, clipped)", "L1"),
     ("grpo", "if step == 0:", "if True:", "L1"),
@@ -86,22 +89,22 @@ MUTANTS = [  # module, text, what stands there instead, promise
 
 
 def first_failure(folder: Path, *selection: str) -> str:
-    """The name of the first of these proofs that fails, "" if all hold."""
+    """Return the name of the first selected test that fails, or "" if all pass."""
     command = ["timeout", "3600", sys.executable, "-m", "pytest", "-xq", "--tb=no", "-rfE"]
     command += ["-p", "no:cacheprovider", "--ignore=.ci/test_device.py", *selection]
     environ = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
     if done.returncode == 124:
-        return "a proof does not end"
+        return "timed out after an hour"
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", done.stdout, re.MULTILINE)
-    assert failed or done.returncode in (0, 5), done.stdout + done.stderr  # 5: none was selected
+    assert failed or done.returncode in (0, 5), done.stdout + done.stderr  # 5: no test was selected
     return failed[1].split("::")[-1].replace("test_random[", "[seed ") if failed else ""
 
 
 def main(numbers: range, only_check: bool) -> None:
     texts = [(row, (ROOT / f"{row[0]}.py").read_text().count(row[1])) for row in MUTANTS]
     assert all(count == 1 for _, count in texts), [each for each in texts if each[1] != 1]
-    assert only_check or not first_failure(ROOT, *PROOFS, "--collect-only"), "mend the proofs first"
+    assert only_check or not first_failure(ROOT, *PROOFS, "--collect-only"), "fix the tests first"
     for number in numbers:
         module, text, replacement, promise = MUTANTS[number]
         mutated = (ROOT / f"{module}.py").read_text().replace(text, replacement)
@@ -117,7 +120,7 @@ def main(numbers: range, only_check: bool) -> None:
             if promise.startswith(RANDOM_FIRST):
                 selections.insert(0, (".ci/test_world.py", "-k", "random"))
             failures = (first_failure(copy, *selection) for selection in selections)
-            caught_by = next(filter(None, failures), "NOBODY")
+            caught_by = next(filter(None, failures), "SURVIVED")
         change = text.strip().splitlines()[0][:60].replace("|", "/")
         seconds = time.monotonic() - started
         print(f"| {number} | {promise} | `{change}` | {caught_by} | {seconds:.0f} s |", flush=True)

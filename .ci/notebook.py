@@ -1,4 +1,7 @@
-"""Print .github/sapo.ipynb, made from the cells of README and MANUAL. --check: compare it."""
+"""Generate .github/sapo.ipynb from the code blocks of README and MANUAL, and print it.
+
+With --check, compare it with the file instead, and exit with an error if they differ.
+"""
 
 import json
 import re
@@ -11,62 +14,67 @@ MANUAL = (ROOT / ".github/MANUAL.md").read_text()
 
 
 def printed(text: str, marker: str) -> str:
+    """Return the code block after a marker."""
     return re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)\n```", text, re.DOTALL)[1]
 
 
 check = re.search(r"`(TEST_MODE=True [^`]+)`", README)[1]
-model, _, page = printed(README, "command: page").splitlines()  # in between: what writes page.py
+model, _, page = printed(README, "command: page").splitlines()  # the line in between writes page.py
 page = page.replace("rl-swarm/", "$GDRIVE_PATH/")
 metrics = printed(README, "pandas").replace(
     '"rl-swarm/experiments/default', 'path + "/experiments/ours'
 )
 
-# Each cell with what is said before it: what it does and what will be seen.
+# Each code cell comes with the text above it, which describes its purpose and its output.
 cells = [
     (
         """# SAPO in a notebook
-In Colab copy the four modules and run_swarm.sh into the folder `sapo` of your Drive. Elsewhere
-install what the README says, matplotlib and pandas, and start Jupyter in the program's folder.
-Run the cells in order. `tiny`, the model that comes with the program, needs no GPU; for the last
-cell choose a GPU runtime first.
+In Colab, copy the four modules and run_swarm.sh into a folder `sapo` on your Drive. Elsewhere,
+install the packages of the README's main command, matplotlib and pandas, and start Jupyter in the
+program's folder. Run the cells in order. `tiny`, the built-in model, needs no GPU. If you want to
+run the last cell, which trains GPT-2, select a GPU runtime before you start.
 
-**Begin.** In Colab you are asked for access to your Drive. Nothing else is printed.""",
+**Set up.** Colab asks for access to your Drive.""",
         printed(MANUAL, "cell: mount"),
     ),
     (
-        """**Check the installation.** After a warm start and three rounds, in about a minute, you see
-`check: passed`.""",
+        """**Check the installation** with a short warm start and three rounds. This takes about a minute
+and ends with `check: passed`.""",
         f"!{check}",
     ),
     (
-        """**SAPO on a page.** This cell writes the page into a file, the next one runs it.""",
+        """**SAPO on one page.** This cell writes the page to a file, and the next cell runs it.""",
         "%%writefile page.py\n" + printed(README, "page"),
     ),
     (
-        """First a model is made. Then four nodes print their rewards in each of 30 rounds: near 0 in the
-beginning, about 0.5 in the end. It takes a minute or two.""",
+        """The first command creates a model, and the second trains four copies of it. Each node prints its
+reward in each of the 30 rounds. The rewards start near 0 and end at about 0.5. This takes one to
+two minutes.""",
         f"!{model}\n!{page}",
     ),
     (
-        """**A swarm of four nodes in this process,** 200 rounds. You see a line a round, every 20 rounds
-two questions with what a node answers, and in the end a verdict and the picture of the run. The stop
-button finishes the round and writes a checkpoint; the same cell goes on.""",
+        """**Train a swarm of four nodes in this process** for 200 rounds. The output shows a line per
+round, a node's answers to two questions every 20 rounds and, at the end, a verdict and a plot.
+If you press the stop button, the swarm finishes the round and saves a checkpoint. To resume, run
+the cell again.""",
         printed(MANUAL, "cell: swarm"),
     ),
     (
-        """**Examine it:** the experiments, the state of this one, and a curve of each node's reward.""",
+        """**Examine the run.** This cell prints the list of experiments and this experiment's status, and
+plots each node's reward, averaged over ten rounds.""",
         printed(MANUAL, "cell: look"),
     ),
     (
-        """**Read the metrics without the program,** from the files that each node writes: the mean reward
-of ten rounds, for the last five rounds. MANUAL's *Logs and metrics* names the other columns.""",
+        """**Read the metrics without the program,** from the files that each node writes. For each of the
+last five rounds, the table shows each node's mean reward over ten rounds. The section *Logs and
+metrics* of the manual explains the other columns.""",
         metrics,
     ),
     (
-        """**Compare four settings** with a coordinator and four workers on one GPU: plain GRPO, and one,
-two or three of four groups from peers. After each you see a table of all that have ended. With GPT-2
-it needs up to 18 GB of Drive, and it was never run on a GPU; with MODEL_NAME=tiny it takes some
-minutes on a CPU.""",
+        """**Compare four settings,** each with a coordinator and four workers on one GPU. 4/0 is plain GRPO.
+At 3/1, 2/2 and 1/3, one, two and three of the four groups come from peers. After each setting, a
+table compares all settings that have finished. With GPT-2, the cell needs up to 18 GB on Drive, and
+it was never run on a GPU. With MODEL_NAME=tiny, it takes a few minutes on a CPU.""",
         printed(MANUAL, "cell: compare"),
     ),
 ]
@@ -82,4 +90,4 @@ text = json.dumps(notebook, indent=1, ensure_ascii=False)
 if "--check" not in sys.argv:
     print(text)
 elif text + "\n" != (ROOT / ".github/sapo.ipynb").read_text():
-    sys.exit(".github/sapo.ipynb differs: python .ci/notebook.py > .github/sapo.ipynb")
+    sys.exit(".github/sapo.ipynb is out of date: run python .ci/notebook.py > .github/sapo.ipynb")

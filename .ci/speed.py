@@ -1,20 +1,28 @@
-"""How fast this program is, beside TRL or another checkout. By hand, on an idle machine:
+"""Compare the speed of this program with TRL or another checkout. Run it by hand, on an idle machine:
 
     python -m venv trl && trl/bin/pip install torch transformers reasoning-gym trl
     trl/bin/python .ci/speed.py compare trl SETTING MODEL
     python .ci/speed.py compare FOLDER SETTING MODEL
 
-MODEL: a folder, a Hugging Face id, or tiny. FOLDER: another checkout, whose own .ci/speed.py knows
-its functions. SETTING: arith (basic_arithmetic) and paper (nine tasks) have 4 questions x 8
-completions x 64 tokens, tiny (its eight tasks) has 8 x 8 x 10; all get the same questions, two
-threads and one optimizer step, and every second completion is rewarded. swarm (not for TRL): rounds
-of run_swarm.sh, a coordinator and four workers at 4/4; "cpu" is that of all of them for one round.
+MODEL is a folder, a Hugging Face id, or tiny. FOLDER is another checkout, whose own .ci/speed.py is
+used to measure it. SETTING is one of these:
 
-    REPETITIONS   of each program, in alternating order (2)
-    STEPS         measured in each repetition, after one that warms up (3; swarm: 40 rounds)
-    DTYPE         float32 (the default) or bfloat16, for TRL bf16=True
-    ROWS          MICRO_BATCH_SIZE
-    TRL_ROWS      TRL's per_device_train_batch_size (paper: all at once need more than 24 GB)
+    arith   basic_arithmetic with 4 questions x 8 completions x 64 tokens
+    paper   the paper's nine tasks, with 4 x 8 x 64
+    tiny    the eight small tasks, with 8 x 8 x 10
+    swarm   rounds of run_swarm.sh with a coordinator and four workers at 4/4 (not for TRL)
+
+In the first three settings, both programs answer the same questions with two threads. A step
+generates all completions, rewards every second completion, and does one optimizer step. In swarm,
+"cpu" is the CPU time of all processes, including their startup, divided by the number of rounds.
+
+These environment variables, here with their defaults, change a measurement:
+
+    REPETITIONS   repetitions of each program, in alternating order (2)
+    STEPS         measured steps per repetition, after one warm-up step (3; swarm: 40 rounds)
+    DTYPE         float32 or bfloat16, which is bf16=True in TRL (float32)
+    ROWS          this program's MICRO_BATCH_SIZE (auto)
+    TRL_ROWS      TRL's per_device_train_batch_size (all completions; paper then needs over 24 GB)
 """
 
 import itertools
@@ -37,7 +45,7 @@ import grpo
 import sapo
 
 NUM_GENERATIONS = 8  # G
-SETTINGS = {  # tasks, questions of a step, longest completion
+SETTINGS = {  # tasks, questions per step, maximum tokens per completion
     "arith": (["basic_arithmetic"], 4, 64),
     "paper": (grpo.PAPER_TASKS, 4, 64),
     "tiny": (grpo.TINY_TASKS, 8, 10),
@@ -47,7 +55,7 @@ STEPS = int(os.environ.get("STEPS", 40 if "swarm" in sys.argv else 3))
 
 
 def load(setting: str, model_name: str):
-    """Load what a setting needs: Config, model, Codec, and its questions, STEPS + 1 lists."""
+    """Return the Config, the model, its Codec and STEPS + 1 lists of questions for a setting."""
     tasks, num_questions, max_new_tokens = SETTINGS[setting]
     environ = {
         "MODEL_NAME": model_name, "DEVICE": "cpu", "DTYPE": os.environ.get("DTYPE", "float32"),
@@ -65,18 +73,18 @@ def load(setting: str, model_name: str):
 
 
 def print_report(steps: list[dict], prompts: list, who=resource.RUSAGE_SELF) -> None:
-    """Print as JSON: the steps without the first, the peak memory, and the prompts, to compare."""
+    """Print a JSON report with all steps but the first, the peak memory and the prompts."""
     peak_gb = resource.getrusage(who).ru_maxrss * 1024 / 1e9
     print(json.dumps({"steps": steps[1:], "peak_gb": peak_gb, "prompts": prompts}), flush=True)
 
 
 def made_up_rewards(completions, **_) -> list[float]:
-    """Every second completion is rewarded, so that every group is informative."""
+    """Return a reward of 1 for every second completion, so that every group is informative."""
     return [float(i % 2) for i in range(len(completions))]
 
 
 def run_ours(setting: str, model_name: str, seed: str) -> None:
-    """Measure this program."""
+    """Measure the steps of this program."""
     grpo.keep_freed_memory()
     config, model, codec, batches = load(setting, model_name)
     optimizer = grpo.make_optimizer(model, config)
@@ -103,7 +111,7 @@ def run_ours(setting: str, model_name: str, seed: str) -> None:
 
 
 def run_swarm(checkout: str, model_name: str, seed: str) -> None:
-    """Measure the rounds of a swarm that the run_swarm.sh of a checkout starts."""
+    """Measure the rounds of a swarm that a checkout's run_swarm.sh starts."""
     with tempfile.TemporaryDirectory() as folder:
         environ = {
             "PATH": os.environ["PATH"], "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1",
@@ -127,7 +135,7 @@ def run_swarm(checkout: str, model_name: str, seed: str) -> None:
 
 
 def run_trl(setting: str, model_name: str, seed: str) -> None:
-    """Measure TRL. A step lasts from the end of one optimizer step to the end of the next one."""
+    """Measure TRL. A step lasts from the end of one optimizer step to the end of the next."""
     import torch
     from datasets import Dataset
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -149,16 +157,16 @@ def run_trl(setting: str, model_name: str, seed: str) -> None:
 
     settings = GRPOConfig(
         seed=int(seed), use_cpu=True, bf16=config.DTYPE == "bfloat16", shuffle_dataset=False,
-        # The batch.
+        # Each batch gets one optimizer step.
         per_device_train_batch_size=rows_per_piece, num_generations=NUM_GENERATIONS,
         gradient_accumulation_steps=num_rows // rows_per_piece, num_iterations=1,
         steps_per_generation=num_rows // rows_per_piece, max_steps=len(batches),
-        # Sampling, loss and optimizer are this program's.
+        # Sampling, loss and optimizer are set as in this program.
         max_completion_length=config.MAX_NEW_TOKENS, temperature=1.0, top_p=1.0, top_k=0,
         beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
         learning_rate=config.LEARNING_RATE, lr_scheduler_type="constant", warmup_steps=0,
         adam_beta1=0.9, adam_beta2=0.95,
-        # Nothing else that takes time.
+        # Everything else that takes time is off.
         gradient_checkpointing=False, logging_strategy="no", save_strategy="no", report_to="none",
         disable_tqdm=True, dataloader_pin_memory=False, output_dir=tempfile.mkdtemp(),
     )  # fmt: skip
@@ -178,11 +186,11 @@ def run_trl(setting: str, model_name: str, seed: str) -> None:
 
 
 def run_program(program: str, setting: str, model_name: str, seed: int) -> dict:
-    """Measure "ours", "trl" or another checkout in a process of its own. Returns its report."""
+    """Measure "ours", "trl" or another checkout in a separate process. Return its report."""
     checkout = Path(__file__).parent.parent if program in ("ours", "trl") else program
     mode = "trl" if program == "trl" else "ours"
     command = [sys.executable, f"{checkout}/.ci/speed.py", mode, setting]
-    if setting == "swarm":  # one measurement of both
+    if setting == "swarm":  # this file measures both checkouts
         command = [sys.executable, __file__, "swarm", str(checkout)]
     command += [model_name, str(seed)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -199,7 +207,7 @@ def compare(other: str, setting: str, model_name: str) -> None:
             prompts.add(json.dumps(report["prompts"]))
             measured[program] += [step | {"peak GB": report["peak_gb"]} for step in report["steps"]]
             print(program, seed, *(f"{step['step']:.2f}" for step in report["steps"]), flush=True)
-    assert len(prompts) == 1, "not the same prompts"
+    assert len(prompts) == 1, "the programs had different prompts"
     for name in measured["ours"][0]:
         ours, theirs = [median(step[name] for step in steps) for steps in measured.values()]
         print(f"{name:10} ours {ours:9.3f}  {other} {theirs:9.3f}  {theirs / ours:.2f} x")

@@ -1,25 +1,26 @@
-"""The frontier of reward against generation, each arm at its best learning rate. Started by hand:
+"""Measure reward against generation, with each arm at its best learning rate. Run it by hand:
 
-    python .ci/study.py tiny FOLDER              all runs; started again, it continues
-    python .ci/study.py smol FOLDER MODEL        the same with a real model, a folder or a Hub id
-    python .ci/study.py tables FOLDER            the results so far, in Markdown
-    python .ci/study.py rates FOLDER             the runs that have chosen the learning rates
-    python .ci/study.py quarters FOLDER          the reward in each quarter of the rounds
-    python .ci/study.py picture FOLDER FILE      the README's picture
+    python .ci/study.py tiny FOLDER              run all arms with tiny
+    python .ci/study.py smol FOLDER MODEL        run 4/4 and 8/0 with a real model (folder or Hub id)
+    python .ci/study.py tables FOLDER            print the results so far in Markdown
+    python .ci/study.py rates FOLDER             print the runs that chose the learning rates
+    python .ci/study.py quarters FOLDER          print the reward in each quarter of the rounds
+    python .ci/study.py picture FOLDER FILE      draw the README's plot
 
-    python .ci/study.py strength FOLDER [NAME…]  tiny at five strengths at the start, or at these
-    python .ci/study.py gains FOLDER FILE        their gains, in Markdown and as a picture
-    python .ci/study.py mixed FOLDER             then weak and strong nodes in one swarm
-    python .ci/study.py teachers FOLDER          the results of these, in Markdown
+    python .ci/study.py strength FOLDER [NAME…]  run tiny at five initial strengths, or at NAME…
+    python .ci/study.py gains FOLDER FILE        print and plot the gains at these strengths
+    python .ci/study.py mixed FOLDER             run swarms of weak and strong nodes
+    python .ci/study.py teachers FOLDER          print how mixed compares with strength
 
-The rules were fixed before the first run. An arm's learning rate is the one with the highest mean
-cumulative reward over seeds 1 to 3, and only the seeds after these are reported. (smol has one
-rate, which an earlier version chose.) Gains over 8/0 are paired by seed and have a 95% interval
-(Student's t on logarithms of ratios).
+The rules were fixed before the first run. An arm's learning rate is the rate with the highest mean
+cumulative reward over seeds 1 to 3, and only later seeds are reported. (smol has a single rate,
+which an earlier version of the study chose.) Gains over 8/0 are paired by seed and have a 95%
+confidence interval (Student's t on the logarithms of the ratios).
 
-A finished run is a line of FOLDER/results.jsonl, or of the file that the variable RESULTS names. It
-is never repeated, so an interruption costs one run. THREADS (1) are those of a run, whose results
-repeat for the same number. A variable that TINY or SMOL names overrides it: take another FOLDER.
+A finished run is a line in FOLDER/results.jsonl, or in the file that the environment variable
+RESULTS gives. It is never repeated, so a study that was interrupted continues when it is started
+again. Each process uses THREADS (1) threads, and results repeat only with the same number of them.
+Environment variables override the settings in TINY and SMOL; use a different FOLDER for such runs.
 """
 
 import itertools
@@ -48,12 +49,12 @@ SMOL = dict(
     EVAL_INTERVAL=10, CHECKPOINT_INTERVAL=20, CHECKPOINT_KEEP=1,
     TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
 )  # fmt: skip
-STUDIES = {  # settings, arms, learning rates, seeds that choose, seeds that are reported
+STUDIES = {  # settings, arms, learning rates, seeds that choose a rate, reported seeds
     "tiny": (TINY, "8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u 1/7 2/0 1/0", "6e-4 1e-3 2e-3 4e-3",
              (1, 2, 3), range(4, 10)),
     "smol": (SMOL, "4/4 8/0", "3e-5", (), range(2, 5)),
 }  # fmt: skip
-STRENGTHS = {  # WARM_START_STEPS, which teach the sums, and ANSWER_TAG_SHARE of the rewarded form
+STRENGTHS = {  # WARM_START_STEPS (for arithmetic) and ANSWER_TAG_SHARE (for the rewarded format)
     "rare form": (1000, 0.005),
     "default": (1000, 0.02),
     "known form": (1000, 0.2),
@@ -63,36 +64,39 @@ STRENGTHS = {  # WARM_START_STEPS, which teach the sums, and ANSWER_TAG_SHARE of
 for study, (steps, share) in STRENGTHS.items():
     settings = TINY | {"WARM_START_STEPS": steps, "ANSWER_TAG_SHARE": share}
     STUDIES[study] = (settings, "8/0 4/4 2/6", "5e-4 1e-3 2e-3", (1, 2, 3), range(4, 10))
-KINDS = ("known", "rare")  # nodes that know the form, nodes to which it is rare
-LEVELS = (0.3, 0.4)  # of the smoothed reward; the study asks what it takes to reach them
-COSTS = ("completions", "generate_seconds", "train_seconds")  # what it takes is counted in these
+KINDS = ("known", "rare")  # nodes that know the rewarded format, and nodes that rarely use it
+LEVELS = (0.3, 0.4)  # levels of the smoothed reward; the study measures the cost of reaching them
+COSTS = ("completions", "generate_seconds", "train_seconds")  # columns that measure this cost
 
 
 # -------- The runs --------------------------------------------------------------------------------
 
 
 def settings_of(arm: str) -> dict:
-    """Settings of an arm. "4/4u" -> I = 4, J = 4, unfiltered; "8/0x2" -> LOCAL_OVERSAMPLE = 2."""
+    """Return an arm's settings. "4/4u" -> I = 4, J = 4, unfiltered; "8/0x2" -> LOCAL_OVERSAMPLE = 2."""
     own, external, oversample, mark = re.fullmatch(r"(\d+)/(\d+)x?(\d*)(u?)", arm).groups()
     settings = {"NUM_TRAIN_SAMPLES": own, "NUM_TRANSPLANT_TREES": external}
     return settings | {"LOCAL_OVERSAMPLE": oversample or 1, "EXTERNAL_FILTER": mark != "u"}
 
 
 def read_results(folder: Path, study: str) -> dict:
-    """{(arm, learning rate, seed): result} of the finished runs of a study."""
+    """Return {(arm, learning rate, seed): result} for the finished runs of a study."""
     path = Path(RESULTS or folder / "results.jsonl")
     rows = map(json.loads, path.read_text().splitlines() if path.exists() else [])
     return {(row["arm"], row["lr"], row["seed"]): row for row in rows if row["study"] == study}
 
 
 def run_study(study: str, folder: Path, **more_settings) -> None:
-    """Run the first four arms and then the others: the choosing seeds at all learning rates, then
-    the reported seeds at the best one."""
+    """Run the first four arms, then the others.
+
+    For each of these parts, run the choosing seeds at all learning rates, then the reported seeds
+    at each arm's best rate.
+    """
     settings, arms, rates, choosing_seeds, reported_seeds = STUDIES[study]
     settings = {name: os.environ.get(name, value) for name, value in settings.items()}
     for part in (arms.split()[:4], arms.split()[4:]):
         choosing = itertools.product(choosing_seeds, rates.split(), part)
-        reported = itertools.product(reported_seeds, [None], part)  # None: the best one
+        reported = itertools.product(reported_seeds, [None], part)  # None: the best rate
         for seed, lr, arm in (*choosing, *reported):
             runs = runs_of(folder, study, choosing_seeds).get(arm, [])
             rewards = column_by("lr", runs, "cumulative")
@@ -103,8 +107,10 @@ def run_study(study: str, folder: Path, **more_settings) -> None:
 
 
 def run_swarm(folder: Path, key: tuple, processes: list[dict]) -> None:
-    """Run an experiment to its end, with a process for each of these settings, and append its
-    result, unless there is one. key: study, arm, learning rate and seed."""
+    """Run an experiment, with one process per dict of settings, and append its result.
+
+    If the result exists, return immediately. key: study, arm, learning rate and seed.
+    """
     study, *of_study = key
     if tuple(of_study) in read_results(folder, study):
         return
@@ -129,18 +135,18 @@ def run_swarm(folder: Path, key: tuple, processes: list[dict]) -> None:
     with open(RESULTS or folder / "results.jsonl", "a") as file:
         file.write(json.dumps(result) + "\n")
     print(name, f"reward {result['cumulative']:.2f}, {result['seconds']:.0f} s", flush=True)
-    # Checkpoints and models take gigabytes and are not needed any more.
+    # Delete checkpoints and models, which take gigabytes and are no longer needed.
     nodes_dir = folder / "experiments" / name / "nodes"
     for path in (*nodes_dir.glob("*/checkpoints/*"), *nodes_dir.glob("*/model/*.safetensors")):
         path.unlink()
 
 
 def summarize(run: coordinator.Experiment) -> dict:
-    """A run's result, per node: reward, completions and tokens, and the cost of reaching LEVELS."""
+    """Return a run's reward, completions and tokens per node, and the cost of reaching LEVELS."""
     curve = run.curve()
     costs = {name: run.curve(name) for name in COSTS}
 
-    # When does the reward, smoothed over a tenth of the run, reach each level?
+    # Sum the costs until the reward, smoothed over a tenth of the run, first reaches each level.
     smoothed = moving_average(curve)
     levels = {}
     for level in LEVELS:
@@ -162,7 +168,7 @@ def summarize(run: coordinator.Experiment) -> dict:
 
 
 def run_mixed(folder: Path) -> None:
-    """Run swarms at 4/4: one process has nodes that know the form, another one weak ones."""
+    """Run swarms at 4/4 in which some nodes know the rewarded format and the others rarely use it."""
     swarm = {"LEARNING_RATE": "1e-3", "NUM_WORKERS": 2, "ROUND_ADVANCE": "completion"}
     for seed, mixture in itertools.product(range(4, 10), ((2, 6), (4, 4), (6, 2))):
         processes = []
@@ -174,7 +180,7 @@ def run_mixed(folder: Path) -> None:
 
 
 def measure_kinds(folder: Path, run: coordinator.Experiment) -> dict:
-    """The reward of each kind of node, and from whom it drew its groups."""
+    """Return each kind's reward, and how many of its external groups came from nodes of kind "known"."""
     kinds = {}
     for kind in KINDS:
         nodes = [node for node in run.totals if node.startswith(kind)]
@@ -194,7 +200,7 @@ def measure_kinds(folder: Path, run: coordinator.Experiment) -> dict:
 
 
 def runs_of(folder: Path, study: str, seeds=None) -> dict[str, list[dict]]:
-    """{arm: its runs} of the seeds that are reported, or of these."""
+    """Return {arm: runs} for the reported seeds of a study, or for `seeds`."""
     runs = {}
     for run in read_results(folder, study).values():
         if run["seed"] in (STUDIES[study][4] if seeds is None else seeds):
@@ -203,8 +209,12 @@ def runs_of(folder: Path, study: str, seeds=None) -> dict[str, list[dict]]:
 
 
 def paired_gain(runs: list[dict], baseline: list[dict]) -> list[float]:
-    """The gain, a mean of log ratios paired by seed, and the 95% interval of Student's t. All three
-    are nan for fewer than three pairs, and for the baseline itself."""
+    """Return the gain and the ends of its 95% confidence interval.
+
+    The gain is the geometric mean of the ratios paired by seed, minus 1. The interval is Student's
+    t on the logarithms of the ratios. Return three NaNs for the baseline itself and for fewer than
+    three pairs.
+    """
     totals = {run["seed"]: run["cumulative"] for run in baseline}
     paired = [run for run in runs if run["seed"] in totals]
     if len(paired) < 3 or runs[0].get("arm") == "8/0":
@@ -220,7 +230,7 @@ def format_gain(gain: float, low: float, high: float) -> str:
 
 
 def format_spread(values: list[float]) -> str:
-    """Mean and standard deviation, with one decimal, or with two below 1."""
+    """Return mean and standard deviation, with one decimal, or with two if the mean is below 1."""
     mean = fmean(values)
     decimals = 1 if mean >= 1 else 2
     text = f"{mean:.{decimals}f}"
@@ -228,8 +238,10 @@ def format_spread(values: list[float]) -> str:
 
 
 def format_level(runs: list[dict], level: str) -> str:
-    """What it took to reach a level, and how many runs did if some did not: mean completions, and
-    mean seconds of generation + update."""
+    """Return the mean cost of reaching a level: completions, and seconds of generation + update.
+
+    If only some of the runs reached it, add how many did.
+    """
     costs = [run["levels"][level] for run in runs if level in run["levels"]]
     if not costs:
         return "never"
@@ -239,7 +251,7 @@ def format_level(runs: list[dict], level: str) -> str:
 
 
 def print_table(title: str, rows: Iterable[dict]) -> None:
-    """Print rows of the form {header: cell} in Markdown."""
+    """Print rows, which are {header: cell}, as a Markdown table."""
     rows = list(rows)
     print(f"\n{title}: {len(rows) or 'no'} rows")
     for i, row in enumerate(rows):
@@ -249,14 +261,14 @@ def print_table(title: str, rows: Iterable[dict]) -> None:
 
 
 def row_of(arm: str, runs: list[dict]) -> dict:
-    """What two tables have in common: what an arm earned, over the whole run and at its end."""
+    """Return the columns that two tables share: an arm's reward over the whole run and at its end."""
     row = {"I/J": arm, "rate": runs[0]["lr"], "seeds": len(runs)}
     row["cumulative reward"] = format_spread([run["cumulative"] for run in runs])
     return row | {"end": f"{mean_of('end', runs):.2f}"}
 
 
 def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
-    """What each arm earned, and at what cost."""
+    """Yield each arm's reward and its cost."""
     reported = runs_of(folder, study)
     for arm, runs in reported.items():
         row = row_of(arm, runs)
@@ -271,14 +283,14 @@ def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
 
 
 def rate_rows(folder: Path, study: str) -> Iterable[dict]:
-    """The cumulative reward of each arm at each learning rate, over the seeds that choose."""
+    """Yield each arm's cumulative reward at each learning rate, over the seeds that choose a rate."""
     for arm, runs in runs_of(folder, study, STUDIES[study][3]).items():
         rewards = column_by("lr", runs, "cumulative")
         yield {"I/J": arm} | {lr: format_spread(rewards[lr]) for lr in sorted(rewards, key=float)}
 
 
 def quarter_rows(folder: Path, study: str) -> Iterable[dict]:
-    """The mean reward in each quarter of the rounds: the curves of the arms, in numbers."""
+    """Yield each arm's mean reward in each quarter of the rounds."""
     titles = ("1st quarter", "2nd", "3rd", "4th")
     for arm, runs in runs_of(folder, study).items():
         quarters = [map(fmean, numpy.array_split(run["curve"], 4)) for run in runs]
@@ -287,13 +299,13 @@ def quarter_rows(folder: Path, study: str) -> Iterable[dict]:
 
 
 def teacher_rows(folder: Path) -> Iterable[dict]:
-    """What each kind of node earned in mixed swarms, over its equals, and from whom it learned."""
+    """Yield the reward and gains of each kind of node in mixed swarms, and who taught it."""
     results = read_results(folder, "mixed").values()
     for arm, kind in itertools.product(dict.fromkeys(run["arm"] for run in results), KINDS):
         equals = runs_of(folder, f"{kind} form")
         runs = [run[kind] | {"seed": run["seed"]} for run in results if run["arm"] == arm]
         from_known = sum(run["from_known"] for run in runs) / sum(run["drawn"] for run in runs)
-        row = {"nodes that know the form + others": arm, "kind": kind}
+        row = {"nodes that know the format + others": arm, "kind": kind}
         row["cumulative reward"] = format_spread([run["cumulative"] for run in runs])
         for other, title in (("8/0", "against 8/0"), ("4/4", "against eight equals at 4/4")):
             row[title] = format_gain(*paired_gain(runs, equals.get(other, [])))
@@ -301,7 +313,7 @@ def teacher_rows(folder: Path) -> Iterable[dict]:
 
 
 def draw_picture(folder: Path, file: str) -> None:
-    """Plot the smoothed reward, mean and standard error over seeds, over rounds and completions."""
+    """Plot the smoothed reward (mean and standard error of the seeds) over rounds and completions."""
     from matplotlib.figure import Figure
 
     figure = Figure((10, 4), dpi=120, layout="constrained")
@@ -323,8 +335,10 @@ def draw_picture(folder: Path, file: str) -> None:
 
 
 def show_gains(folder: Path, file: str) -> None:
-    """Print and plot, for each strength at the start, what sharing gains over 8/0: for the same
-    rounds, and for the same completions."""
+    """Print and plot the gains over 8/0 for each initial strength.
+
+    One gain is for the same rounds, the other for the same completions.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure((10, 4), dpi=120, layout="constrained")
@@ -336,8 +350,8 @@ def show_gains(folder: Path, file: str) -> None:
         start = fmean([run["curve"][0] for runs in reported.values() for run in runs] or [0.0])
         labels.append(f"{study}\n{start:.3f}")
         for arm, runs in reported.items():
-            # For the same completions: all rounds of an arm against as many completions of 8/0,
-            # which are its first rounds, at the reward of a mean round.
+            # For the same completions, compare the arm's mean reward per round with the mean over
+            # the first rounds of 8/0, in which 8/0 generates as many completions as the arm.
             same_cost = []
             for run in baseline:
                 share = runs[0]["completions"] / run["completions"]
@@ -356,7 +370,7 @@ def show_gains(folder: Path, file: str) -> None:
         axis.set(yscale="log", title=f"for the same {what}", xlabel="mean reward at the start")
         axis.set_xticks(range(len(labels)), labels)
         axis.set_yticks([0.5, 1, 2, 5, 10, 20], ["0.5x", "1x", "2x", "5x", "10x", "20x"])
-    axes[0].set_ylabel("reward over 8/0's: 4/4 circles, 2/6 squares")
+    axes[0].set_ylabel("reward relative to 8/0 (circles: 4/4, squares: 2/6)")
     figure.savefig(file)
 
 

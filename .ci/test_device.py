@@ -1,13 +1,16 @@
-"""The learner on an accelerator: on CUDA where there is a GPU, else on XLA. torch_xla gives any
-machine a device: PJRT's client for CPUs is one of its own.
+"""Tests of the learner on an accelerator, which is CUDA if there is a GPU and XLA otherwise.
+
+torch_xla provides a device on any machine. With PJRT_DEVICE=CPU, it computes on the CPU, but to
+torch, it is a separate device.
 
     python3 -m venv env && env/bin/pip install torch==2.9.0 torch_xla==2.9.0 transformers==4.57.3 \
         'reasoning-gym>=0.1.25,<0.2' pytest
     XLA_FLAGS=--xla_backend_optimization_level=0 PJRT_DEVICE=CPU PYTHONPATH=. \
         env/bin/python -m pytest -q .ci/test_device.py
 
-Started by hand. XLA takes minutes on one core, nearly all of it to compile each new shape. Without a
-device only the last part runs, with stand-ins for features that only CUDA and MPS have.
+These tests are run by hand. With XLA, they take minutes on one core, mostly to compile each new
+shape. Without a device, only the last part runs, with stand-ins for features that only CUDA and MPS
+have.
 """
 
 import itertools
@@ -43,17 +46,17 @@ there_is_none = PLACE == "xla" and torch_xla is None
 on_device = pytest.mark.skipif(there_is_none, reason="there is neither a GPU nor torch_xla")
 
 
-# Without this option a model's move to XLA separates tied weights.
+# Without this option, moving a model to XLA separates its tied weights.
 KEEP_TIED_WEIGHTS = (torch.__future__, "_swap_module_params_on_conversion")
-# Functions that may have operands on two devices. The last one is called when a module is moved.
+# These functions may have operands on two devices. The last is called when a module is moved.
 MOVING_FUNCTIONS = ("to", "copy_", "_has_compatible_shallow_copy_type")
 
 
 class StrictDevice(TorchFunctionMode):
     """Make XLA as strict as other devices.
 
-    It refuses operands on two devices, as CUDA does where XLA moves them silently, and float64, as
-    MPS does. Its autocast includes attention, as that of all other devices does.
+    Operands on two devices raise an error, as on CUDA, while XLA itself would move them silently.
+    float64 raises an error, as on MPS. Autocast includes attention, as on all other devices.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -62,7 +65,7 @@ class StrictDevice(TorchFunctionMode):
         result = function(*args, **kwargs or {})
         name = function.__name__
 
-        # Scalars on the CPU and indices of a tensor on the device are allowed on a GPU, too.
+        # A GPU allows CPU scalars as well, and CPU tensors that index a tensor on the device.
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         devices = {x.device.type for x in tensors if x.dim() or x.device.type == "xla"}
         is_indexing = name in ("__getitem__", "__setitem__") and args[0].device.type == "xla"
@@ -74,18 +77,18 @@ class StrictDevice(TorchFunctionMode):
                 raise TypeError(f"{name}: float64 on the device")
 
         if name == "backward":
-            torch_xla.sync()  # for the same reason as in the fixture below
+            torch_xla.sync()  # for the same reason as in the fixture `device`
         return result
 
 
 @pytest.fixture(scope="module")
 def device():
-    """The GPU; or the XLA device, made strict, on which each optimizer step is computed at once."""
+    """Return the GPU, or a strict XLA device that executes each optimizer step immediately."""
     if PLACE == "cuda":
         yield torch.device("cuda")
         return
 
-    # Pending operations would be compiled again together with everything that depends on them.
+    # Otherwise, pending operations would be compiled again with everything that depends on them.
     hook = register_optimizer_step_post_hook(lambda *_: torch_xla.sync())
     with pytest.MonkeyPatch.context() as patch, StrictDevice():
         patch.setattr(torch, "xla", torch_xla, raising=False)  # torch.utils.checkpoint needs it
@@ -95,8 +98,8 @@ def device():
 
 
 def small_qwen2(device):
-    """A small Qwen2 on `device`. It has rotary embeddings, as models for GPUs do, and only one
-    layer, so that there is less to compile."""
+    """Return a small Qwen2 on `device`. Like most models for GPUs, it has rotary embeddings. It has
+    only one layer, so that there is less to compile."""
     torch.manual_seed(1)
     config = Qwen2Config(
         vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
@@ -117,7 +120,7 @@ def test_device_a_tensor_left_on_the_cpu_and_a_float64_are_errors(device):
         with pytest.raises(TypeError):
             on_the_device.double()
 
-    # A GPU allows these.
+    # A GPU allows these operations.
     assert (on_the_device + torch.tensor(1.0))[torch.tensor([0])].tolist() == [2]
 
 
@@ -149,7 +152,7 @@ def test_device_generation_draws_the_same_tokens_while_rows_leave_the_batch(
     config = update_settings(MAX_NEW_TOKENS=5, TEMPERATURE=1.0)
     limit = grpo.Limit(2**30, "generation")
     codec = small_codec({2, 7, 11}, pad_id=20)
-    if prompts is PROMPTS["both"]:  # the hardest case: batches, and an answer that ends by its tag
+    if prompts is PROMPTS["both"]:  # in addition, several batches and answers that end with a tag
         limit = grpo.Limit(4, "generation")
         codec.num_shots = 1
         monkeypatch.setattr(codec, "decode", lambda ids: "</answer>" * (sum(ids) > 50))
@@ -168,7 +171,7 @@ def test_device_generation_draws_the_same_tokens_while_rows_leave_the_batch(
 def test_device_log_probabilities_and_their_gradients_are_the_same(
     device, prompts, max_elements, monkeypatch
 ):
-    # With the smaller number scoring is done in chunks, whose logits are computed twice.
+    # With the smaller limit, scoring is done in chunks, whose logits are computed twice.
     monkeypatch.setattr(grpo, "MAX_LOGIT_ELEMENTS", max_elements)
     found = []
     for place in ("cpu", device):
@@ -182,18 +185,18 @@ def test_device_log_probabilities_and_their_gradients_are_the_same(
 
 
 def run_policy_gradient(place, dtype="float32"):
-    """Run sapo.policy_gradient on own and external groups, two steps in micro-batches. Returns
-    (weights, metrics)."""
+    """Run sapo.policy_gradient with two optimizer steps, in micro-batches, on own and external
+    groups. Return (weights, metrics)."""
     settings = {"MODEL_NAME": "tiny", "DEVICE": "cpu", "NUM_ITERATIONS": 2, "TEMPERATURE": 0.7}
     config = make_config(DTYPE=dtype, **settings)
 
-    # The second of the own groups is uninformative.
+    # The second own group is uninformative.
     *own, external = ragged_groups((3, 3, 2, 4), uninformative=(1,))
     model = small_qwen2(place)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     node = sapo.Node("n", model, optimizer, groups=own, external=[external])
     external.key = (0, 0, "p", 0)
-    limit = grpo.Limit(3, "")  # the last group is cut into two parts
+    limit = grpo.Limit(3, "")  # splits the external group of four completions
     run = SimpleNamespace(config=config, codec=small_codec(pad_id=20), update_limit=limit)
     sapo.policy_gradient(run, node)
     del node.metrics["train_seconds"]
@@ -207,7 +210,7 @@ def test_device_an_update_on_own_and_external_groups_makes_the_same_step(device)
     assert_close(weights, expected, 1e-4)
     assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
 
-    # The step was a large one, and all parts of the update took part.
+    # Make sure that the step was large and that every part of the update contributed.
     assert metrics["grad_norm"] > 0
     assert metrics["clip_fraction"] > 0
     assert metrics["logp_own"] != metrics["logp_external"]
@@ -218,8 +221,8 @@ def test_device_an_update_on_own_and_external_groups_makes_the_same_step(device)
 
 @on_device
 def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(device):
-    # Log-probabilities in bfloat16 are those of the CPU in bfloat16, up to its precision, and
-    # differ from those in float32.
+    # Within bfloat16's precision, the device's bfloat16 log-probabilities equal the CPU's. They
+    # differ from float32 log-probabilities.
     found = []
     for place, dtype in (("cpu", "float32"), ("cpu", "bfloat16"), (device, "bfloat16")):
         model = small_qwen2(place)
@@ -231,7 +234,7 @@ def test_device_bfloat16_is_autocast_with_weights_and_probabilities_in_float32(d
     assert_close(on_the_device, on_the_cpu, 0.1, 0)
     assert (on_the_device - exact).abs().max() > 1e-3
 
-    # An update in bfloat16 leaves float32 weights.
+    # After an update in bfloat16, the weights are still in float32.
     start = flat_weights(small_qwen2("cpu"))
     expected, expected_metrics = run_policy_gradient("cpu", "bfloat16")
     weights, metrics = run_policy_gradient(device, "bfloat16")
@@ -252,12 +255,14 @@ SMALL = {
 
 
 def save_from_main_memory(tensors, *args, **kwargs):
-    """safetensors tells tensors apart by their addresses, and those on XLA have none."""
+    """Save tensors after copying them to the CPU. safetensors tells tensors apart by their memory
+    addresses, which XLA tensors do not have."""
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, *args, **kwargs)
 
 
 def run_main(drive, name, **settings) -> int:
-    """Run sapo.main with SMALL and these settings, on a machine with a CPU and this device."""
+    """Run sapo.main with SMALL and these settings, as if the machine had only a CPU and this
+    device. Return the exit code."""
     devices = {"cpu": "float32", PLACE: "float32"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo, "available_devices", lambda: devices)
@@ -268,7 +273,8 @@ def run_main(drive, name, **settings) -> int:
 
 @pytest.fixture(scope="module")
 def drive(device, tmp_path_factory):
-    """A shared folder with an experiment for each place, from one warm start, made on the CPU."""
+    """Run one experiment on the CPU and one on the device, with a warm start created on the CPU.
+    Return the shared folder."""
     drive = tmp_path_factory.mktemp("drive")
     for place in ("cpu", PLACE):
         assert run_main(drive, place, DEVICE=place) == 0
@@ -284,19 +290,19 @@ def test_device_a_swarm_writes_the_same_and_measures_the_same_held_out_accuracy(
         rewards[name] = read_rewards(drive, name)
         model = drive / f"experiments/{name}/nodes/node_1/model/model.safetensors"
         models[name] = torch.cat([tensor.flatten() for tensor in load_file(model).values()])
-    # Adam makes a whole step of a gradient near zero, and rounding may decide its sign.
+    # Adam takes a full step even if the gradient is near zero, where rounding may decide its sign.
     is_different = (models[PLACE] - models["cpu"]).abs() > 1e-4
     assert is_different.float().mean() < (1e-3 if PLACE == "cuda" else 1e-6)
     assert rollouts["cpu"] == rollouts[PLACE]
     assert len(rollouts["cpu"]) == len(rewards["cpu"]) == 2 * 2
 
-    # All metrics but times are the same.
+    # All metrics except times are the same.
     for expected, ours in zip(rewards["cpu"], rewards[PLACE], strict=True):
         for name, value in ours.items():
             if isinstance(value, int | float) and not re.search("seconds|timestamp", name):
                 assert value == pytest.approx(expected[name], 1e-4, 1e-6), name
 
-    # There was something to compare.
+    # Make sure that the nodes had something to learn.
     assert any(row["grad_norm"] > 0 and row["external_groups"] > 0 for row in rewards[PLACE])
     assert any(row["held_out"] > 0 for row in rewards[PLACE])
 
@@ -308,16 +314,17 @@ def test_device_a_stopped_and_resumed_run_equals_an_uninterrupted_one(drive):
     rewards, checkpoint = read_results(drive, "resumed")
     expected_rewards, expected_checkpoint = read_results(drive, PLACE)
     assert rewards == expected_rewards
-    if PLACE == "xla":  # CUDA adds in another order each time
+    if PLACE == "xla":  # CUDA adds numbers in a different order each time
         assert checkpoint == expected_checkpoint
 
 
 @on_device
 def test_device_warm_start_steps_are_the_same(device, monkeypatch):
-    # Muon orthogonalizes in bfloat16, whose rounding differs from device to device.
+    # Compute in float32 if Muon asks for bfloat16, whose rounding differs between devices. (torch's
+    # Muon computes in bfloat16; grpo's does not.)
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor)
     config = make_config(**SMALL | {"WARM_START_STEPS": 3, "DEVICE": "cpu"})
-    losses = []  # of both places
+    losses = []  # on the CPU, then on the device
     changes = []
     for place in ("cpu", device):
         model, codec = grpo.load_model(config, [TASK])
@@ -335,8 +342,8 @@ def test_device_warm_start_steps_are_the_same(device, monkeypatch):
 
 
 def make_machine(patch, num_gpus=0, has_bfloat16=True, has_mps=False) -> Mock:
-    """Make this machine look like one with such devices. Returns the mock that is asked for the
-    free memory of a GPU."""
+    """Let this machine appear to have these devices. Return the mock that reports a GPU's free
+    memory."""
 
     def is_bf16_supported(including_emulation=True):
         return has_bfloat16 or including_emulation
@@ -358,7 +365,7 @@ def test_device_the_best_comes_first_and_only_a_gpu_with_bfloat16_computes_in_it
 
     assert devices_of() == "cpu float32"
     assert devices_of(has_mps=True) == "mps float32, cpu float32"
-    a_t4 = devices_of(num_gpus=1, has_bfloat16=False)  # emulates it, slowly
+    a_t4 = devices_of(num_gpus=1, has_bfloat16=False)  # a T4 emulates bfloat16 slowly
     assert a_t4 == "cuda float32, cuda:0 float32, cpu float32"
     assert devices_of(num_gpus=2) == "cuda bfloat16, cuda:0 bfloat16, cuda:1 bfloat16, cpu float32"
 
@@ -397,10 +404,10 @@ def test_device_lack_of_memory_is_told_from_other_errors_by_its_text():
 @pytest.mark.parametrize("name", ["completion_logprobs", "sample_completions"])
 def test_device_the_memory_of_a_failed_pass_is_freed_before_the_next_one(monkeypatch, name):
     works = getattr(grpo, name)
-    allocated = []  # weak references to what each pass allocated
+    allocated = []  # weak references to the memory of each pass
 
     def fail_twice(*args, **kwargs):
-        assert all(reference() is None for reference in allocated), "it is still in use"
+        assert all(reference() is None for reference in allocated), "memory is still in use"
         tensor = torch.empty(9)
         allocated.append(weakref.ref(tensor))
         if len(allocated) < 3:

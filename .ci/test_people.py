@@ -1,5 +1,7 @@
-"""Proofs of the promises to people, U1 to U11, of L6, the warm start, and of F6, how a node starts.
-What run_swarm.sh asks the program to do is seen with a stand-in for python."""
+"""Tests of the guarantees to users (U1 to U11), the warm start (L6) and startup (F6).
+
+run_swarm.sh is tested with a stand-in for python, which records how it is called.
+"""
 
 import contextlib
 import errno
@@ -36,8 +38,8 @@ from common import to_environ, wait_until
 from drive_store import DriveStore, StoreError
 from test_sapo import at_call, contents, put
 
-signal(SIGINT, default_int_handler)  # behind `cmd &` in a shell it is ignored, also by all children
-UNSET = dict.fromkeys([*QUICK, "LOCAL_NODES"])  # for a run in which only the rest is set
+signal(SIGINT, default_int_handler)  # background jobs of a script ignore it by default
+UNSET = dict.fromkeys([*QUICK, "LOCAL_NODES"])  # removes these settings from a run
 TWELVE_ROUNDS = LEARNING | {"MAX_ROUNDS": 12, "MAX_STAGES": 2}
 WARM = {"WARM_START_STEPS": 20}
 MADE = "creating the warm start"
@@ -45,7 +47,7 @@ PRINTED = (ROOT / "README.md").read_text() + (ROOT / ".github/MANUAL.md").read_t
 
 
 def output_of(drive, *more: dict, status=0, **settings) -> str:
-    """Call `run`, which must return this status. Returns what was printed."""
+    """Call `run`, which must return this exit code. Return the printed output."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
         found = run(drive, *more, **settings)
     assert found == status, output.getvalue()
@@ -53,12 +55,12 @@ def output_of(drive, *more: dict, status=0, **settings) -> str:
 
 
 def printed(marker: str) -> str:
-    """What stands after this marker in README or MANUAL."""
+    """Return the code block after this marker in README or MANUAL."""
     return re.search(rf"<!-- {marker} -->\n```\w+\n(.*?)```", PRINTED, re.DOTALL)[1]
 
 
 def recipe(name: str) -> str:
-    """A recipe: a diff or a script, in a file of its own or printed."""
+    """Return a recipe, a diff or a script, from its own file, README or MANUAL."""
     for path in ROOT.glob(f".github/recipes/{name}.*"):
         return path.read_text()
     return printed(f"recipe: {name.replace('_', ' ')}")
@@ -66,7 +68,7 @@ def recipe(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> SimpleNamespace:
-    """A run of two nodes and two stages without a network: its folder, output and Run."""
+    """Run two nodes, with two stages per round and no network. Return folder, output and Run."""
     drive = tmp_path_factory.mktemp("finished")
     train = Mock(wraps=sapo.train)
     with pytest.MonkeyPatch.context() as patch:
@@ -76,12 +78,12 @@ def finished(tmp_path_factory) -> SimpleNamespace:
     return SimpleNamespace(drive=drive, output=output, run=train.call_args.args[0])
 
 
-# -------- Commands of the shell -------------------------------------------------------------------
+# -------- Shell commands --------------------------------------------------------------------------
 
 RUN_SWARM = ("bash", ROOT / "run_swarm.sh")
 
-# A stand-in for python answers how many cores and GPUs there are. Else it writes down how it was
-# started; `case` says what it does then.
+# A stand-in for python. If run_swarm.sh asks for cores and GPUs, it reports two of each. Otherwise,
+# it records its environment and arguments, and does what CASES specifies for this process.
 STAND_IN = """#!/bin/bash
 if [[ $2 = *device_count* ]]; then echo 2 2; exit; fi
 if [[ $2 = *cpu_count* ]]; then echo 2; exit; fi
@@ -92,7 +94,7 @@ case "$NODE_ROLE $NODE_ID" in CASES esac
 
 
 def stand_in(folder: Path, cases: str) -> dict:
-    """Make a stand-in for python. Returns the variables with which a command finds it."""
+    """Create a stand-in for python. Return the variables that make a command use it."""
     (folder / "starts").mkdir()
     (folder / "python").write_text(STAND_IN.replace("CASES", cases))
     (folder / "python").chmod(0o755)
@@ -101,13 +103,13 @@ def stand_in(folder: Path, cases: str) -> dict:
 
 
 def starts_in(folder: Path) -> list[dict]:
-    """The environment of each start of the stand-in, in order, with its ARGUMENTS."""
+    """Return the environment of each call of the stand-in, in order, including ARGUMENTS."""
     texts = [path.read_text() for path in sorted(folder.glob("starts/*"))]
     return [dict(line.split("=", 1) for line in text.split("\0") if line) for text in texts]
 
 
 def run_swarm(folder: Path, cases: str, **settings) -> SimpleNamespace:
-    """Run run_swarm.sh with a stand-in for python. Returns also the starts of it."""
+    """Run run_swarm.sh with a stand-in for python. The result includes its calls (`starts`)."""
     done = run_command(folder, *RUN_SWARM, **stand_in(folder, cases), **settings)
     done.starts = starts_in(folder)
     return done
@@ -125,7 +127,7 @@ def test_U1_help_explains_every_variable_and_an_argument_is_answered(monkeypatch
         assert caught.value.code == status
         answers.append(capsys.readouterr().out)
 
-    # The line of each variable, and those by which it is continued.
+    # The entry of each variable is one line, plus indented continuation lines.
     for name, row in sapo.TABLE.items():
         (entry,) = re.findall(rf"(?m)^  {name} .*(?:\n {{9}}.*)*$", answers[0])
         assert "".join(row.metadata["help"].split()) in "".join(entry.split())
@@ -134,7 +136,7 @@ def test_U1_help_explains_every_variable_and_an_argument_is_answered(monkeypatch
 
 
 def test_U1_the_shared_folder_is_in_the_drive_that_is_mounted(tmp_path, monkeypatch):
-    folders = [tmp_path / name for name in ("drive", "gdrive")]  # where notebooks mount it
+    folders = [tmp_path / name for name in ("drive", "gdrive")]  # mount points in notebooks
     monkeypatch.setattr(drive_store, "COLAB_DRIVES", [str(folder) for folder in folders])
     folders[1].mkdir()
     output_of(None, LOCAL_NODES=1, MAX_ROUNDS=1)
@@ -156,12 +158,12 @@ def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, mon
         for _ in range(2):
             os.kill(os.getpid(), SIGINT)
             time.sleep(0.6)  # one key press may arrive twice within half a second
-        pytest.fail("the program goes on")
+        pytest.fail("the program did not exit")
 
     at_call(monkeypatch, "policy_gradient", 1, press_twice)
     output_of(tmp_path, status=130)
-    assert not rewards_of(tmp_path), "the round was finished"
-    assert heartbeat_of(tmp_path, "n_0") == "stopped", "others would wait for it"
+    assert not rewards_of(tmp_path), "it finished the round"
+    assert heartbeat_of(tmp_path, "n_0") == "stopped", "its peers would wait for it"
 
 
 def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_makes_it_for_all(tmp_path, monkeypatch):
@@ -177,12 +179,12 @@ def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_makes_it_for_all(tmp
         output_of(tmp_path, WARM, status=130, NODE_ROLE="prepare")
     assert steps == [1, 1, 1] and contents(tmp_path) == {}
     assert MADE in output_of(tmp_path, WARM, NODE_ROLE="prepare")
-    assert len(contents(tmp_path)) == 1, "it begins no experiment"
+    assert len(contents(tmp_path)) == 1, "prepare must not create an experiment"
     assert MADE not in output_of(tmp_path, WARM, MAX_ROUNDS=1)
 
 
-# What each process does, how the script ends, what failed, how many workers were started, what the
-# screen shows. All ends well, a worker fails, and the preparation.
+# All processes succeed in the first run. A worker fails in the second, and prepare in the third.
+# `cases` defines how each process behaves, and `words` must appear on the screen.
 @pytest.mark.parametrize("cases, status, failed, num_workers, words", [
     ("prepare*) ;;", 0, [], 3, ""),
     ("*worker_1) echo no such luck; exit 7 ;; coord*) until_ctrl_c ;;", 1, [("worker_1", "7")], 3, "[coordinator] was stopped"),
@@ -204,13 +206,14 @@ def test_U2_L6_run_swarm_names_what_failed_ends_all_and_shares_out_the_gpus(
 def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_was_killed(tmp_path):
     drive = tmp_path / "drive"
     workers = ("worker_0", "worker_1")
-    # Whoever waited for a dead worker longer than until it is stale would wait for hours.
+    # A process that kept waiting for a dead worker after STALE_AFTER_SECONDS would wait for hours.
     waits = {"COORDINATOR_ROUND_INTERVAL": 86400, "FETCH_TIMEOUT_SECONDS": 3600}
     waits["STALE_AFTER_SECONDS"] = 20
     more = {"NUM_WORKERS": 2, "MAX_ROUNDS": 10**5, "GDRIVE_PATH": drive}
     settings = {**QUICK, **WARM, **waits, **more}
 
-    # Ctrl-C is pressed when the coordinator, which may be the last to start, has seen rewards.
+    # Press Ctrl-C when both workers have submitted a reward and the coordinator, which may be the
+    # last to start, has logged a round.
     def press_after_rewards(group):
         log = tmp_path / "1/logs/coordinator.log"
         wait_until(lambda: log.exists() and " reward " in log.read_text(), 300)
@@ -227,7 +230,7 @@ def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_wa
             rf"to resume, run:\s.*\bNODE_ID={name}\b.* python sapo.py", stopped.logs[name]
         )
 
-    # The second time worker_1 is killed. The script says so, and how to resume it.
+    # In the second run, worker_1 is killed. The script reports this and how to resume it.
     def kill_worker_1(group):
         wait_until(lambda: rounds_of(drive, "worker_1")[-1] > last + 3, 300)
         for pid in processes_with(f"GDRIVE_PATH={drive}", "NODE_ID=worker_1"):
@@ -243,25 +246,25 @@ def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_wa
     (command,) = re.findall(r"(?m)^.*\bNODE_ID=worker_1 .*python sapo\.py$", killed.screen)
     assert {f"GDRIVE_PATH={drive}", "EXPERIMENT_NAME=default"} <= {*command.split()}
 
-    # The screen has lines with a name in front. Rounds are the coordinator's.
+    # Screen lines start with a process's name. Only the coordinator's rounds are shown.
     for done in (stopped, killed):
         shown = re.findall(r"(?m)^\[(\w+)\] (.*)$", done.screen)
-        for name, text in shown:  # the name stands once
+        for name, text in shown:  # the name is not repeated
             assert {text, f"{name} {text}"} & {*done.logs[name].splitlines()}
         line = r"(?m)^\[(?:coordinator|worker_0)\] .*\b(\d+)/\d+ reward \d"
         rounds = [int(t) for t in re.findall(line, done.screen)]
         assert rounds == [*range(rounds[0], rounds[-1] + 1)]
 
-    # The warm start was made by prepare alone.
+    # Only prepare created a warm start.
     assert [name for name, log in stopped.logs.items() if MADE in log] == ["prepare"]
     assert MADE not in "".join(killed.logs.values())
 
 
-# -------- U3, U4, U5: what a run shows, and its readers -------------------------------------------
+# -------- U3, U4, U5: output, logs, monitor and report --------------------------------------------
 
 
 def test_U3_each_round_has_a_line_and_the_end_says_what_was_learned_and_where_it_is(finished):
-    # A round's line: the mean reward, and the shares of answer tags and of truncated completions.
+    # A round's line shows the mean reward, and the shares of answer tags and truncated completions.
     rows = rewards_of(finished.drive)
     for t in range(12):
         rewards = [row["reward"] for row in rows if row["round"] == t]
@@ -270,13 +273,14 @@ def test_U3_each_round_has_a_line_and_the_end_says_what_was_learned_and_where_it
         assert len(rewards) == 4 and abs(shown - sum(rewards) / 4) < 0.006
         assert len(re.findall(r"\d+%", line)) >= 2
 
-    # The end: the total reward of a node, the folder of the model, a picture.
+    # The end reports the total reward per node and the model's folder. A plot was saved.
     total = sum(row["reward"] for row in rows) / 2
     assert f"{total:.2f}" in finished.output[-3000:]
     assert str(folder_of(finished.drive, "n_0") / "model") in finished.output
     assert (finished.drive / "reports/default.png").read_bytes()[:4] == b"\x89PNG"
 
-    # Samples: two questions with three answers, and at the end what was answered before beside it.
+    # Samples are two questions with three answers each. The end repeats the earlier answers next to
+    # the final answers.
     answers = re.findall(r"(?m)^ +(\d\.\d\d  '.*)$", finished.output)
     assert len(answers) == 6 and len({*re.findall(r"(?m)^\? .*$", finished.output)}) == 2
     assert re.findall(r"(?m)^ +before +(\d\.\d\d  '.*)$", finished.output) == answers
@@ -284,13 +288,13 @@ def test_U3_each_round_has_a_line_and_the_end_says_what_was_learned_and_where_it
 
 
 def test_U4_each_node_has_its_metrics_and_system_each_process_its_events_and_output(finished):
-    # Of the process: events, and everything that it printed.
+    # The process logs its events and everything that it printed.
     events = read_log(finished.drive, "n_0", "training_events")
     assert all({"timestamp", "event", "node_id", "text"} <= row.keys() for row in events)
     written = (folder_of(finished.drive, "n_0") / "logs/stdout.log").read_text().splitlines()
     assert {*finished.output.splitlines()} <= {*written}
 
-    # Of each node: the metrics of every stage, as in its reward files, and the system.
+    # Each node logs the metrics of every stage, as in its reward files, and has a system_info.json.
     for node in ("n_0", "n_1"):
         rows = read_log(finished.drive, node)
         assert len(rows) == 24 and rows[-1]["teachers"] is not None
@@ -324,7 +328,7 @@ def test_U3_a_flat_curve_is_explained_and_a_terminal_has_a_bar(
     (text,) = events_of(tmp_path, "n_0", "no signal")
     screen, errors = capsys.readouterr()
     assert text in screen and ("10/10" in errors) == is_terminal
-    assert sapo.TABLE.keys() & {*re.findall(r"\w+", text)}, "it names no variable"
+    assert sapo.TABLE.keys() & {*re.findall(r"\w+", text)}, "it suggests no variable"
 
 
 def join_by_hand(store, node, since=2e9) -> None:
@@ -337,7 +341,7 @@ def write_experiment(drive, name, reward, num_completions=16, **settings) -> Non
     store = DriveStore(drive, name)
     config = {name: row.default for name, row in sapo.TABLE.items()}
     config |= {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4, "layout": 5, "maker": "n1"}
-    config["created_at"] = 100 * reward  # each experiment began at another time
+    config["created_at"] = 100 * reward  # different for each experiment
     put(store, "config.json", config | settings)
     put(store, "board/open.n1.000019.0")
     for node in ("n1", "n2"):
@@ -350,7 +354,8 @@ def write_experiment(drive, name, reward, num_completions=16, **settings) -> Non
 
 
 def test_U5_monitor_and_functions_show_who_lives_rewards_and_what_looks_wrong(tmp_path):
-    # A run in which nothing is learned, a node that lives, and one that was not heard of for long.
+    # Two nodes have finished without learning anything, "working" is alive, and "silent" was last
+    # active long ago.
     output_of(tmp_path, MAX_ROUNDS=2)
     store = DriveStore(tmp_path, "default")
     join_by_hand(store, "silent", since=1e9)
@@ -382,7 +387,7 @@ def test_U5_monitor_and_functions_show_who_lives_rewards_and_what_looks_wrong(tm
     assert status["latest_checkpoint"].endswith("nodes/n_0/checkpoints/round_000001.safetensors")
     assert status["last_updated"] > 1e9 and 0 < status["duration_seconds"] < 60
 
-    # A name that does not exist is an error that names those that do.
+    # For an unknown name, the error lists the existing experiments.
     assert sapo.list_experiments(tmp_path) == ["default"]
     with pytest.raises(StoreError, match="no experiment 'nosuch'.*available: default"):
         sapo.get_experiment_status(tmp_path, "nosuch")
@@ -390,7 +395,7 @@ def test_U5_monitor_and_functions_show_who_lives_rewards_and_what_looks_wrong(tm
 
 @pytest.mark.parametrize("has_packages", [True, False])
 def test_U5_reports_compare_over_seeds_without_matplotlib_too(tmp_path, monkeypatch, has_packages):
-    # Two seeds of 4/4 and of its baseline 8/0, and both with another setting.
+    # Write two seeds of 4/4 and of its baseline, 8/0, and a run of each with a different LOSS_TYPE.
     eight = {"NUM_TRAIN_SAMPLES": 8, "NUM_TRANSPLANT_TREES": 0}
     for seed, ours, alone in ((0, 0.40, 0.20), (1, 0.52, 0.24)):
         write_experiment(tmp_path, f"a{seed}", ours, SEED=seed, maker=f"n{seed + 1}")
@@ -404,8 +409,9 @@ def test_U5_reports_compare_over_seeds_without_matplotlib_too(tmp_path, monkeypa
     output_of(tmp_path, UNSET, status=1, NODE_ROLE="report", EXPERIMENT_NAME="no_*")
     output = output_of(tmp_path, UNSET, NODE_ROLE="report")
 
-    # Worked by hand: 20 rounds, means of both seeds. Runs that differ in more than their seed are
-    # never averaged, and a gain is over the baseline with the same settings.
+    # The expected values are worked out by hand, from 20 rounds and both seeds. Runs that differ in
+    # more than their seed are never averaged. A gain is relative to the baseline with the same
+    # settings.
     rows = sapo.compare_experiments(tmp_path)
     found = [(row["I/J"], row["runs"], row["completions"]) for row in rows]
     dapo, grpo_loss = "LOSS_TYPE=dapo", "LOSS_TYPE=grpo"
@@ -414,13 +420,14 @@ def test_U5_reports_compare_over_seeds_without_matplotlib_too(tmp_path, monkeypa
         (f"8/0 {grpo_loss}", 1, 320), (f"4/4 {grpo_loss}", 1, 320),
     ]  # fmt: skip
     assert [row["reward per node"] for row in rows] == pytest.approx([9.2, 4.4, 0.4, 0.2])
-    by_hand = (8.0 / 4.0 + 10.4 / 4.8) / 2 - 1  # of pairs of one seed; fewer than two say nothing
+    by_hand = (8.0 / 4.0 + 10.4 / 4.8) / 2 - 1  # paired by seed; a gain needs two pairs
     assert [row["gain"] for row in rows] == pytest.approx([by_hand, None, None, None])
 
-    # The table and the numbers. Without the packages there is no picture, and metrics are a list.
+    # The report is a table and a JSON file. Without matplotlib, it has no plot, and without pandas,
+    # metrics are a list.
     table = (tmp_path / "reports/report_all.md").read_text()
     assert table in output and all(text in table for text in ("9.20", "4.40", "+108%"))
-    assert "an interval 3" in table, "two seeds tell none"
+    assert "an interval 3" in table, "two seeds give no interval"
     assert json.loads((tmp_path / "reports/report_all.json").read_text()) == rows
     assert (tmp_path / "reports/report_all.png").exists() == has_packages
     assert ("pip install matplotlib" in output) == (not has_packages)
@@ -428,7 +435,7 @@ def test_U5_reports_compare_over_seeds_without_matplotlib_too(tmp_path, monkeypa
 
 
 def test_L4_U5_a_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path, monkeypatch):
-    # The printed commands, after a short run and with fewer rounds.
+    # Run the manual's commands, after a short run and with fewer rounds.
     drive = shutil.copytree(finished.drive, tmp_path / "rl-swarm")
     (drive / "experiments/default").rename(drive / "experiments/one")
     prepare, command = printed("teach").strip().splitlines()
@@ -439,7 +446,8 @@ def test_L4_U5_a_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path,
     output = output_of(None, UNSET, settings, DEVICE="cpu")
     assert re.search(r"pupil 05/11 .*held-out 0\.\d\d", output)
 
-    # Nothing was generated, and yet it was trained. Readers show such an experiment, too.
+    # The pupil was trained although it generated no answers. The monitor and the report can handle
+    # such an experiment.
     rows = rewards_of(drive, "pupil", "school")
     assert {(row["reward"], row["completions"]) for row in rows} == {(None, 0)}
     assert any(row["external_groups"] > 0 and row["grad_norm"] > 0 for row in rows)
@@ -453,7 +461,7 @@ def test_L4_U5_a_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path,
 
 
 def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp_path):
-    started = time.process_time()  # a minute where nothing else runs
+    started = time.process_time()  # CPU time, which other processes do not affect
     assert "check: passed" in output_of(tmp_path, UNSET, TEST_MODE=1, LOCAL_NODES=2)
     assert time.process_time() < started + 60
     for name in ("informative_groups", "external_groups", "grad_norm"):
@@ -482,7 +490,7 @@ def test_U7_run_swarm_runs_configs_and_seeds_one_after_another_and_then_the_repo
 
 
 def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_fair(finished, tmp_path):
-    # Without its held-out accuracy, a run that is evaluated equals one that is not.
+    # Apart from the held-out accuracy, a run with evaluation equals a run without it.
     shutil.copytree(finished.drive / "warmstart", tmp_path / "warmstart")
     output_of(tmp_path, TWELVE_ROUNDS)
     evaluated = rewards_of(finished.drive)
@@ -490,7 +498,8 @@ def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_fair(finished
     assert held_out.keys() == {3, 7, 11} and all(0 <= share <= 1 for share in held_out.values())
     assert evaluated == rewards_of(tmp_path)
 
-    # With LOCAL_OVERSAMPLE, three times the questions are answered and informative ones come first.
+    # With LOCAL_OVERSAMPLE=3, three times as many groups are generated, and informative groups are
+    # used first.
     baseline = {"LOCAL_OVERSAMPLE": 3, "NUM_TRANSPLANT_TREES": 0, "EXPERIMENT_NAME": "baseline"}
     output_of(tmp_path, LEARNING, baseline)
     rows = rewards_of(tmp_path, name="baseline")
@@ -534,7 +543,7 @@ def test_U8_try_py_asks_the_final_model_as_training_did(tmp_path, chat):
 def test_U8_a_model_that_contradicts_itself_is_written_and_pushed_whatever_fails(
     tmp_path, monkeypatch
 ):
-    # Sampling settings that contradict do_sample, as those of many instruct models do.
+    # The sampling settings contradict do_sample, as in many instruct models.
     folder = tmp_path / "model"
     for part in grpo.build_tiny_model(["small_products"]):
         part.save_pretrained(folder)
@@ -543,7 +552,7 @@ def test_U8_a_model_that_contradicts_itself_is_written_and_pushed_whatever_fails
     settings = {"MODEL_NAME": folder, "MAX_NEW_TOKENS": 8, "NUM_SHOTS": 0, "MAX_ROUNDS": 5}
     drive, secret = tmp_path / "drive", "hf_NobodyMayEverSeeThisToken"
 
-    # The Hub is down for the first model.
+    # Pushing the first model fails.
     class Hub(huggingface_hub.HfApi):
         def create_repo(self, repo, *, private, **_):
             assert self.token == secret and private
@@ -560,7 +569,7 @@ def test_U8_a_model_that_contradicts_itself_is_written_and_pushed_whatever_fails
     assert "push failed" in failed and failed in output and pushed in output
     assert f"hf upload --private default-n_0 {folder_of(drive, 'n_0')}/model" in failed
 
-    # A push changes nothing else.
+    # The push does not change any other file.
     output_of(tmp_path / "without_token", settings)
     assert len(rewards_of(drive)) == 10 and results(drive) == results(tmp_path / "without_token")
     for node in ("n_0", "n_1"):
@@ -601,7 +610,10 @@ def test_U11_the_tested_diffs_change_what_they_say(tmp_path, recipes, changed):
 
 @pytest.fixture
 def kernel(tmp_path):
-    """A notebook's kernel: run_cell(code, status) runs a cell and returns its output; interrupt."""
+    """Provide a notebook kernel with the functions `run_cell` and `interrupt` (the stop button).
+
+    run_cell(code, status) runs a cell, which must end with this status, and returns its output.
+    """
     manager, client = start_new_kernel(cwd=str(tmp_path))
 
     def run_cell(code, status="ok") -> str:
@@ -624,15 +636,16 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
     names = [name for name, _ in cells]
     assert names == "swarm mount swarm coordinator worker monitor look compare".split()
 
-    # Colab's module, and settings for a short run. run_swarm.sh finds a stand-in for python.
+    # Set the variables for a short run, and imitate Colab's module. run_swarm.sh uses the stand-in.
     settings = {"GDRIVE_PATH": tmp_path, "COORDINATOR_ROUND_INTERVAL": 1, "WARM_START_STEPS": 20}
     settings |= {"LOG_DIR": tmp_path / "logs", **stand_in(tmp_path, "")}
     kernel.run_cell(f"import os\nos.environ.update({to_environ(settings)!r})")
     colab = "import sys; from types import SimpleNamespace as S; drive = S(mount=print)"
     kernel.run_cell(f"{colab}\nsys.modules |= {{'google': S(), 'google.colab': S(drive=drive)}}")
 
-    # The four modules in one cell: the stop button finishes the round and saves, the same cell goes
-    # on, and one that is refused raises an error, so that "Run all" does not go on.
+    # Run the four modules in one cell. The stop button lets the round finish and saves a checkpoint.
+    # The same cell then resumes the run. With a SEED that differs from the experiment's, it raises an
+    # error, so that "Run all" stops there.
     def press_stop():
         wait_until(lambda: len(rounds_of(tmp_path, "n", name="pasted")) >= 2)
         kernel.interrupt()
@@ -653,7 +666,8 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
     kernel.run_cell(f"for name in {[*more, 'SEED']}: os.environ.pop(name)")
     kernel.run_cell(f"os.environ.update({to_environ(settings)!r})")
 
-    # The printed cells, the coordinator after the worker, so that it finds nothing to do.
+    # Run the cells of README and MANUAL. The coordinator's cell comes after the worker's, when the
+    # experiment is already finished.
     cells[3:5] = cells[4:2:-1]
     outputs = ""
     for name, cell in cells:
@@ -667,7 +681,7 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
     assert sorted(roles) == ["coordinator", "prepare", "report", *["worker"] * 4]
 
 
-# -------- U10: mistakes in the program's own code -------------------------------------------------
+# -------- U10: bugs in the program's own code -----------------------------------------------------
 
 
 class Unprintable(Exception):
@@ -691,8 +705,8 @@ def test_U10_a_mistake_of_any_type_and_place_shows_its_traceback_and_says_goodby
     def my_own_line():
         raise error.with_traceback(None)
 
-    # The function has been edited, and fails in the second round. `Log.event` is what the store
-    # calls in an outage.
+    # The edited function fails in the second round. The store calls `Log.event` in an outage, so an
+    # outage is simulated for it.
     original, listdir = getattr(place, step), os.listdir
     outages = [OSError(errno.EIO, "broken")] if step == "event" else []
 
@@ -710,7 +724,7 @@ def test_U10_a_mistake_of_any_type_and_place_shows_its_traceback_and_says_goodby
     with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as screen:
         patch.setattr(place, step, edited)
         patch.setattr(os, "listdir", failing_listdir)
-        with contextlib.suppress(SystemExit, GeneratorExit):  # these may end Python as elsewhere
+        with contextlib.suppress(SystemExit, GeneratorExit):  # these may end the interpreter
             assert run(tmp_path, settings) == 1
     texts = [(folder_of(tmp_path, "n_0") / "logs/stdout.log").read_text()]
     texts += [screen.getvalue()] if isinstance(error, Exception) else []
@@ -720,7 +734,7 @@ def test_U10_a_mistake_of_any_type_and_place_shows_its_traceback_and_says_goodby
     assert read_log(tmp_path, "n_0", "training_events")[-1]["event"] == "error"
     assert {heartbeat_of(tmp_path, node) for node in ("n_0", "n_1")} == {"failed"}
 
-    # The next start, with the mistake mended, goes on.
+    # With the bug fixed, the next process resumes.
     output_of(tmp_path, settings)
     assert rounds_of(tmp_path, "n_1") == [0, 1, 2]
 

@@ -1,4 +1,4 @@
-"""Proofs of L3 for questions of one's own, TASKS=file:mine.jsonl, and for solved examples."""
+"""Tests of the user's own questions (TASKS=file:mine.jsonl) and of few-shot examples, mostly L3."""
 
 import json
 import re
@@ -15,7 +15,7 @@ GOOD = '{"question": "1 + 1?", "answer": 2}\n{"question": "1 + 2?", "answer": "3
 
 
 def write(path, *questions) -> str:
-    """Write a file of (question, answer). Returns its setting."""
+    """Write a file of (question, answer) pairs. Return its name for TASKS."""
     rows = [json.dumps({"question": question, "answer": answer}) for question, answer in questions]
     path.write_text("\n".join(rows))
     return f"file:{path}"
@@ -113,7 +113,8 @@ def test_L3_questions_that_do_not_fit_are_named_and_skipped_and_none_is_ever_cut
         asked |= {group["prompt"] for group in json.loads(path.read_text())["rollouts"].values()}
     assert len(asked) > 10 and not asked & {text for text, _ in long}
 
-    # A peer whose model can read it may ask it. Its group is rejected with the reason.
+    # A peer whose model has room for such a question may use it. This node rejects the peer's group
+    # and logs the reason.
     (task,) = make_config(TASKS=tasks).tasks
     seed = next(s for s in range(999) if len(grpo.make_question(task, s).text) == 600)
     write_peer(tmp_path / "drive", "default", "p", [group_by_hand(seed, task)], round_=6)
@@ -132,7 +133,7 @@ def test_L4_a_completion_that_is_too_long_costs_its_group_and_not_its_file(tmp_p
 
 def test_L3_solved_examples_are_never_the_question_itself_and_none_stands_there_twice(tmp_path):
     mine = write(tmp_path / "mine.jsonl", *((f"{i} + {i}?", str(2 * i)) for i in range(20)))
-    two = write(tmp_path / "two.jsonl", ("1 + 1?", "2"), ("1 + 2?", "3"))  # it trains on one
+    two = write(tmp_path / "two.jsonl", ("1 + 1?", "2"), ("1 + 2?", "3"))  # 1 is held out
     tasks = f"{mine},small_count_bits,{two}"
     config = make_config(MODEL_NAME="tiny", NUM_SHOTS=4, TASKS=tasks, DEVICE="cpu")
     codec = grpo.load_model(config, config.tasks)[1]

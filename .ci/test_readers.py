@@ -1,4 +1,4 @@
-"""Proofs of the monitor, the picture and the report, of experiments written by hand: U5, U7."""
+"""Tests of the monitor, the plot and the report (U5, U7) on experiments written by hand."""
 
 import inspect
 import json
@@ -17,7 +17,12 @@ FOUR = ("anna", "bob", "carl", "dora")
 
 
 def experiment(root, name="x", nodes=FOUR, num_rounds=30, states=(), absent=(), row=(), **settings):
-    """Write an experiment. states: {node: its last state}; absent: (node, round); row: metrics."""
+    """Write an experiment by hand, and return its store.
+
+    states: {node: state in its last heartbeat}, by default "running"
+    absent: pairs (node, round) without a reward
+    row: metrics to add to each reward, or to change
+    """
     store = DriveStore(root, name)
     environ = {"MODEL_NAME": "tiny", "NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4"}
     store.begin(sapo.saved_settings(sapo.read_config(environ | settings)))
@@ -34,7 +39,7 @@ def experiment(root, name="x", nodes=FOUR, num_rounds=30, states=(), absent=(), 
 
 
 def write_rows(store, node, rounds, more) -> None:
-    """Submit rewards. The task gcd is asked in every third round."""
+    """Submit and log a node's rewards. Every third round has a question of the task gcd."""
     for t in rounds:
         row = {"node_id": node, "round": t, "stage": 0, "timestamp": time.time(), "reward": 0.5}
         row |= {"informative_groups": 2, "informative_local": 1, "groups": 4, "completions": 32}
@@ -55,7 +60,7 @@ def test_U5_absent_rounds_are_gaps_and_the_last_point_is_the_mean_of_the_same_ro
             assert coordinator.moving_average(exp.curve(node_id=node)) == expected
         assert exp.curve() == [0.5] * 30
 
-        # A round in which the task was not asked is no zero. Means are over three rounds.
+        # A round without the task does not count as zero. The average is over three rounds.
         curve = coordinator.moving_average(exp.curve("reward_gcd"))
         rows = [row for row in exp.rows if 25 <= row["round"] <= 27 and "reward_gcd" in row]
         assert curve[27] == mean(row["reward_gcd"] for row in rows)
@@ -81,12 +86,12 @@ def test_U5_at_80x24_what_looks_wrong_comes_first(tmp_path, monkeypatch, num_nod
     assert lines[0].startswith("! coordinator failed, w000 failed") and "4 more" in lines[0]
     for words in ("round 2 of 2000", f"{num_nodes - 7} of {num_nodes} workers alive", "by task"):
         assert words in screen
-    assert f" 2: {num_nodes}/{num_nodes - 1}" in screen, "rollouts and rewards of round 2"
+    assert f" 2: {num_nodes}/{num_nodes - 1}" in screen, "number of rollouts and rewards in round 2"
     shown = {line.split()[0] for line in lines if line.endswith("▅")}
-    assert {"w000", "w007", nodes[-1]} <= shown, "one that is sick, the slowest, the newest"
+    assert {"w000", "w007", nodes[-1]} <= shown, "a failed node, the slowest and the newest"
     assert num_nodes == 8 or f"and {128 - len(shown)} more: " in screen
 
-    # Heartbeats go on, but nothing has moved for long.
+    # For longer than `stale_after`, no marker has moved and no reward was submitted.
     time.sleep(1.1)
     assert "! stalled" in look(1.0) and "! stalled" not in screen
 
@@ -99,7 +104,7 @@ def test_U5_a_look_reads_only_what_was_appended_and_the_first_one_the_end(tmp_pa
     before = coordinator.read_experiment(swarm, logs).rows
     assert len(before) < 100 and before[-1]["round"] == 199
 
-    # What was read before has become unreadable. A torn line is followed by whole ones.
+    # Overwrite the lines that were already read, and append a torn line and two complete lines.
     path.write_bytes(b"#" * path.stat().st_size + b'{"torn\n')
     write_rows(store, "anna", [200, 201], {"total_reward": 77})
     exp = coordinator.read_experiment(swarm, logs)

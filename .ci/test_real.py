@@ -1,5 +1,6 @@
-"""What a simulation cannot show: real processes, real signals, another interpreter, and what happens to a
-file within a call. S5, U2, F2, F3, F5, L5."""
+"""Tests that a simulation cannot replace. They use real processes, real signals, a second
+interpreter, and errors in the middle of a file operation (S5, F2, F3, F5, X2, L5).
+"""
 
 import os
 import resource
@@ -18,7 +19,7 @@ ENDLESS = {"MAX_ROUNDS": 10**5, "NUM_TRANSPLANT_TREES": 0, "CHECKPOINT_INTERVAL"
 
 
 def run_process(drive, *more: dict, act=lambda pid: None, **settings):
-    """`python sapo.py` with QUICK and these settings, and `act(pid)` meanwhile."""
+    """Run `python sapo.py` with QUICK and these settings, and call act(pid) while it runs."""
     merged = {**QUICK, "GDRIVE_PATH": drive, "OMP_NUM_THREADS": 1}
     for each in (*more, settings):
         merged |= each
@@ -39,7 +40,8 @@ def test_S5_F3_a_real_signal_stops_in_order_or_kills_and_the_next_start_goes_on(
     assert done.status == status, done.screen
     assert heartbeat_of(tmp_path, "n") == state
 
-    # A stop saves the last round. After a kill the rounds since the checkpoint are repeated.
+    # A clean stop saves a checkpoint after the last round. After a kill, the rounds since the last
+    # checkpoint are repeated.
     saved = checkpoint_of(tmp_path, "n")
     last = rounds_of(tmp_path, "n")[-1]
     assert saved == last if state == "stopped" else saved <= last
@@ -49,8 +51,8 @@ def test_S5_F3_a_real_signal_stops_in_order_or_kills_and_the_next_start_goes_on(
 
 
 def test_L5_two_runs_of_one_command_are_equal_bit_for_bit(tmp_path):
-    """The second one in another interpreter, with other hashes of texts. Five nodes publish once in a
-    round of two stages, and each reads three of its four peers."""
+    """The second run uses another interpreter, with a different PYTHONHASHSEED. Five nodes publish
+    once per round of two stages, and each node reads three of its four peers."""
     settings = {"LOCAL_NODES": 5, "MAX_STAGES": 2, "ROLLOUT_PUBLISH_FREQUENCY": "round"}
     settings |= {"FETCH_MAX_PEERS": 3, "EXTERNAL_FILTER": True}
     assert run(tmp_path / "one", LEARNING, settings) == 0
@@ -63,14 +65,14 @@ def test_L5_two_runs_of_one_command_are_equal_bit_for_bit(tmp_path):
     assert one == two
     rewards = [row for path, row in one.items() if "/rewards/" in path]
     assert len({row["reward"] for row in rewards}) > 3
-    assert max(row["grad_norm"] for row in rewards) > 0, "nothing was learned"
+    assert max(row["grad_norm"] for row in rewards) > 0, "no update had a gradient"
 
 
-# -------- Single calls of the store ---------------------------------------------------------------
+# -------- Single operations of the store ----------------------------------------------------------
 
 
 def test_F2_a_disk_that_fills_up_within_a_write_loses_nothing(tmp_path):
-    """The limit of a file's size stands for the end of the disk: a write stops half-way."""
+    """A limit on the file size simulates a full disk, because a write then stops halfway."""
     store = new_store(tmp_path, "n")
     rows = [f"row {i:04d}\n" for i in range(2000)]
     store.append("nodes/n/logs/a", "".join(rows[:1000]))
@@ -91,7 +93,7 @@ def test_F2_a_disk_that_fills_up_within_a_write_loses_nothing(tmp_path):
         assert {path for path in after - before if "/.new-" not in path} == set()
         getattr(store, name)(*args)
 
-    # Of the log, a torn line and lines that stand there twice may remain.
+    # The log may contain a truncated line and repeated lines.
     lines = (store.dir / "nodes/n/logs/a").read_text().splitlines(keepends=True)
     assert [line for line in dict.fromkeys(lines) if len(line) == len(rows[0])] == rows
     assert store.read_reward("n", At(0))["reward"] == 0.5
@@ -100,7 +102,7 @@ def test_F2_a_disk_that_fills_up_within_a_write_loses_nothing(tmp_path):
 def test_F5_X2_a_checkpoint_is_emptied_before_it_is_deleted_but_never_one_with_another_name(
     tmp_path,
 ):
-    """On Google Drive a deleted file goes to the trash, where it still counts."""
+    """On Google Drive, a deleted file goes to the trash, where its size still counts."""
     store = new_store(tmp_path, "n")
     folder = store.dir / "nodes/n/checkpoints"
     outside = tmp_path / "outside"
@@ -108,13 +110,13 @@ def test_F5_X2_a_checkpoint_is_emptied_before_it_is_deleted_but_never_one_with_a
     (folder / "own").write_text("weights")
     (folder / "link").symlink_to(outside)
     os.link(outside, folder / "hard_link")
-    with open(folder / "own") as file:  # it shows the size of the file that is deleted
+    with open(folder / "own") as file:  # open handles still give the size of deleted files
         for name in ("own", "link", "hard_link"):
             store.delete(f"nodes/n/checkpoints/{name}", frees_space=True)
         assert os.fstat(file.fileno()).st_size == 0
     assert [*folder.iterdir()] == [] and outside.read_text() == "thesis"
 
-    # A rollout file that is being read stays whole.
+    # A rollout file is not emptied, because a peer may be reading it.
     path = put(store, "nodes/n/rollouts/round_000000.stage_0.json", b"whole")
     with open(path) as file:
         store.prune_rollouts("n", 4, archive=False)

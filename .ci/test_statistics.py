@@ -1,15 +1,18 @@
-"""Statistics of what is asked and drawn (L2, L3, L4): each share beside the promised one.
+"""Statistical tests of the questions, groups and tokens that are drawn (L2, L3, L4). They compare
+the observed shares with the guaranteed shares.
 
-How the threshold is computed. Of n independent draws k have some property, whose chance is p. With
-surprise(k, n, p) = n KL(k/n || p) in nats, Chernoff's bound holds for any n and p, rare ones too:
+The threshold is computed as follows. Suppose that k of n independent draws have a property whose
+probability is p. With surprise(k, n, p) = n KL(k/n || p), in nats, Chernoff's bound holds for any n
+and p, even for rare properties:
 
     P(surprise(k, n, p) >= x) <= 2 exp(-x)
 
-Where only samples tell p, a second sample with j of m takes its place. Both are compared with their
-common share q. The sum of their surprises is then at most what it would be with p, so it reaches x
-with a probability of at most (1 + y) exp(-y), where y = x - 2 log 2. At LIMIT these bounds are 2e-13
-and 1.2e-11, and a test looks at about a thousand shares: by chance it fails less than once in ten
-million times. A share is beyond LIMIT if it is about eight standard deviations off.
+If p is unknown, it is estimated from a second sample, in which j of m draws have the property. Both
+samples are compared with their pooled share q = (k + j) / (n + m). The sum of the two surprises is
+no larger than it would be with the true p, so the probability that it reaches x is at most
+(1 + y) exp(-y), where y = x - 2 log 2. At LIMIT, the two bounds are 2e-13 and 1.2e-11. A test
+checks about a thousand shares, so it fails by chance less than once in ten million runs. A share
+exceeds LIMIT if it is off by about eight standard deviations.
 """
 
 import functools
@@ -34,11 +37,11 @@ from test_sapo import group_by_hand, make_config, our_generate, small_codec
 from test_sapo import small_gpt2, update_settings, write_peer
 
 LIMIT = 30  # nats
-PER_TASK = 500  # questions of a task in a mixture; three times as many of a task alone
+PER_TASK = 500  # questions per task in a multi-task run; a task on its own gets three times as many
 
 
 def surprises(counts: dict, total: int, chances: dict) -> Counter:
-    """How surprising the count of each outcome is, in nats; infinite for what cannot be."""
+    """Return each outcome's surprise, in nats. It is infinite if an impossible outcome occurs."""
     found = Counter()
     for outcome in {*counts, *chances}:
         count, chance = counts.get(outcome, 0), chances.get(outcome, 0.0)
@@ -49,16 +52,19 @@ def surprises(counts: dict, total: int, chances: dict) -> Counter:
 
 
 def assert_no_surprise(found: Counter) -> None:
-    assert max(found.values()) < LIMIT, f"the largest, in nats: {found.most_common(5)}"
+    assert max(found.values()) < LIMIT, f"largest surprises, in nats: {found.most_common(5)}"
 
 
 # -------- Questions -------------------------------------------------------------------------------
-# They are looked at as text, because that is all that a model sees.
+# Only the text of questions is compared, because a model sees only the text.
 
 
 def count_properties(texts: list[str]) -> Counter:
-    """How many of these questions have which length, which words (the kind, without names), how
-    many numbers (terms, cells), and which ones at their end (operands, bases, sizes)."""
+    """Count how many of these questions have each property.
+
+    The properties are the length, the lowercase words (which show the kind of question), how many
+    numbers there are (terms, cells), and the last three numbers (operands, bases, sizes).
+    """
     counts = Counter()
     for text in texts:
         counts["length in twenties", len(text) // 20] += 1
@@ -72,7 +78,7 @@ def count_properties(texts: list[str]) -> Counter:
 
 
 def letters(text: str, add_special_tokens=True) -> SimpleNamespace:
-    """A tokenizer whose tokens are the letters of a text."""
+    """Tokenize a text into its characters."""
     return SimpleNamespace(input_ids=list(text))
 
 
@@ -80,7 +86,7 @@ letters.chat_template = None
 
 
 def make_run(tasks, seed: int) -> SimpleNamespace:
-    """What it takes to ask: settings, a model that can read every question, and two nodes."""
+    """Return a minimal Run that draws questions, with two nodes and no limit on prompt length."""
     codec = small_codec()
     codec.tokenizer, codec.max_prompt = letters, 10**6
     nodes = [SimpleNamespace(id=name) for name in ("anna", "bob")]
@@ -90,7 +96,7 @@ def make_run(tasks, seed: int) -> SimpleNamespace:
 
 
 def in_training(run, total: int) -> list:
-    """The questions of the nodes, over rounds of two stages."""
+    """Return the questions that the nodes train on, over rounds of two stages."""
     questions = []
     for round_, stage, node in itertools.product(range(total), (0, 1), run.nodes):
         if len(questions) < total:
@@ -99,7 +105,7 @@ def in_training(run, total: int) -> list:
 
 
 def held_out(run, total: int) -> list:
-    """The questions of an evaluation."""
+    """Return the questions of a held-out evaluation."""
     run.config = replace(run.config, EVAL_SAMPLES=total)
     with patch.object(sapo, "answer_questions", return_value=[]) as answer:
         sapo.held_out_accuracy(run, run.nodes[0], 0)
@@ -107,7 +113,7 @@ def held_out(run, total: int) -> list:
 
 
 def in_samples(run, total: int) -> list:
-    """The questions of samples before and now, which are two in each experiment."""
+    """Return the questions of the sample answers, of which each experiment has two."""
     questions = []
     for seed in range(run.config.SEED, run.config.SEED + total // 2):
         run.config = replace(run.config, SEED=seed)
@@ -118,7 +124,7 @@ def in_samples(run, total: int) -> list:
 
 
 def in_prompts(run, total: int) -> list:
-    """The solved example in the prompt of each question of training."""
+    """Return the few-shot example in the prompt of each training question."""
     run.codec.num_shots = 1
     examples = []
     for question in in_training(run, total):
@@ -135,7 +141,7 @@ MIXTURES = {"paper": grpo.PAPER_TASKS, "tiny": grpo.TINY_TASKS}
 
 @functools.cache
 def asked(way, *tasks: str) -> dict[str, list[str]]:
-    """{task: the questions that it was asked in a mixture of these tasks}."""
+    """Return {task: the texts of its questions} in a multi-task run with these tasks."""
     texts = {}
     for question in way(make_run(tasks, seed=1000), PER_TASK * len(tasks)):
         texts.setdefault(question.task, []).append(question.text)
@@ -144,7 +150,7 @@ def asked(way, *tasks: str) -> dict[str, list[str]]:
 
 @functools.cache
 def asked_alone(task: str) -> list[str]:
-    """Questions of a task that did not have to be chosen."""
+    """Return the texts of a task's questions in a run with no other task."""
     return [question.text for question in in_training(make_run([task], seed=1), 3 * PER_TASK)]
 
 
@@ -168,7 +174,7 @@ def test_L3_in_a_mixture_each_line_of_ones_own_file_is_asked_equally_often(way, 
     rows = [json.dumps({"question": line, "answer": "1"}) for line in sorted(all_lines)]
     (tmp_path / "mine.jsonl").write_text("\n".join(rows))
 
-    # Two lines are held out: an evaluation asks these, and nothing else does.
+    # Two lines are held out, and only an evaluation uses them.
     tasks = (*grpo.TINY_TASKS, f"file:{tmp_path}/mine.jsonl")
     (own,) = make_run(tasks[-1:], seed=1).config.tasks
     lines = {*asked(in_training, *tasks)[own]}
@@ -190,7 +196,7 @@ def test_L3_each_task_of_a_mixture_is_asked_equally_often(way, tasks):
 
 
 def test_L3_seeds_of_nodes_rounds_stages_and_purposes_never_coincide():
-    """Of 90,000 numbers below 2**52 two are equal by chance less than once in a million times."""
+    """With 90,000 random numbers below 2**52, a collision has a chance of less than 1e-6."""
     nodes = ("", "n", "n1", "n11", "1", "n_1")
     rounds = (*range(120), *range(1110, 1140))
     purposes = ("question", "generate", "external", "held-out", "sample")
@@ -201,19 +207,19 @@ def test_L3_seeds_of_nodes_rounds_stages_and_purposes_never_coincide():
         seeds += [sapo.derive_seed(config, node, at, purpose, i) for i in (0, 1, 2, 10, 11)]
     assert len(seeds) == len({*seeds}) == 90_000
 
-    # What is asked: an evaluation alone has held-out seeds.
+    # Among the questions that are asked, only an evaluation's questions have held-out seeds.
     for way in WAYS[:3]:
         seeds = {question.seed for question in way(make_run(["small_gcd"], seed=1), 400)}
         assert len(seeds) == 400
         assert {seed in grpo.HELD_OUT_SEEDS for seed in seeds} == {way is held_out}
 
 
-# -------- Peers' groups, and tokens ---------------------------------------------------------------
+# -------- External groups and tokens --------------------------------------------------------------
 
 
 def test_L4_each_group_of_the_peers_is_drawn_equally_often(tmp_path):
-    """Six groups of three peers, with unequal rewards: in each round each of 24 nodes draws three.
-    The nodes ask nothing themselves, so there are no other groups."""
+    """In each round, three peers publish six groups with different rewards, and each of 24 nodes
+    draws three of them. The nodes generate no groups themselves (I = 0)."""
     tasks = ("small_products", "small_gcd", "small_lcm")
     for round_, (number, peer) in itertools.product(range(20), enumerate("abc", start=1)):
         groups = []
@@ -234,7 +240,8 @@ def test_L4_each_group_of_the_peers_is_drawn_equally_often(tmp_path):
 
 
 def test_L4_each_peer_is_chosen_equally_often():
-    """Three of twelve peers, by each of twenty nodes, in rounds that are far apart."""
+    """Each of twenty nodes chooses three of twelve peers. The rounds are far apart, because the
+    choice stays the same for five rounds."""
     peers = [f"peer_{i}" for i in range(12)]
     run = SimpleNamespace(config=make_config(FETCH_MAX_PEERS=3))
     nodes = [SimpleNamespace(id=f"n{i}") for i in range(20)]
@@ -246,9 +253,10 @@ def test_L4_each_peer_is_chosen_equally_often():
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])
 def test_L2_sampled_tokens_follow_the_softmax_at_the_temperature(temperature):
-    """The first token, and the second after each first one, beside the model's own probabilities.
-    A wrong temperature moves each token a little, and the likely ones all to one side: at 0.7 an
-    error of 5% is found."""
+    """Compare the first token, and the second token after each first token, with the model's own
+    probabilities. A wrong temperature changes each token's share only a little, but changes the
+    shares of all likely tokens in the same direction. At a temperature of 0.7, the test detects an
+    error of 5%."""
     model = small_gpt2()
     config = update_settings(MAX_NEW_TOKENS=2, TEMPERATURE=temperature)
     (completions,) = our_generate(model, [[3, 1, 4]], 100_000, config, 7, eos_ids={2})
@@ -265,7 +273,8 @@ def test_L2_sampled_tokens_follow_the_softmax_at_the_temperature(temperature):
         chances, order = torch.softmax(logits / temperature, -1).sort(descending=True)
         counts = torch.tensor(tokens).bincount(minlength=23)[order]
 
-        # Each token, and the one, two, three … likeliest ones together.
+        # Compare the count of each token, and the total counts of the most likely token, the two
+        # most likely tokens, and so on.
         tokens_each = (counts, chances)
         tokens_together = (counts.cumsum(0)[:-1], chances.cumsum(0)[:-1])
         for name, pair in (("token", tokens_each), ("likeliest", tokens_together)):

@@ -1,5 +1,7 @@
-"""Proofs of X1 to X4, and of L3 as far as it concerns strangers who can write to the folder. What
-they write is written here by hand. The examples that hypothesis draws are the same in every run."""
+"""Tests of the protection against untrusted peers (X1 to X4, and L3 as far as it concerns them).
+
+The peers' files are written by hand. Hypothesis generates the same examples in every run.
+"""
 
 import contextlib
 import io
@@ -33,7 +35,7 @@ REPEATABLE = dict(derandomize=True, deadline=None, suppress_health_check=[*Healt
 
 
 def settings_from(config_json: bytes):
-    """The Config of a start beside this config.json, and what it says."""
+    """Return the Config and the notes of a worker that joins a run with this config.json."""
     environ = dict(GDRIVE_PATH="d", NODE_ID="late", NODE_ROLE="worker", DEVICE="cpu")
     config = sapo.read_config(environ, drive_store.parse_json(config_json))
     return config, config.notes
@@ -47,8 +49,10 @@ def load_tensors(folder, tensors) -> None:
 
 
 def run_roles(drive, *roles, **more) -> tuple[list, str]:
-    """Run these roles one after another. Nothing that strangers wrote holds one up, ends it in a
-    mistake or reaches the terminal raw. Returns the exit statuses and the output."""
+    """Run these roles one after another. Return their exit codes and their output.
+
+    Peers' files must not hold up a role or cause a traceback, and must not be printed raw.
+    """
     screen = io.StringIO()
     plot = patch("coordinator.plot", lambda *_: b"a picture")
     with time_limit(30), contextlib.redirect_stdout(screen), plot:
@@ -68,8 +72,10 @@ def write(path, content=b"") -> None:
 
 
 def begin(drive, publishing="pq"):
-    """An experiment with what an honest peer q and a hostile peer p left in it in the year 2001.
-    Returns its folder."""
+    """Write an experiment with files that an honest peer q and a hostile peer p left in 2001.
+
+    Only the peers in `publishing` have rollouts and rewards. Return the experiment's folder.
+    """
     folder = drive / "experiments/default"
     for name in ("board", "../../warmstart", "../../reports", "../../archives/default"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -93,11 +99,11 @@ def begin(drive, publishing="pq"):
 
 @pytest.fixture(scope="module")
 def honest_run(tmp_path_factory):
-    """The shared folder of a run for which p published nothing. What a test changes it puts back."""
+    """Return the shared folder of a run in which p published nothing. Tests undo their changes."""
     drive = tmp_path_factory.mktemp("honest_run")
     begin(drive, "q")
     assert run_roles(drive, "worker")[0] == [0]
-    begin(drive)  # p's files, for the readers
+    begin(drive)  # add p's files, for the monitor and the report
     return drive
 
 
@@ -118,7 +124,7 @@ BYTES = {
     "odd types": b'{"time": 1' + b"0" * 400 + b', "session": ["x"], "round": "\\u001b[2J", "reward": true}',
     "for the terminal": "\x1b]0;x\x07\u202e\r\n".encode() * 99, "pickle": b"cos\nmkdir\n(S'PWNED'\ntR.",
 }  # fmt: skip
-MAKE = {  # kind -> a function that makes it at a path, perhaps as a link into `outside`
+MAKE = {  # kind -> function that creates it at a path, perhaps as a link into `outside`
     "link": lambda path, outside: path.symlink_to(outside / "n_0.json"),
     "link to a folder": lambda path, outside: path.symlink_to(outside),
     "dangling link": lambda path, outside: path.symlink_to(outside / "new"),
@@ -134,8 +140,10 @@ MAKE |= {kind: lambda path, _, data=data: path.write_bytes(data) for kind, data 
 
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
-    """A folder outside the shared one, with names that the program reads, writes or deletes; the
-    current one, too. Fails the test if anything in it is changed."""
+    """Provide a folder outside the shared folder, with files that the program could read or change.
+
+    It is the current folder. The test fails if anything in it changes.
+    """
     elsewhere = tmp_path / "elsewhere"
     names = ["config.json", "n_0.json", "heartbeat.json", ".new-1", STAGES[0], STAGES[0][9:]]
     for folder, name in itertools.product((".", "n_0", "default/n_0", "board"), names):
@@ -148,7 +156,7 @@ def outside(tmp_path, monkeypatch):
 
 
 def plant(folder, names, kind, outside) -> list:
-    """Make something of this kind in all these places. Returns their full paths."""
+    """Create something of this kind under each of these names. Return the full paths."""
     paths = [folder / name for name in names]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,8 +167,10 @@ def plant(folder, names, kind, outside) -> list:
 
 
 def outcome(drive) -> tuple:
-    """What the nodes earned and learned: their rewards, the warm start's bytes, and those of their
-    checkpoints (weights, optimizer, total rewards and external groups used)."""
+    """Return the nodes' rewards and the bytes of their checkpoints and of the warm start.
+
+    A checkpoint contains weights, optimizer state, total rewards and the external groups used.
+    """
     rewards = [(row["round"], row["node_id"], row["reward"]) for row in rewards_of(drive, "n_?")]
     checkpoints = sorted(folder_of(drive, "n_0").glob("checkpoints/round_00000*"))
     return rewards, [path.read_bytes() for path in checkpoints], contents(drive / "warmstart")
@@ -168,15 +178,16 @@ def outcome(drive) -> tuple:
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_path, outside, kind):
-    # Files of this kind lie wherever a peer or the node itself writes. (A folder in its own way
-    # would let the node wait.)
+    # Plant files of this kind wherever a peer or the node itself writes. (If a folder were in the
+    # way of the node's own files, the node would wait.)
     drive = tmp_path / "drive"
     folder = begin(drive)
     own_files = [f"../../warmstart/{name}" for name in os.listdir(honest_run / "warmstart")]
     plant(folder, PEER_FILES, kind, outside)
     paths = plant(folder, own_files + OWN_FILES if kind != "folder" else [], kind, outside)
 
-    # They cost little memory and change nothing, and each one in the node's way is replaced.
+    # They cost little memory and do not affect the results. The node replaces files that are in its
+    # way.
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     statuses, _ = run_roles(drive, "worker", "prepare", "coordinator", *READERS)
     assert statuses[0] == 0
@@ -185,7 +196,7 @@ def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_pa
     for path in paths:
         assert path.is_file() and not path.is_symlink() and path.stat().st_size < 2**30, path
 
-    # Each of p's files is named once, and counted each time it is read.
+    # Each of p's bad files is logged once, and counted each time it is read.
     rejections = events_of(drive, "n_0", "reject")
     assert len(rejections) == len({*rejections})
     assert {text[:3] for text in rejections} == {"p: "}
@@ -195,7 +206,7 @@ def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_pa
 
 
 CLEANUP = {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_KEEP_LAST_N_ROUNDS": 1, "ROLLOUT_MAX_AGE": 0}
-LINKED = {  # what is a link -> the exit status of a worker, which Ctrl-C ends if it waits
+LINKED = {  # path of a link -> exit code of a worker, which Ctrl-C stops if it waits
     "nodes/p": 0, "nodes/p/rollouts": 0, "nodes/q/rewards": 0, "nodes/n_0": 2, "nodes/n_0/rollouts": 2,
     "nodes/n_0/checkpoints": 2, "nodes/n_0/logs": 2, "../../archives/default/n_0": 2,
     "nodes/n_0/logs/stdout.log": 130, "nodes/n_0/logs/metrics.jsonl": 130,
@@ -236,13 +247,13 @@ odd_values = st.recursive(
 
 @st.composite
 def damaged(draw, valid: bytes) -> bytes:
-    """A JSON file of which one part is changed to anything or deleted, or with damaged bytes."""
+    """Replace or delete a random part of a JSON file, or replace a byte with up to four bytes."""
     kind_of_damage = draw(st.integers(0, 5))
     if kind_of_damage == 0:
         start = draw(st.integers(0, len(valid)))
         return valid[:start] + draw(st.binary(max_size=4)) + valid[start + 1 :]
 
-    # Go down to a part at random. (The whole is in a list, so that it is a part, too.)
+    # Descend to a random part. (The list around the file makes the whole file one of the parts.)
     tree = [json.loads(valid)]
     parent, key = tree, 0
     while parent[key] and isinstance(parent[key], dict | list) and draw(st.integers(0, 9)):
@@ -304,7 +315,7 @@ def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_few_s
     st.sampled_from([FILE[-40:], b"\xff" * 40, FILE[-39:], FILE[-40:] + b"x"]),
 )
 def test_X3_a_strangers_tensors_fit_and_are_finite_or_are_refused(tmp_path, header, times, numbers):
-    """times: the file claims that its header is this many times as long as it is."""
+    """times: the factor by which the file exaggerates the length of its header"""
     length = min(len(header) * times, 2**64 - 1)
     write(tmp_path / "weights", length.to_bytes(8, "little") + header + numbers)
     with contextlib.suppress(*sapo.UNUSABLE):
@@ -324,27 +335,30 @@ PAYLOADS = [
 FORMS = "{}|{} {}|[[{}]]|({})|{}+{}|{}∧{}|'{}'|\\frac{{{}}}{{{}}}|print({})|<answer>{}".split("|")
 WATCHED = "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import"
 QUESTIONS = list(itertools.product(grpo.TASK_TABLE, (3, 99)))
-SEEN = []  # such events in this process
+SEEN = []  # watched events in this process
 sys.addaudithook(lambda event, _: event in WATCHED.split() and SEEN.append(event))
 
 
 @pytest.fixture(scope="module")
 def verifier():
-    """What `verify` needs of a Run, for all tasks. All imports are made and caches filled."""
+    """Provide a mock Run for `verify`, with all tasks.
+
+    Each question is scored once here, so that imports and caches cause no events in the tests.
+    """
     config = make_config(**QUICK | {"TASKS": ",".join(grpo.TASK_TABLE), "MAX_NEW_TOKENS": 64})
     codec = grpo.load_model(config, config.tasks)[1]
     for question in itertools.starmap(grpo.make_question, QUESTIONS):
         codec.encode_prompt(question)
         for text in (question.answer, "1", "x ∧ y", "1/2", "[[1]]"):
             grpo.compute_reward(question, f"<answer>{text}</answer>")
-    assert SEEN, "the hook sees nothing"
+    assert SEEN, "the audit hook has recorded no event"
     return Mock(["config", "codec"], config=config, codec=codec)
 
 
 @settings(max_examples=500, **REPEATABLE)
 @given(st.sampled_from(QUESTIONS), st.data())
 def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(verifier, key, data):
-    # Two completions, made of payloads, of the right answer and of random text.
+    # Combine payloads, the correct answer and random text into two completions.
     question = grpo.make_question(*key)
     piece = st.sampled_from([*PAYLOADS, question.answer]) | st.text(max_size=10)
     text = data.draw(st.sampled_from(FORMS)).format(*data.draw(st.tuples(piece, piece)))
@@ -352,7 +366,7 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(verifi
     completions = [{"response": response, "finished": True} for response in responses]
     group = group_by_hand(key[1], key[0], completions=completions, key=(0, 0, "p", 0))
 
-    # Verification and scoring make no watched call.
+    # Verification and scoring must not cause a watched event.
     SEEN.clear()
     with time_limit(5):
         try:
@@ -367,7 +381,7 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(verifi
 
 
 def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch, capfd):
-    secret = 'hf_0123456789abcdef"éSECRET'  # JSON escapes some of its signs
+    secret = 'hf_0123456789abcdef"éSECRET'  # JSON escapes some of its characters
     drive = tmp_path / "drive"
 
     def fail(*args, token=secret, **kwargs):
@@ -375,19 +389,19 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", fail)
-    at_call(monkeypatch, "publish_groups", 5, fail)  # of two nodes, in the third round
+    at_call(monkeypatch, "publish_groups", 5, fail)  # in the third round of two nodes
     for more, status in (
         ({"MAX_ROUNDS": 1}, 0),  # the push to the Hub fails
         ({"MODEL_NAME": "no/such model"}, 2), ({"SEED": "x"}, 2), ({"SEED": 7}, 2), ({"NODE_ID": "../n"}, 2),
         ({"MODEL_NAME": f"/models/{secret}/model", "GDRIVE_PATH": tmp_path / "new"}, 2),
         ({"NODE_ROLE": "monitor"}, 0), ({"NODE_ROLE": "report"}, 0), ({"HUGGINGFACE_ACCES_TOKEN": secret}, 0),
-        ({"MAX_ROUNDS": 3}, 1),  # a mistake in the program, whose traceback is logged
+        ({"MAX_ROUNDS": 3}, 1),  # a bug in the program, whose traceback is logged
     ):  # fmt: skip
         settings = {"HUGGINGFACE_ACCESS_TOKEN": f" {secret} ", "MAX_ROUNDS": 2}
         assert run(drive, SHORT, settings, more) == status, more
     assert (folder_of(drive, "n_0") / "logs/stdout.log").read_text().count("Bearer ***")
 
-    # An error whose text holds the token. It is shown for each checkpoint and at the end.
+    # The text of this error contains the token. It is logged for each checkpoint and at the end.
     refuse = Mock(side_effect=safetensors.SafetensorError(f"Bearer {secret}"))
     monkeypatch.setattr("safetensors.safe_open", refuse)
     assert run(drive, SHORT, settings, MAX_ROUNDS=4) == 2

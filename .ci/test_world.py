@@ -1,14 +1,16 @@
-"""Invariants of folder and swarm (S, F, L4 to L6, X), over random schedules in a simulated world.
+"""Tests of the swarm and the folder (S, F, L4 to L6, X) in a simulated world.
 
-    pytest .ci/test_world.py -k "random and [17]"      one schedule again, by its seed
-    SEEDS=2000 pytest .ci/test_world.py -k random      a longer run
-    NODES="4 16 64 256" pytest -s .ci/test_world.py -k many      calls of a round, as a table
+    pytest .ci/test_world.py -k "random and [17]"             repeat the schedule with seed 17
+    SEEDS=2000 pytest .ci/test_world.py -k random             run more schedules
+    NODES="4 16 64 256" pytest -s .ci/test_world.py -k many   print the calls per round as a table
 
-A schedule is a swarm, its processes, and what happens to them: plain values, all from one seed. While
-it runs, `Oracle` sees each change of the folder and each update, and after it what is left. A
-schedule that fails is shrunk, fault by fault, and printed. The program is known by `sapo.main`, the
-names and keys of the folder, exit statuses and the seams of world.py. Below stand scenarios that
-chance hardly reaches.
+A random schedule is generated from a seed. It consists of a swarm's settings, its processes and the
+faults to inject. While it runs, `Oracle` checks each change of the folder and each update of a
+model, and afterwards the remaining files. If a schedule fails, it is reduced to the faults and
+processes that the failure needs, and printed.
+
+The oracle depends only on exit codes, the names and keys in the folder, and the seams in world.py.
+The second half of this file contains scenarios that random schedules hardly ever reach.
 """
 
 import errno
@@ -30,10 +32,11 @@ import grpo
 from world import REAL, World, question
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-EVERY = int(os.environ.get("EVERY", 4))  # of the calls of a lone process
+# A lone process is tested with a fault at every EVERY-th call, or less often.
+EVERY = int(os.environ.get("EVERY", 4))
 NUM_SEEDS = int(os.environ.get("SEEDS", 150))
-# Calls for own files: of a start and an end, for each node, of a stage or the end of a round, and of
-# a second's signs of life (two calls a heartbeat, and four markers that are posted again).
+# Allowed calls on a process's own files: for its start and end, per node, per stage or end of a
+# round, and per node and second (two calls per heartbeat, plus four markers that are posted again).
 CALLS = 80, 50, 12, 1.3
 TASK = "small_count_bits"
 BASE = {
@@ -47,12 +50,17 @@ BASE = {
 }  # fmt: skip
 
 
-# -------- Schedules ---------------------------------------------------------------------------------
+# -------- Schedules -------------------------------------------------------------------------------
 
 
 def random_schedule(seed: int) -> dict:
-    """{"seed", "swarm": settings of all, "delays": of listings, "processes": [(name, starts after,
-    seconds a step, error of its clock, settings)], "faults": [(name, before which call, kind, …)]}."""
+    """Generate a schedule, a dict with these keys besides "seed".
+
+    "swarm": settings of all processes
+    "delays": possible delays of changed names in listings, in seconds
+    "processes": [(name, seconds before its start, seconds per step, clock error, settings)]
+    "faults": [(name of the process, number of the call before which it happens, kind, *arguments)]
+    """
     rng = random.Random(seed)
     pick = rng.choice
     swarm = BASE | {
@@ -81,7 +89,7 @@ def random_schedule(seed: int) -> dict:
         processes.append((f"w{i}", late, pick([0.1, 0.3, 2.0, 6.0, 20.0]), error, settings))
     if num_workers > 1 and rng.random() < 0.5:
         processes.append(("coordinator", pick([0, 0, 30]), 0.1, 0, {}))
-    # Names show late, and some never.
+    # Changed names may become visible late or never.
     never = 1e9 * (rng.random() < 0.3)
     delays = pick([[0.0]] * 5 + [[0.0, 1.0, 5.0, 20.0, never]])
 
@@ -101,7 +109,7 @@ def random_schedule(seed: int) -> dict:
 
 
 def run_schedule(schedule: dict, drive: Path) -> "Oracle":
-    """Run it to its end, and check all that is left."""
+    """Run a schedule to its end, and check the remaining files."""
     world = World(drive, schedule["seed"])
     world.delays = schedule["delays"]
     oracle = Oracle(world, schedule["swarm"])
@@ -122,7 +130,7 @@ def run_schedule(schedule: dict, drive: Path) -> "Oracle":
     return oracle
 
 
-# -------- The oracle --------------------------------------------------------------------------------
+# -------- The oracle ------------------------------------------------------------------------------
 
 STAGE_FILE = r"nodes/([^/]+)/(rollouts|rewards)/round_(\d{6})\.stage_(\d+)\.json"
 MARKER = r"board/(open|rollouts|rewards|checkpoint)\.(.+)\.(\d{6})\.(\d+)"
@@ -135,7 +143,7 @@ def round_of(path: Path) -> int:
 
 @dataclass(frozen=True)
 class Past:
-    """What weights have been trained on. Two nodes never have the same."""
+    """The history of certain weights. After an update, no two nodes have the same weights."""
 
     round: int = -1
     node: str | None = None
@@ -143,7 +151,7 @@ class Past:
 
 
 class Oracle:
-    """Sees a world, and names each violation when it happens."""
+    """An observer of a world that reports each violation when it happens."""
 
     def __init__(self, world, swarm: dict):
         self.world, self.swarm, self.run = world, swarm, world.run
@@ -151,39 +159,41 @@ class Oracle:
         world.observe, world.trained, world.ended = self.change, self.update, self.end
         world.stranger = self.stranger
         self.is_alone, self.numbers = False, itertools.count()
-        self.maker = None  # the process that has begun the experiment
-        self.is_void = False  # the maker was killed before it had: all starts are refused
+        self.maker = None  # the process that creates the experiment
+        self.is_void = False  # the maker failed to complete it, so no process can start
 
-        # Paths: their writers, the bytes of what is published, what retention took, and what others
-        # have put there.
+        # {path: writer}, {path: bytes of a published file}, paths that retention has removed, and
+        # paths of planted files.
         self.writers, self.published, self.removed, self.planted = {}, {}, set(), set()
         self.files = defaultdict(dict)  # (node, kind) -> {(round, stage): contents}
-        self.checkpoints = set()  # paths of all that there ever were
-        self.moves = []  # when a name on the board has changed
+        self.checkpoints = set()  # paths of all checkpoints so far
+        self.moves = []  # times at which a name on the board changed
 
-        # Groups, by task and seed: who has asked when, the answers, those that nobody may train on.
+        # By a group's (task, seed): the (node, round, stage) that published it, and its responses.
+        # `bad` groups must not be used in training.
         self.groups, self.responses, self.bad = {}, {}, set()
         self.pasts, self.last = {}, {}  # weights -> Past, and node -> its latest weights
 
-        # Processes: their last sign of life; the round they are in and the number of groups then;
-        # calls when they entered each; updates since they started, and since a newer one came.
+        # By process: the time of its last marker or heartbeat; its round, and the number of groups
+        # when it entered this round; its number of calls when it entered each round; its updates
+        # since it started, and since a newer process with its name registered.
         self.signs, self.entered, self.calls_at = {}, {}, defaultdict(dict)
         self.num_updates, self.late_updates = Counter(), Counter()
-        # Names: round of the newest checkpoint, plus 1; the newest session, and whose it is.
+        # By name: the round of the newest checkpoint plus 1; the newest session, and its process.
         self.saved, self.session, self.newest = Counter(), {}, {}
 
     def require(self, condition, text: str) -> None:
         if not condition:
             self.world.fail(f"{self.world.now - 1e9:.2f} s: {text}")
 
-    # -------- For scenarios ---------------------------------------------------------------------------
+    # -------- For scenarios -----------------------------------------------------------------------
 
     def start(self, name="n", step_seconds=0.3, clock_error=0.0, **settings):
         settings = {**self.swarm, **settings}
         return self.world.process(name, step_seconds, clock_error, **settings).start()
 
     def check(self) -> None:
-        """Check what is left when all have ended."""
+        """Check the remaining files after all processes have ended."""
         self.world.tell(self.check_what_is_left)
         assert not self.world.violations, "\n".join(self.world.violations)
 
@@ -192,7 +202,7 @@ class Oracle:
         self.world.run(lambda: self.world.now >= end)
 
     def opened(self, name="*") -> int:
-        """The newest round that a node, or any, has entered."""
+        """Return the newest round that a node (by default, any node) has entered."""
         markers = (self.dir / "board").glob(f"open.{name}.*")
         return max((int(path.name.split(".")[-2]) for path in markers), default=-1)
 
@@ -205,11 +215,11 @@ class Oracle:
         return [json.loads(line) for line in lines]
 
     def rounds(self, node: str, kind="rewards") -> list:
-        """Rounds of which a node has published files."""
+        """Return the rounds for which a node has published files."""
         return sorted({round_ for round_, _ in self.files[node, kind]})
 
     def waits(self, process) -> dict:
-        """round -> how long its nodes have waited in it"""
+        """Return {round: seconds for which the nodes of this process waited in it}."""
         waits = Counter()
         for row in itertools.chain(*map(self.rows, process.nodes)):
             waits[row["round"]] += row["wait_seconds"]
@@ -220,12 +230,14 @@ class Oracle:
     def change(self, process, name: str, path: str, target: str) -> None:
         for each in {path, target}:
             writer = self.writers.setdefault(each, process.name)
-            self.require(writer == process.name, f"F1: {each} of {writer}, {name}: {process.name}")
+            self.require(
+                writer == process.name, f"F1: {process.name} changes {writer}'s {each} ({name})"
+            )
         inside = os.path.relpath(target, self.dir)
         if name == "mkdir" and inside == ".":
             self.maker = process
         if name == "open":
-            # (A checkpoint that is about to be deleted is emptied first.)
+            # (A checkpoint is emptied before it is deleted.)
             is_temporary = os.path.basename(path).startswith(".new-")
             is_emptied = path in self.checkpoints and os.path.getsize(path) == 0
             is_right = is_temporary or is_emptied or "/logs/" in inside
@@ -237,7 +249,7 @@ class Oracle:
             self.checkpoints |= {target} if "/checkpoints/" in target else set()
 
     def arrive(self, process, inside: str, path: str) -> None:
-        """A file comes under its final name."""
+        """Check a file that was just renamed to its final name."""
         if file := re.fullmatch(STAGE_FILE, inside):
             node, kind, *at = file.groups()
             self.publish(process, path, node, kind, *map(int, at))
@@ -251,17 +263,17 @@ class Oracle:
             if kind == "open":
                 self.entered[process] = int(round_), len(self.groups)
                 self.calls_at[process][int(round_)] = process.num_calls
-            elif kind == "checkpoint":  # of the process, in the folder of its first node
+            elif kind == "checkpoint":  # a process saves it in its first node's folder
                 folder = self.dir / f"nodes/{process.nodes[0]}/checkpoints"
                 is_there = any(folder.glob(f"round_{round_}.*"))
-                self.require(is_there, f"F1: {inside} without its file")
+                self.require(is_there, f"F1: {inside} appears before its file")
             else:
                 is_there = (int(round_), int(stage)) in self.files[node, kind]
-                self.require(is_there, f"F1: {inside} without its file")
+                self.require(is_there, f"F1: {inside} appears before its file")
         elif inside == "config.json":
             self.publish(process, path)
 
-        # Markers and heartbeats are signs of life.
+        # Markers and heartbeats show that the process is alive.
         if inside.startswith("board/") or inside.endswith("heartbeat.json"):
             silence = self.world.now - self.signs.get(process, self.world.now)
             is_early = silence < self.swarm["STALE_AFTER_SECONDS"] / 2 or process.struck
@@ -270,14 +282,14 @@ class Oracle:
             self.moves += [self.world.now] * inside.startswith("board/")
 
     def publish(self, process, path, node=None, kind=None, round_=0, stage=0) -> None:
-        """What is published stays as it is."""
+        """Record a published file, and check that it never changes."""
         data = Path(path).read_bytes()
         before = self.published.setdefault(path, data)
         content = json.loads(data)
         is_same = before == data
         if len(self.namesakes(process)) > 1 and kind:
-            # Two of one name that work on the same stage may both write what both have made (or what
-            # the newer one has retired meanwhile).
+            # Two processes with the same name may both write a stage's file. The contents must be
+            # equal, except for the time, unless the newer process has removed the file meanwhile.
             is_same = {**json.loads(before), "timestamp": 0} == {**content, "timestamp": 0}
             is_same |= path in self.removed
         self.require(is_same, f"F1: {path} has changed")
@@ -285,19 +297,19 @@ class Oracle:
             return
 
         for each in self.world.processes:
-            each.calls["open", path] = 0  # who has looked for it too early looks again
+            each.calls["open", path] = 0  # if it was opened too early, it may be opened again
         self.removed.discard(path)
         self.files[node, kind].setdefault((round_, stage), json.loads(before))
         is_right = (content["round"], content["stage"]) == (round_, stage) and node in process.nodes
-        self.require(is_right, f"F1: {path} of {process.name} says {content['round']}")
+        self.require(is_right, f"F1: {process.name} wrote {path} with round {content['round']}")
         for group in content["rollouts"].values() if kind == "rollouts" else ():
             at, id = (node, round_, stage), (group["task"], group["seed"])
             known = self.groups.setdefault(id, at)
             self.responses[id] = [completion["response"] for completion in group["completions"]]
-            self.require(known[:2] == at[:2], f"L5: {at} asks what {known} has asked")
+            self.require(known[:2] == at[:2], f"L5: {at} repeats a question of {known}")
 
     def retire(self, process, path: str, target: str) -> None:
-        """Something that is published is moved or deleted: old rollouts may be, by their node."""
+        """Check that retention allows this published file to be moved or deleted."""
         node, kind, round_, _ = re.search(f"{STAGE_FILE}|$", path).groups()
         is_asked = self.swarm["ROLLOUT_CLEANUP_ENABLED"] and kind == "rollouts"
         is_old = is_asked and int(round_) < self.oldest_kept(self.entered[process][0])
@@ -312,7 +324,7 @@ class Oracle:
         return t + 1 - max(needed, self.swarm["ROLLOUT_KEEP_LAST_N_ROUNDS"])
 
     def namesakes(self, process) -> list:
-        """All processes of its name, with itself."""
+        """Return all processes with the name of this process, including itself."""
         return [each for each in self.world.processes if each.name == process.name]
 
     # -------- Each update -------------------------------------------------------------------------
@@ -323,23 +335,28 @@ class Oracle:
             self.pasts[before] = Past()
         past = self.pasts.get(before)
         if past is None:
-            return self.require(False, f"F3, L6: {process.name} has weights that nobody ever had")
+            return self.require(False, f"F3, L6: {process.name} has unknown weights")
 
-        # One that is superseded finishes its round at most.
+        # A superseded process may finish its round, but must not start another.
         is_newest = self.newest[process.name] is process
         self.late_updates[process] += not is_newest
         at_most = len(process.nodes) * self.swarm["MAX_STAGES"]
-        self.require(self.late_updates[process] <= at_most, f"S4: two of {process.name} train")
+        self.require(
+            self.late_updates[process] <= at_most, f"S4: two processes named {process.name} train"
+        )
 
-        # It goes on from its newest checkpoint; alone, with the next round.
+        # A process resumes from its newest checkpoint. If it is alone, it skips no round.
         self.num_updates[process] += 1
         if self.num_updates[process] <= len(process.nodes) and "twin" not in process.struck:
             saved = self.saved[process.name] - 1
-            self.require(past.round == saved, f"F3: {process.name} at {past.round}, not {saved}")
+            self.require(
+                past.round == saved,
+                f"F3: {process.name} resumes after round {past.round}, not after {saved}",
+            )
         follows = past.round <= t and (past.round + 1 >= t or not self.is_alone)
-        self.require(follows, f"F3: {process.name} goes on with {t} after {past.round}")
+        self.require(follows, f"F3: {process.name} trains in round {t} after {past.round}")
 
-        # Its own groups are those that it has published.
+        # Its own groups are groups that it has published in this stage.
         own = [id for id, _, is_own in groups if is_own]
         files = [self.groups.get(id) for id in own]
         node = next((file[0] for file in files if file), past.node)
@@ -358,23 +375,30 @@ class Oracle:
         swarm = self.swarm
         ids = [id for id, _ in external]
         self.require(not past.used & {*ids}, f"L4: {node} trains twice on a group")
-        self.require(len({*ids}) == len(ids) <= swarm["NUM_TRANSPLANT_TREES"], f"L4: J, {ids}")
+        self.require(
+            len({*ids}) == len(ids) <= swarm["NUM_TRANSPLANT_TREES"],
+            f"L4: repeated groups, or more than J: {ids}",
+        )
         cap = swarm["NUM_TRAIN_SAMPLES"] or swarm["NUM_TRANSPLANT_TREES"]
         of_peer = Counter()
         for id, rewards in external:
             peer, round_, _ = self.groups.get(id, (None, 0, 0))
             is_right = peer not in (None, node) and 0 <= t - round_ <= swarm["ROLLOUT_MAX_AGE"]
-            self.require(is_right, f"L4: {node} in {t} trains on a group of {peer}, {round_}")
-            self.require(id not in self.bad, f"L4, X4: {node} trains on a stranger's {id}")
+            self.require(
+                is_right, f"L4: {node} uses a group of {peer} from round {round_} in round {t}"
+            )
+            self.require(id not in self.bad, f"L4, X4: {node} trains on the invalid group {id}")
             answer = f"<answer>{question(*id)[1]}</answer>"
             truth = [float(text == answer) for text in self.responses.get(id, ())]
-            self.require(rewards == truth, f"X4: {rewards} of {peer}, not {truth}")
+            self.require(rewards == truth, f"X4: rewards of {peer}'s group: {rewards}, not {truth}")
             is_informative = len({*rewards}) > 1 or not swarm["EXTERNAL_FILTER"]
             self.require(is_informative, f"L4: {node} trains on a flat group of {peer}")
             of_peer[peer, round_] += 1
-        self.require(max(of_peer.values(), default=0) <= cap, f"L4: too much of a peer, {of_peer}")
+        self.require(
+            max(of_peer.values(), default=0) <= cap, f"L4: too many groups from one peer: {of_peer}"
+        )
 
-        # No place stays free while there are older groups.
+        # If groups are missing, older groups must be used.
         found = Counter()
         for id, (peer, round_, _) in [*self.groups.items()][:num_seen]:
             is_old = 1 <= t - round_ <= swarm["ROLLOUT_MAX_AGE"]
@@ -384,7 +408,9 @@ class Oracle:
         if is_due and not {"error", "outage"} & {*process.struck}:
             available = sum(min(cap, number) for number in found.values())
             wanted = min(available, swarm["NUM_TRANSPLANT_TREES"])
-            self.require(len(ids) >= wanted, f"L4: {node} in {t} has {len(ids)} of {wanted} groups")
+            self.require(
+                len(ids) >= wanted, f"L4: {node} uses {len(ids)} of {wanted} groups in round {t}"
+            )
 
     # -------- Each end ----------------------------------------------------------------------------
 
@@ -398,8 +424,9 @@ class Oracle:
         is_expected = expected.get(status, False) or status in process.may_end
         self.require(is_expected, f"{name} has status {status}: {process.output[-1500:]}")
 
-        # Who ends in order says so and has saved its last round. (An outage needs no goodbye, the
-        # second signal exits at once, and an older one of the name still beats while it is in a step.)
+        # A process that finishes or is stopped reports this in its last heartbeat and has saved its
+        # last round. It need not if it is stopped in an outage or by a second signal, or while an
+        # older process with the same name still writes heartbeats.
         files = self.dir.glob(f"nodes/{process.nodes[0]}/checkpoints/round_??????.safetensors")
         self.saved[name] = max(map(round_of, files), default=-1) + 1
         is_hasty = {"error", "outage"} & struck or process.struck.count("stop") > 1
@@ -409,7 +436,7 @@ class Oracle:
             for node in process.nodes:
                 heartbeat = json.loads((self.dir / f"nodes/{node}/heartbeat.json").read_bytes())
                 is_right = heartbeat["state"] == ("stopped" if status else "done")
-                self.require(is_right, f"{node} says {heartbeat}")
+                self.require(is_right, f"{node} ends with the heartbeat {heartbeat}")
             if self.num_updates[process]:
                 t = self.entered[process][0]
                 self.require(self.saved[name] == t + 1, f"S5: {name} has not saved round {t}")
@@ -430,61 +457,61 @@ class Oracle:
         self.require(not owners & lone, f"F3: unfinished files: {hidden}")
         if self.swarm["WARM_START_STEPS"]:
             files = os.listdir(self.world.drive / "warmstart")
-            self.require(len(files) == 1, f"L6: warm starts {files}")
+            self.require(len(files) == 1, f"L6: not exactly one warm start: {files}")
         for process in finished:
             for node in process.nodes if process.name != "coordinator" else ():
                 self.check_node(process, node)
         self.check_pace()
 
     def check_node(self, process, node: str) -> None:
-        """A node that has done all its rounds."""
+        """Check a node that has finished the last round."""
         swarm, struck = self.swarm, {*process.struck}
         last = swarm["MAX_ROUNDS"] - 1
         twins, worked = self.namesakes(process), self.rounds(node)
-        self.require(worked and worked[-1] == last, f"S1: {node} ends with {worked}")
+        self.require(worked and worked[-1] == last, f"S1: {node} finished only the rounds {worked}")
 
-        # Each reward counts once. (A newer process of the name does not know what the older one
-        # submits after it has come.)
+        # Each reward counts once. (A newer process does not know the rewards that an older process
+        # with the same name submits later.)
         rows = sorted(self.rows(node), key=lambda row: (row["round"], row["stage"]))
         rewards = self.files[node, "rewards"]
         paid = sum(row["reward"] or 0.0 for row in rewards.values())
         total = rows[-1]["total_reward"]
         is_right = abs(total - paid) < 1e-6 or (len(twins) > 1 and total < paid)
-        self.require(is_right, f"F3: {node} has {total}, not {paid}")
+        self.require(is_right, f"F3: {node} has a total reward of {total}, not {paid}")
 
-        # Each stage has its row, but perhaps one that was killed.
+        # Each stage has a row in the log. A kill may lose the rows of one round.
         stages = {(row["round"], row["stage"]) for row in rows}
         lost = len(rewards) - len(stages)
         num_kills = sum(each.struck.count("kill") for each in twins)
-        self.require(0 <= lost <= num_kills * swarm["MAX_STAGES"], f"{node}: log")
+        self.require(0 <= lost <= num_kills * swarm["MAX_STAGES"], f"{node} lost rows of its log")
         is_once = len(rows) == len(stages) or "kill" in struck or len(twins) > 1
         self.require(is_once, f"F2: {node} has a row twice")
 
-        # Rounds that it has missed are named. An outage begins and is over.
+        # Missed rounds are logged, and so are the start and the end of each outage.
         events = self.rows(process.nodes[0], "training_events")
         numbers = [{*map(int, re.findall(r"\b\d+\b", row["text"]))} for row in events]
         missed = {*range(last)} - {*worked}
         if not self.is_alone and "kill" not in struck:
             first = [t for t in missed if t - 1 not in missed]
             is_named = all(any(t in each for each in numbers) for t in first)
-            self.require(is_named, f"S2: {node} has missed {missed} and says {events}")
+            self.require(is_named, f"S2: {node} has missed {missed}, but logged {events}")
         kinds = [row["event"] for row in events if row["event"].startswith("outage")]
         is_right = kinds == ["outage", "outage over"] * (len(kinds) // 2)
         self.require(is_right or not {"kill", "stop", "twin"}.isdisjoint(struck), f"F2: {kinds}")
 
-        # Retention: what is old is gone, or archived.
+        # Retention has deleted or archived all old rollouts, and no others.
         archived = sorted(map(round_of, self.world.drive.glob(f"archives/default/{node}/*")))
         there = (self.dir / f"nodes/{node}/rollouts").iterdir()
         there = sorted(map(round_of, {*there} - self.planted))
         everything = sorted(round_ for round_, _ in self.files[node, "rollouts"])
         oldest = self.oldest_kept(last) if swarm["ROLLOUT_CLEANUP_ENABLED"] else 0
-        if len(twins) > 1:  # the older one's last round may come after retention
+        if len(twins) > 1:  # the older process may publish its last round after retention
             there = [t for t in there if t >= oldest]
         kept = [t for t in everything if t >= oldest]
         old = [t for t in everything if t < oldest and swarm["ROLLOUT_ARCHIVE_OLD"]]
         self.require((there, archived) == (kept, old), f"F5: {node} has {there}, {archived}")
 
-        # Its newest checkpoint and its model are there.
+        # The newest checkpoint and the model exist.
         folder = self.dir / f"nodes/{node}"
         if node == process.nodes[0]:
             saved = sorted(map(round_of, (folder / "checkpoints").iterdir()))
@@ -493,8 +520,10 @@ class Oracle:
         self.require((folder / "model/model.safetensors").exists(), f"U8: {node}")
 
     def results(self) -> dict:
-        """What a lone process leaves and a repeated one makes again: files without times, and the
-        weights and moments of each node."""
+        """Return the results that a lone process reproduces after a fault.
+
+        They are the published files, without times, and each node's weights and moments.
+        """
         found = dict(self.last)
         for at, files in self.files.items():
             for stage, row in files.items():
@@ -503,7 +532,7 @@ class Oracle:
         return found
 
     def check_pace(self) -> None:
-        """Nobody waits too long or is left behind, and nobody asks the folder too often."""
+        """Check that no worker waits too long, falls behind or polls the folder too often."""
         swarm, everybody = self.swarm, self.world.processes
         workers = [process for process in everybody if process.name != "coordinator"]
         troubled = {kind for process in everybody for kind in process.struck}
@@ -524,9 +553,9 @@ class Oracle:
             if not troubled:
                 self.check_calls(process)
 
-            # Where the rounds of the slowest take less time than others wait, nobody is left behind
-            # once it has worked on a round. (Who comes late is waited for once.) Without any trouble
-            # all peers' groups are of that round.
+            # If the slowest node's rounds take less time than its peers wait, no worker misses a
+            # round. (A late worker may miss rounds after its first.) If no fault was injected, all
+            # external groups are from the current round.
             rounds = self.rounds(process.nodes[0])
             share = 0.7 if is_led or rounds[0] == 0 else 0.6
             is_kept = swarm["MAX_STAGES"] * slowest < share * patience and num_nodes <= 10
@@ -537,7 +566,7 @@ class Oracle:
                     self.check_ages(process, num_nodes)
 
     def check_ages(self, process, num_nodes: int) -> None:
-        """After the first round each draw is of that very round, as far as there are groups."""
+        """Check that, from round 1 on, external groups are from the current round if possible."""
         swarm = self.swarm
         wanted = min(swarm["NUM_TRANSPLANT_TREES"], swarm["NUM_TRAIN_SAMPLES"] * (num_nodes - 1))
         if swarm["EXTERNAL_FILTER"] or swarm["ROLLOUT_PUBLISH_FREQUENCY"] == "round":
@@ -547,7 +576,7 @@ class Oracle:
             self.require(is_right, f"S1: {process.name}, {row['round']}: {row['external_ages']}")
 
     def check_calls(self, process) -> None:
-        """What a worker asks of the folder."""
+        """Check the number of a worker's calls on the folder."""
         num_nodes, began, ended = len(process.nodes), process.began_at, process.ended_at
         rounds = len(self.rounds(process.nodes[0]))
         stages = rounds * self.swarm["MAX_STAGES"] * num_nodes
@@ -565,7 +594,8 @@ class Oracle:
             else:
                 own += number
 
-        # Pauses last 20 ms to 2 s, or a tenth of the time in which nothing has changed.
+        # Count the pauses that are allowed. Each lasts a tenth of the time since the last change of
+        # the board, but at least 20 ms and at most 2 s.
         pauses, moves = 0, [t for t in self.moves if began < t < ended]
         for begin, end in itertools.pairwise([began, *moves, ended]):
             waited = 0.0
@@ -573,11 +603,12 @@ class Oracle:
                 waited += max(0.02, min(2.0, waited / 10))
                 pauses += 1
 
-        # A look after each pause, as a round is entered, before groups are drawn and before a reward
-        # is submitted; with each a question whether somebody is alive (whether all are, until they
-        # have come). Of a round the files of FETCH_MAX_PEERS. For each stage two files, each with a
-        # look before, a temporary name and a marker, and logs; then heartbeats, checkpoints, and
-        # what each start and end needs.
+        # A worker polls the board after each pause, when it enters a round, before it draws groups
+        # and before it submits a reward. After each poll, it may read a heartbeat, or all
+        # heartbeats until NUM_WORKERS workers are alive. In a round, it reads the files of
+        # FETCH_MAX_PEERS peers. In a stage, it writes log rows and two files, each with a check for
+        # an older file, a temporary name and a marker. It also writes heartbeats, checkpoints, and
+        # files at its start and end.
         num_peers = self.swarm["FETCH_MAX_PEERS"]
         start, of_node, of_stage, of_second = CALLS
         of_node += (ended - began) * of_second
@@ -589,14 +620,17 @@ class Oracle:
             "own": (own, start + of_node * num_nodes + of_stage * (stages + rounds)),
         }
         for name, (number, limit) in limits.items():
-            self.require(number <= limit, f"S3: {process.name} {name}: {number}, not {limit}")
+            self.require(number <= limit, f"S3: {process.name} {name}: {number}, more than {limit}")
 
-    # -------- A stranger --------------------------------------------------------------------------
+    # -------- An untrusted peer -------------------------------------------------------------------
 
     def stranger(self, process) -> None:
-        """A stranger, who knows the rules, registers as evil and publishes groups of which some are
-        sound. It claims a round more than it has published, and puts names that are not its own
-        beside the files of a node. (What else its files may hold: test_strangers.)"""
+        """Act as an untrusted peer that knows the protocol.
+
+        It registers as "evil" and publishes groups, some of which are valid. It claims one round
+        more than it has published, and plants files next to a node's own files. Damaged files are
+        tested in test_strangers.py.
+        """
         board, folder = self.dir / "board", self.dir / "nodes/evil/rollouts"
         if not board.exists():
             return
@@ -629,7 +663,7 @@ class Oracle:
             self.plant(process.nodes[0], BESIDE)
 
     def plant(self, node: str, names) -> None:
-        """Put something beside the files of a node, that must stay."""
+        """Plant files that must not be deleted next to a node's own files."""
         for name in names:
             path = self.dir / f"nodes/{node}" / name.replace("NODE", node)
             if path.parent.exists():
@@ -642,11 +676,14 @@ BESIDE = (
     f"rollouts/.new-NODE-b-{DIGITS}", f"rollouts/.new-b-{DIGITS}", "rollouts/notes",
     "rollouts/round_000000.stage_0.txt",
 )  # fmt: skip
-QUIET = {}  # a schedule without faults -> what it leaves
+QUIET = {}  # a schedule without faults -> its results
 
 
 def fails(schedule: dict) -> str:
-    """Why the schedule fails, "" if it does not. A lone process must repeat the undisturbed run."""
+    """Return why a schedule fails, or "" if it does not.
+
+    A lone process must reproduce the results of a run without faults.
+    """
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         try:
             oracle = run_schedule(schedule, Path(folder, "drive"))
@@ -656,14 +693,14 @@ def fails(schedule: dict) -> str:
                     QUIET[str(quiet)] = run_schedule(quiet, Path(folder, "quiet")).results()
                 expected, found = QUIET[str(quiet)], oracle.results()
                 differ = [key for key in expected | found if expected.get(key) != found.get(key)]
-                assert not differ, f"F3, L5: {differ} differ from the undisturbed run"
+                assert not differ, f"F3, L5: {differ} differ from the run without faults"
         except AssertionError as error:
             return str(error) or "assert"
     return ""
 
 
 def shrink(schedule: dict) -> dict:
-    """The same schedule without the faults and processes that its failure does not need."""
+    """Remove the faults and processes without which a schedule still fails."""
     for name in ("faults", "processes"):
         for each in [*schedule[name]]:
             smaller = schedule | {name: [other for other in schedule[name] if other is not each]}
@@ -677,10 +714,10 @@ def test_random(seed):
     schedule = random_schedule(seed)
     if fails(schedule):
         schedule = shrink(schedule)
-        pytest.fail(f"{fails(schedule)}\nto repeat it: fails({schedule})", pytrace=False)
+        pytest.fail(f"{fails(schedule)}\nto reproduce it: fails({schedule})", pytrace=False)
 
 
-# -------- Scenarios that chance hardly reaches ------------------------------------------------------
+# -------- Scenarios that random schedules hardly ever reach ---------------------------------------
 
 
 @pytest.mark.parametrize("num_nodes, every, kind", [
@@ -688,7 +725,7 @@ def test_random(seed):
     (2, 8 * EVERY, ("error", "before")), (1, 6 * EVERY, ("stop", 0.1)),
 ])  # fmt: skip
 def test_F2_F3_S5_at_every_call_of_a_lone_process(num_nodes, every, kind):
-    """Of its start, a warm start, rounds, checkpoints, retention and the export."""
+    """These calls belong to startup, warm start, rounds, checkpoints, retention and export."""
     swarm = BASE | {"MAX_ROUNDS": 4, "CHECKPOINT_INTERVAL": 1, "ROLLOUT_MAX_AGE": 1,
                     "WARM_START_STEPS": 3, "NUM_TRANSPLANT_TREES": 4}  # fmt: skip
     swarm |= {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_ARCHIVE_OLD": num_nodes == 2}
@@ -702,7 +739,7 @@ def test_F2_F3_S5_at_every_call_of_a_lone_process(num_nodes, every, kind):
 
 @pytest.fixture
 def scene():
-    """The oracle of an empty world, in which a scenario starts processes itself."""
+    """Provide the oracle of an empty world, in which a scenario starts processes itself."""
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         oracle = Oracle(World(Path(folder, "drive")), {**BASE})
         with oracle.world.patched():
@@ -710,8 +747,10 @@ def scene():
 
 
 def finish(scene, name="n", status=0, words="", **settings):
-    """Start a process and let it run to its end, which must have this status. One that is refused
-    has changed nothing."""
+    """Run a process to its end. It must print `words` and end with this exit code.
+
+    If the exit code is 2, the folder must be unchanged.
+    """
     before = scene.contents()
     process = scene.start(name, **settings)
     process.may_end = {status}
@@ -725,7 +764,7 @@ def finish(scene, name="n", status=0, words="", **settings):
     ("w0 w1 w2", ""), ("w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "coordinator"),
 ])  # fmt: skip
 def test_S1_workers_keep_together_with_or_without_a_coordinator(scene, names, behind):
-    """Also if a clock stands 200 s behind. Nobody waits for an interval."""
+    """This holds even if a clock is 200 s behind, and no process waits for the interval."""
     scene.swarm |= {"COORDINATOR_ROUND_INTERVAL": 600, "STALE_AFTER_SECONDS": 300, "NUM_WORKERS": 3}
     for name in names.split():
         scene.start(name, clock_error=-200.0 * (name == behind))
@@ -764,7 +803,7 @@ def test_S1_F6_the_coordinator_says_how_to_join_holds_round_0_and_waits_for_the_
 
 def test_S1_the_coordinator_waits_at_each_start_for_all_that_are_expected(scene):
     scene.swarm |= {"MAX_ROUNDS": 10**4, "NUM_WORKERS": 2, "COORDINATOR_ROUND_INTERVAL": 3600}
-    scene.swarm |= {"CHECKPOINT_INTERVAL": 100}  # who is stopped writes one all the same
+    scene.swarm |= {"CHECKPOINT_INTERVAL": 100}  # a stopped process writes one anyway
     leader, first = scene.start("coordinator"), scene.start("first")
     scene.wait(60)
     assert scene.opened() == 0
@@ -789,7 +828,7 @@ def test_S1_S2_a_dead_coordinator_is_replaced_and_takes_over_again(scene):
     leader.strike("kill")
     killed_at, before = scene.world.now, scene.opened()
     scene.run(lambda: scene.opened() > before + 1)
-    assert 0.8 * 40 < scene.world.now - killed_at < 1.2 * 40, "STALE_AFTER_SECONDS"
+    assert 0.8 * 40 < scene.world.now - killed_at < 1.2 * 40, "not after STALE_AFTER_SECONDS"
     scene.run(lambda: scene.opened() > before + 3)
     leader.start()
     scene.run(lambda: scene.opened("coordinator") == scene.opened() > before + 9, seconds=60)
@@ -797,7 +836,7 @@ def test_S1_S2_a_dead_coordinator_is_replaced_and_takes_over_again(scene):
 
 @pytest.mark.parametrize("is_led", [False, True])
 def test_S1_S2_S3_a_slow_node_among_fast_ones_costs_its_timeout_and_is_alive(scene, is_led):
-    """Half of each of its steps of 100 s is sampling. The coordinator holds round 0 for it."""
+    """In each round, the slow node samples for 50 s and trains for 50 s."""
     scene.swarm |= {"MAX_ROUNDS": 10**4, "COORDINATOR_ROUND_INTERVAL": 5}
     fast, *_ = [scene.start(name, 3.0) for name in ("a", "b", "coordinator")[: 2 + is_led]]
     scene.start("snail", 50.0)
@@ -837,7 +876,7 @@ def test_S2_who_is_suspended_for_longer_than_stale_is_missed_by_nobody_and_comes
 def test_S3_X3_the_dead_cost_nothing_and_one_that_only_claims_to_publish_its_timeout(
     scene, lies, frequency
 ):
-    """Once in a round, for all stages and all nodes of a process."""
+    """A process waits for it once per round, in total over its stages and nodes."""
     scene.swarm |= {"FETCH_TIMEOUT_SECONDS": 20, "MAX_STAGES": 2}
     scene.swarm |= {"MAX_ROUNDS": 4, "ROLLOUT_PUBLISH_FREQUENCY": frequency}
     finish(scene, "dead", MAX_ROUNDS=1)  # it is in step in round 1
@@ -862,7 +901,7 @@ def test_S4_of_two_of_one_name_the_older_ends_with_status_3(scene, name):
     scene.run(lambda: scene.opened(name) > before + 2)
     assert newer.status is None
 
-    # A start that has nothing to do supersedes nobody.
+    # A process that has no rounds left does not supersede the running process.
     if name == "n":
         finish(scene, "n", 0, "finished", MAX_ROUNDS=2)
         scene.run(lambda: scene.opened(name) > before + 6)
@@ -870,7 +909,7 @@ def test_S4_of_two_of_one_name_the_older_ends_with_status_3(scene, name):
 
 
 def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_settings(scene):
-    """Whoever comes meanwhile sets its name and no more."""
+    """The later nodes leave NUM_TRAIN_SAMPLES unset, so they inherit it."""
     swarm = scene.swarm | {"WARM_START_STEPS": 3, "MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 8}
     for delay in (0, 0.01, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0, 1.1, 1.3, 2):
         scene = Oracle(World(scene.world.drive.with_name(f"after_{delay}")), swarm)
@@ -882,10 +921,10 @@ def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_se
             others[0].may_end = others[1].may_end = {0, 2}
             scene.run()
             config = json.loads((scene.dir / "config.json").read_text())
-            assert first.status == (0 if config["SEED"] == 77 else 2), "another seed"
+            assert first.status == (0 if config["SEED"] == 77 else 2), "a different SEED"
             for other in others:
-                if other.status == 2:  # both have begun, with other settings
-                    assert "start this node again" in other.output
+                if other.status == 2:  # both tried to create it, with different settings
+                    assert "restart this node" in other.output
                     other.start()
                     scene.run()
                 assert other.status == 0, delay
@@ -895,7 +934,7 @@ def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_se
 
 
 def with_text(path: Path, text: str) -> None:
-    """A safetensors file whose tensors are as they were, and its own JSON is another one."""
+    """Replace the text that the program stored in a safetensors file, but keep the tensors."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     head = json.loads(data[8:start])
@@ -912,7 +951,7 @@ DAMAGES = {
     "no state": lambda path: with_text(path, "{}"),
     "a list": lambda path: with_text(path, "[]"),
     "odd state": lambda path: with_text(path, '{"round": 3, "nodes": {"n": {"trained": 5}}}'),
-    "of another user": lambda path: None,  # it cannot be opened
+    "of another user": lambda path: None,  # opening it fails; see `closed`, below
 }
 
 
@@ -931,7 +970,8 @@ def test_F4_the_newest_readable_checkpoint_counts_and_without_one_a_start_is_ref
     finish(scene)
 
 
-# Calls of a process that joins or, below 0, of one that begins the experiment.
+# The call before which the folder becomes unavailable, and whether the process is then stopped. If
+# the number is negative, the process creates the experiment. Otherwise, it joins.
 MOMENTS = [
     *((moment, False) for moment in (-3, -4, -5, -6, -9, 4)),
     (30, False),
@@ -951,14 +991,14 @@ def test_F2_the_whole_drive_is_away_for_a_minute_and_nothing_is_made_in_its_plac
     world.drive.mkdir(exist_ok=True)
     process = scene.start("n")
     world.run(lambda: process.num_calls >= abs(moment))
-    process.strike("outage", 0)  # the oracle is to know
+    process.strike("outage", 0)  # so that the oracle expects one
     world.drive.rename(away)
     world.run(lambda: world.now > process.began_at + 90)
     assert process.status is None and not world.drive.exists(), process.output
-    if is_stopped:  # it cannot write a checkpoint, and says so
+    if is_stopped:  # it cannot write a checkpoint, and logs this
         process.strike("stop")
         world.run()
-        assert process.status == 130 and "without a checkpoint" in process.output
+        assert process.status == 130 and "without saving a checkpoint" in process.output
     away.rename(world.drive)
     world.run()
     assert is_stopped or process.status == 0
@@ -1035,7 +1075,7 @@ def test_F6_a_start_says_whether_it_is_new_joined_resumed_or_finished(scene, wor
     finish(scene)
     before = {path: data for path, data in scene.contents().items() if "/nodes/n/" in path}
     if "EXPERIMENT_NAME" in settings:
-        scene.world.trained = lambda *_: None  # the oracle knows one experiment
+        scene.world.trained = lambda *_: None  # the oracle knows only one experiment
     finish(scene, settings.get("NODE_ID") or "n", 0, words, **settings)
     after = scene.contents()
     assert "resuming" in words or all(after[path] == data for path, data in before.items())
@@ -1102,9 +1142,12 @@ def test_U8_a_model_that_the_library_refuses_to_write_is_an_event(scene, monkeyp
 def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_twelve(
     scene, monkeypatch
 ):
-    """Calls that a worker and the coordinator make in a round: means over all workers and rounds 1
-    to 6, with steps of 3 s and calls of 2 ms. 1024 workers take hours."""
-    cache = functools.lru_cache(2**20)(re.fullmatch)  # each look parses all names of the board
+    """Print the number of calls per round of a worker and of the coordinator.
+
+    These are means over rounds 1 to 6 and all workers, with steps of 3 s and calls of 2 ms. With
+    1024 workers, the test takes hours.
+    """
+    cache = functools.lru_cache(2**20)(re.fullmatch)  # each poll parses all names on the board
     monkeypatch.setattr(re, "fullmatch", cache)
     of_workers = []
     for num_nodes in map(int, os.environ.get("NODES", "12 24").split()):
@@ -1121,5 +1164,5 @@ def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_t
         of_coordinator = costs.pop("coordinator")
         of_worker = sum(costs.values()) / num_nodes
         print(f"| {num_nodes} | {of_worker:.0f} | {of_coordinator:.0f} |", flush=True)
-        of_workers += [of_worker] * (num_nodes > 11)  # from here on not all peers are read
+        of_workers += [of_worker] * (num_nodes > 11)  # from here on, some peers are not read
     assert all(calls < of_workers[0] + 10 for calls in of_workers)

@@ -1,12 +1,16 @@
-"""A simulated world: one folder, one clock, and processes that take turns.
+"""A simulated world: one shared folder, one clock, and processes that take turns.
 
-Each process is a thread that runs `sapo.main`. One runs at a time; at each call to the folder and in
-each sleep it hands over to the one that wakes first. Time passes only in sleeps and in calls, so an
-hour of waiting costs nothing, and a run repeats call by call. At each call a process can be killed,
-suspended, stopped or get an error. `observe` sees each change of the folder, `trained` each update.
+Each process is a thread that runs `sapo.main`. Only one thread runs at a time. When it sleeps or
+issues a system call on the shared folder, the process with the earliest wake-up time continues.
+Time passes only in these sleeps and calls, so an hour of waiting costs no real time, and a run with
+the same seed repeats call by call.
 
-Of the program's insides this file knows the table SEAMS. Not seen here: torch, writes that are torn
-within one call, and what libraries do in local files.
+Before any such call, a process can be killed, suspended or stopped, or the call can fail. The
+callbacks `World.observe` and `World.trained` report each change of the folder and each update of a
+model to the test.
+
+Only the first section, the seams, depends on the program's internals. The simulation does not cover
+torch, writes that are torn within one call, or libraries' writes to local files.
 """
 
 import builtins
@@ -37,13 +41,14 @@ import transformers
 import grpo
 import sapo
 
-# -------- The seams: a rewrite of the program adapts this part --------------------------------------
-# Each fake takes what the program passes and gives it what it expects. Between them stand functions
-# that know nothing of the program: `compute`, `answers`, `learn`.
+# -------- The seams: adapt this section when the program changes ----------------------------------
+# Each fake replaces the function of grpo.py with the same name, and has the same arguments and
+# return value. It leaves the work to `compute`, `answers` and `learn`, which are independent of the
+# program.
 
 
 def load_model(*args):
-    """The model and the codec of all processes; the model is one of a few hundred weights."""
+    """Return a copy of one tiny random model, the same for all processes, and its codec."""
     if not CACHE:
         codec = REAL["load_model"](*args)[1]
         sizes = dict(n_embd=4, n_layer=1, n_head=1, n_positions=16, vocab_size=codec.vocabulary)
@@ -68,7 +73,7 @@ def update_policy(model, optimizer, groups, config, codec, limit):
 
 
 def warm_start(model, codec, config, tasks):
-    """Each process makes other weights, as on machines that round differently."""
+    """Set weights that depend on the process, as if each machine rounded differently."""
     for step in range(1, 4):
         compute(model)
         fill(model, number_from(WORLD.current.name, step))
@@ -87,24 +92,25 @@ REAL = {name: getattr(grpo, name) for name in SEAMS}
 
 @functools.cache
 def question(task: str, seed: int) -> tuple[str, str]:
-    """The prompt in a rollout file and the right answer, by the program's own rules."""
+    """Return the prompt and the correct answer of a question, as the program generates them."""
     made = grpo.make_question(task, seed)
     return made.text, made.answer
 
 
-# -------- What the fakes compute depends on all that must not be lost -------------------------------
+# -------- The work of the fakes -------------------------------------------------------------------
+# The results depend on all state that a node must not lose, so any loss changes them.
 
 CACHE = []
-WORLD = None  # the one that runs
+WORLD = None  # the world that is running
 
 
 def number_from(*values) -> int:
-    """A number that depends on these values, in every interpreter the same."""
+    """Return a hash of these values, which is the same in every interpreter."""
     return int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:4], "big")
 
 
 def weights_of(model, optimizer=None) -> bytes:
-    """All that a checkpoint must bring back: weights and, with an optimizer, its state."""
+    """Return the state that a checkpoint must restore: weights and, if given, optimizer state."""
     tensors = [*model.parameters()]
     for parameter in [*tensors] if optimizer else ():
         state = optimizer.state[parameter]
@@ -119,7 +125,10 @@ def fill(model, number: int) -> None:
 
 
 def compute(model) -> None:
-    """Let the seconds of a step pass, in forward passes of 5 s."""
+    """Let the simulated seconds of a step pass, in forward passes of at most 5 s.
+
+    The program writes due heartbeats before each forward pass.
+    """
     seconds = WORLD.current.step_seconds
     while seconds > 0:
         with torch.no_grad():
@@ -129,15 +138,19 @@ def compute(model) -> None:
 
 
 def answers(model, seed: int, num: int) -> list[str]:
-    """Answers that the seed and all weights choose. Some of them are right."""
+    """Return answers that depend on the seed and on all weights. Some of them are correct."""
     compute(model)
     rng = random.Random(number_from(seed, weights_of(model)))
     return [f"<answer>{rng.choice('1234')}</answer>" for _ in range(num)]
 
 
 def learn(model, optimizer, groups: list) -> float:
-    """Weights and moments that depend on all that was ever trained on. groups: ((task, seed),
-    rewards, whether it is an own one)."""
+    """Update weights and moments so that they depend on these groups and all earlier training.
+
+    Return a number that serves as the gradient norm.
+
+    groups: tuples ((task, seed), rewards, whether the node generated the group itself)
+    """
     compute(model)
     before = weights_of(model, optimizer)
     number = number_from(groups, before) % 9973
@@ -153,7 +166,7 @@ def learn(model, optimizer, groups: list) -> float:
     return number / 9973
 
 
-# -------- Processes and their world -----------------------------------------------------------------
+# -------- Processes and their world ---------------------------------------------------------------
 
 MOVES = ("replace", "rename", "link")
 CHANGES = (*MOVES, "mkdir", "unlink", "remove", "rmdir")
@@ -164,7 +177,7 @@ ERRORS = (errno.EIO, errno.ENOSPC, errno.ESTALE)
 
 
 def writes(args, kwargs) -> bool:
-    """Whether a file is opened for writing, by these arguments after its path."""
+    """Return whether `open` with these arguments, after the path, opens a file for writing."""
     mode = args[0] if args else kwargs.get("mode", "r")
     if isinstance(mode, int):
         return bool(mode & (os.O_CREAT | os.O_WRONLY | os.O_RDWR))
@@ -172,11 +185,14 @@ def writes(args, kwargs) -> bool:
 
 
 class Killed(BaseException):
-    """SIGKILL: nothing in the program handles it."""
+    """SIGKILL. If the program catches it, the next call on the folder raises it again."""
 
 
 class Process:
-    """A worker or the coordinator, over all its starts. `status` and `pending` are of the latest."""
+    """A worker process or the coordinator, including its restarts.
+
+    `status` (the exit code) and `pending` (signals) belong to the latest launch.
+    """
 
     def __init__(self, world, name: str, settings: dict, step_seconds=0.3, clock_error=0.0):
         self.world = world
@@ -185,14 +201,14 @@ class Process:
         self.step_seconds = step_seconds
         self.clock_error = clock_error
         self.turn = threading.Semaphore(0)
-        self.faults = {}  # number of the call before which it happens -> (kind, *arguments)
+        self.faults = {}  # number of a call -> fault that happens before it: (kind, *arguments)
         self.num_calls = self.num_pauses = 0
-        self.calls = Counter()  # (name, path) -> how often
+        self.calls = Counter()  # (function, path) -> number of calls
         self.fails_until, self.fail_once = 0.0, None
         self.output = ""
         self.statuses = []
-        self.may_end = set()  # statuses that a scenario expects
-        self.struck = []  # kinds of the faults that it has met
+        self.may_end = set()  # exit codes that a scenario expects
+        self.struck = []  # kinds of the faults injected so far
         self.began_at = self.ended_at = world.now
 
     def start(self, **settings):
@@ -213,8 +229,8 @@ class Process:
         except Killed:
             self.status = -9
         except BaseException as error:
-            self.world.fail(f"{self.name} ended in {error!r}")
-        self.status = -9 if self.is_killed else self.status  # whatever it says of that itself
+            self.world.fail(f"{self.name} ended with {error!r}")
+        self.status = -9 if self.is_killed else self.status  # even if it caught Killed
         self.statuses.append(self.status)
         self.ended_at = self.world.now
         self.world.running.remove(self)
@@ -222,7 +238,7 @@ class Process:
         self.world.hand_over(self, is_ending=True)
 
     def strike(self, kind: str, *more):
-        """Something happens to it. In a scenario: now; where it is killed, before its next call."""
+        """Inject a fault. A killed process ends as soon as it wakes or makes a call."""
         self.struck.append(kind)
         getattr(self.world, f"do_{kind}")(self, *more)
 
@@ -240,15 +256,15 @@ class World:
         self.turn = threading.Semaphore(0)
         self.running, self.processes = [], []
         self.current = None
-        self.events = []  # (time, number, function): what happens then
+        self.events = []  # a heap of (time, number, function to call at that time)
         self.numbers = itertools.count()
         self.until = lambda: False
         self.deadline = math.inf
         self.violations = []
         self.call_seconds = 0.01
-        self.delays = [0.0]  # seconds until a change of names shows in the listings of others
-        self.shows = {}  # folder -> [(when it shows, who changed it, name, whether it was added)]
-        self.refuse = lambda process, name, path: None  # the errno with which a call is refused
+        self.delays = [0.0]  # possible delays of changed names in others' listings, in seconds
+        self.shows = {}  # folder -> [(visible from, process, name, whether it was added)]
+        self.refuse = lambda process, name, path: None  # returns an errno if the call must fail
         self.observe = lambda process, name, path, target: None
         self.trained = lambda process, before, after, groups: None
         self.ended = self.stranger = lambda process: None
@@ -263,7 +279,7 @@ class World:
         self.violations.append(text)
 
     def tell(self, observer, *args) -> None:
-        """Call an observer, whose own calls are no process's. A mistake in it is a failure."""
+        """Call an observer. Its calls belong to no process, and its exceptions fail the test."""
         process, self.current = self.current, None
         try:
             observer(*args)
@@ -275,17 +291,20 @@ class World:
         heapq.heappush(self.events, (self.now + seconds, next(self.numbers), action))
 
     def run(self, until=None, seconds=20_000) -> None:
-        """Let the processes take turns until the condition holds or all have ended."""
+        """Let the processes take turns until `until()` is true or all of them have ended.
+
+        Fail on a violation, or after this many seconds of simulated time.
+        """
         self.until = until or (lambda: False)
         self.deadline = self.now + seconds
         with contextlib.redirect_stdout(Screen(self, sys.stdout)):
             self.hand_over(None)
         assert not self.violations, "\n".join(self.violations)
         states = [(process.name, process.statuses, process.num_calls) for process in self.processes]
-        assert self.now <= self.deadline, f"not over after {seconds:.0f} s: {states}"
+        assert self.now <= self.deadline, f"not finished after {seconds:.0f} s: {states}"
 
     def choose(self) -> Process | None:
-        """Who has the next turn: the process that wakes first, or None for the test."""
+        """Advance the clock. Return the process that wakes first, or None if the test continues."""
         self.current = None
         while not (self.violations or self.now > self.deadline or self.until()):
             first = min((process.wake_at for process in self.running), default=math.inf)
@@ -308,7 +327,7 @@ class World:
                 (process or self).turn.acquire()
 
     def pause(self, seconds: float) -> None:
-        """What the program sleeps of its own will."""
+        """Replace `time.sleep` for processes, and count the calls."""
         self.current.num_pauses += 1
         self.sleep(seconds)
 
@@ -326,8 +345,10 @@ class World:
             process.handlers[number](number, None)
 
     def call(self, function, name, *args, **kwargs):
-        """A system call. Where a process makes it and it is about the folder, others come first,
-        and it may fail."""
+        """Run the system call `function`.
+
+        When a process calls on the shared folder, other processes run first, and the call may fail.
+        """
         process = self.current
         is_about_it = bool(args) and str(args[0]).startswith(str(self.drive))
         if process is None or process.is_calling or not is_about_it:
@@ -341,7 +362,8 @@ class World:
             raise Killed
         self.sleep(self.call_seconds)
 
-        # It fails for good, before its work or after it, or does not fail.
+        # An error is raised before the call does its work or, for one of CHANGES, possibly
+        # afterwards.
         if code := self.refuse(process, name, path):
             raise OSError(code, os.strerror(code), path)
         fault, process.fail_once = process.fail_once, None
@@ -367,7 +389,7 @@ class World:
         return OSError(code, os.strerror(code), str(path))
 
     def note_names(self, process, name, path, target) -> None:
-        """On a slow storage a name that comes or goes shows in others' listings after a delay."""
+        """On slow storage, choose when a changed name becomes visible in others' listings."""
         if self.delays != [0.0] and name != "mkdir" and name != "open":
             shows_at = self.now + self.rng.choice(self.delays)
             for changed, is_added in ((path, False), (target, target != path)):
@@ -376,8 +398,11 @@ class World:
                 self.shows.setdefault(folder, []).append(change)
 
     def listing(self, process, folder: str, names: list) -> list:
-        """What a process sees: its own changes, and those of others that show by now. A change that
-        shows hides older ones of its name."""
+        """Return the names that a process sees in a folder: `names` without invisible changes.
+
+        Changes by other processes become visible after a delay. Once a change is visible, older
+        changes of the same name no longer matter.
+        """
         seen, settled = set(names), set()
         for shows_at, author, name, is_added in reversed(self.shows.get(folder, ())):
             if shows_at <= self.now or author == process.name:
@@ -386,14 +411,14 @@ class World:
                 (seen.discard if is_added else seen.add)(name)
         return sorted(seen)
 
-    # -------- What may happen to a process --------------------------------------------------------
+    # -------- Faults (see `Process.strike`) -------------------------------------------------------
 
     def do_kill(self, process, restart_after=None):
         process.is_killed = True
         self.restart(process, restart_after)
 
     def do_stop(self, process, restart_after=None):
-        """SIGTERM, and a new start when it has ended."""
+        """Send SIGTERM and, if `restart_after` is given, restart the process once it has ended."""
         process.pending.append(signal.SIGTERM)
         self.restart(process, restart_after)
 
@@ -423,16 +448,16 @@ class World:
         self.tell(self.stranger, process)
 
     def do_twin(self, process, step_seconds):
-        """Another process of this name."""
+        """Start another process with the same name."""
         twin = self.process(process.name, step_seconds, process.clock_error, **process.settings)
         twin.struck.append("twin")
         twin.start()
 
-    # -------- Beginning and end -------------------------------------------------------------------
+    # -------- Setup and cleanup -------------------------------------------------------------------
 
     @contextlib.contextmanager
     def patched(self):
-        """The folder, the clock, signals, the screen and the fakes, for the processes."""
+        """Redirect processes' system calls, clocks and signals to this world, and use the fakes."""
         global WORLD
         WORLD = self
         mine = []
@@ -459,11 +484,11 @@ class World:
         for module, name in CALLS:
             patch(module, name, functools.partial(self.call, getattr(module, name), name))
         pictures = sys.modules.get("matplotlib", False)
-        sys.modules["matplotlib"] = None  # a picture would take a second
+        sys.modules["matplotlib"] = None  # a plot would take a second
         try:
             yield self
         finally:
-            for process in self.running:  # nobody goes on after the test
+            for process in self.running:  # end the processes that are still running
                 process.is_killed, process.wake_at = True, self.now
             self.violations, self.events = [], []
             with contextlib.suppress(AssertionError):
@@ -476,7 +501,7 @@ class World:
 
 
 class Screen:
-    """What a process prints is its output."""
+    """A stdout that appends each process's text to `Process.output`."""
 
     def __init__(self, world, real):
         self.world, self.real = world, real

@@ -1,11 +1,11 @@
-"""Another store: board, rollouts, rewards and heartbeats in a dict instead of a folder.
+"""Run the program with board, rollouts, rewards and heartbeats in a dict instead of a folder.
 
     TEST_MODE=True LOCAL_NODES=2 python .github/recipes/store.py
 
-Replace the dict by whatever all machines reach: a database, a bucket, a server. Four operations
-are enough. Each does its work once or raises OSError, and is safe to call twice, because `waits`
-repeats it. Checkpoints, logs, models and config.json stay files. (Retention would need `delete`,
-too.)
+Replace the dict with a service that all machines can reach, such as a database, a bucket or a
+server. Four operations are enough. Each operation does its work or raises OSError, and it must be
+safe to repeat, because `waits` then calls it again. Checkpoints, logs, models and config.json
+remain files. (Retention would also need `delete`.)
 """
 
 import re
