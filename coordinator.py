@@ -3,8 +3,8 @@
 In a swarm without a coordinator, the first worker to finish the open round opens the next round.
 
 A *coordinator* is an optional process that opens the rounds instead. It does not train and needs no
-model. While it is alive, the workers wait for it, and it waits until the workers that are in step
-(see `Board.in_step`) have submitted their rewards or the time is up.
+model. While it is alive, the workers wait for it. By default, it opens the next round when the
+workers in step (see `Board.in_step`) have submitted their rewards or an interval is over.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def wait_for_round(run, next_own: int) -> int:
     - the open round, if it is `next_own` or later and nodes of other processes have ever joined;
     - otherwise `next_own`, as soon as no coordinator has been alive for `opening_delay` seconds.
 
-    After a crash, a process that was always alone thus repeats the rounds since its checkpoint.
+    Thus, after a crash, a process that was always alone repeats the rounds since its checkpoint.
     """
     swarm = run.swarm
     while True:
@@ -48,166 +48,185 @@ def wait_for_round(run, next_own: int) -> int:
         if swarm.others() and board.open_round >= next_own:
             return board.open_round
 
-        # `coordinator_seen_at` is at first the time of joining.
+        # At first, `coordinator_seen_at` is the time when this process joined.
         if swarm.is_alive(drive_store.COORDINATOR_ID):
             swarm.coordinator_seen_at = swarm.looked_at
         elif swarm.looked_at - swarm.coordinator_seen_at >= opening_delay(run):
             return next_own
+        else:
+            log_missing_workers(run)
         swarm.sleep()
 
 
 def opening_delay(run) -> float:
-    """Return the seconds without a live coordinator after which this process opens a round."""
-    # Before its first round (run.history is empty), a process waits for NUM_WORKERS live workers.
-    if not run.history and lacks_workers(run):
+    """Return how many seconds to wait without a live coordinator before opening a round.
+
+    The delay is 0 unless workers are missing or a coordinator may be about to open the round.
+    """
+    if lacks_workers(run):
         return run.config.COORDINATOR_ROUND_INTERVAL  # 60 by default
 
-    # A coordinator has joined. It may be alive even if a read of its heartbeat failed.
+    # A coordinator that has joined may be alive even if its heartbeat could not be read.
     if drive_store.COORDINATOR_ID in run.swarm.board.sessions:
         return 2.0
 
-    # A coordinator cannot join before a worker has created the experiment, so give it half a second
-    # before round 1.
-    if run.last_round == 0:
-        return 0.5
-    return 0.0
+    # A coordinator can join only after a worker has created the experiment, so before round 1, give
+    # it half a second from the time when this process joined.
+    return 0.5 if run.last_round == 0 else 0.0
+
+
+def lacks_workers(run) -> bool:
+    """Return whether, in this process's first round, fewer than NUM_WORKERS workers are alive."""
+    wanted = run.config.NUM_WORKERS
+    workers = run.swarm.board.workers
+    if not run.is_first_round or wanted == 0:
+        return False
+    # Count the workers first, because checking which of them are alive reads a file per worker.
+    return len(workers) < wanted or sum(map(run.swarm.is_alive, workers)) < wanted
 
 
 def run_coordinator(run) -> None:
-    """Open one round after another, MAX_ROUNDS in total. Raise Stopped if the process should end.
-
-    ROUND_ADVANCE decides when a round is over:
-    time        after COORDINATOR_ROUND_INTERVAL, if a worker in step is alive or a reward was
-                submitted; otherwise, the round stays open
-    completion  when a reward was submitted, and every live worker in step has submitted
-    hybrid      whichever comes first (the default)
-
-    In round 0, the interval starts with the first reward, because models may take minutes to
-    download. This process's first round also waits until NUM_WORKERS workers are alive, for at most
-    one interval. The last round waits for all live workers, for at most one interval +
-    STALE_AFTER_SECONDS.
-    """
+    """Open one round after another. Raise Stopped if the process should end."""
     swarm = run.swarm
-    last_round = run.config.MAX_ROUNDS - 1
     swarm.join({"role": "coordinator"}, folders=["logs"])
-    t = -1  # the round that this process keeps open
+    first_reward = drive_store.At(0, run.config.MAX_STAGES - 1)  # for the last stage of round 0
+    last_round = run.config.MAX_ROUNDS - 1
+    t = -1  # the last round that this process has entered
 
     while True:
         run.log.flush(run.store)
         board = swarm.check_in(run.signals)
 
-        # Enter round 0, or a round that workers have opened without a live coordinator.
+        # Enter round 0, or a newer round that an earlier coordinator or a worker has opened.
         newest = max(0, board.open_round)
         if t < newest:
+            swarm.enter(newest)
             t = newest
-            opened_at = swarm.looked_at
-            swarm.enter(t)
+            interval_start = swarm.looked_at
 
-        if t == 0 and not board.reached("rewards", drive_store.At(0, run.config.MAX_STAGES - 1)):
-            opened_at = swarm.looked_at
+        # In round 0, the interval starts with the first reward, because models may take minutes to
+        # download.
+        if t == 0 and not board.reached("rewards", first_reward):
+            interval_start = swarm.looked_at
 
-        if round_is_over(run, t, swarm.looked_at - opened_at):
+        if round_is_over(run, t, swarm.looked_at - interval_start):
             if t < last_round:
                 swarm.enter(t + 1)  # before logging, because the workers are waiting
             log_round_of_swarm(run, t)
             if t >= last_round:
                 return
             t += 1
-            opened_at = swarm.looked_at
+            interval_start = swarm.looked_at
+        else:
+            log_missing_workers(run)
         swarm.sleep()
 
 
-# ==== The core ends here. Below: when a round is over, its log line, monitor, report, plots =======
-
-
 def round_is_over(run, t: int, elapsed: float) -> bool:
-    """Return whether round t is over after `elapsed` seconds, by the rules of `run_coordinator`."""
+    """Return whether round t is over, `elapsed` seconds after its interval started.
+
+    The workers in step are expected to submit a reward. ROUND_ADVANCE decides when the round is
+    over:
+    time        after COORDINATOR_ROUND_INTERVAL, if an expected worker is alive or a reward was
+                submitted; otherwise, the round stays open
+    completion  when a reward was submitted, and every live expected worker has submitted
+    hybrid      whichever comes first (the default)
+
+    Two rounds may stay open longer. This process's first round stays open until NUM_WORKERS workers
+    are alive, but for at most one interval. The last round stays open until every live worker has
+    submitted, but for at most one interval + STALE_AFTER_SECONDS.
+    """
     config = run.config
     board = run.swarm.board
     interval = config.COORDINATOR_ROUND_INTERVAL
     is_last = t >= config.MAX_ROUNDS - 1
-
-    # The first round of this process waits for workers to join.
-    if not run.round_ends and elapsed < interval and lacks_workers(run):
+    if elapsed < interval and lacks_workers(run):
         return False
 
-    # Which workers have submitted the reward of this round? On some storage backends, a marker may
-    # never become visible. If the round takes long, look for the reward files themselves.
-    last_stage = drive_store.At(t, config.MAX_STAGES - 1)
-    submitted = set(board.reached("rewards", last_stage))
-    if elapsed > config.STALE_AFTER_SECONDS:
-        submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
-
-    # Is an expected worker alive that has not submitted? In the last round, and if no worker is in
-    # step, all workers are expected.
+    # In the last round, or if no worker is in step, all workers are expected.
     expected = board.in_step("rewards", t, config.MAX_STAGES)
     if is_last or not expected:
         expected = set(board.workers)
+
+    # Is there an expected worker that is alive but has not submitted?
+    submitted = submitted_workers(run, t, elapsed)
     pending = expected - submitted
-    is_pending = any(run.swarm.is_alive(node_id) for node_id in sorted(pending))
+    is_pending = any(map(run.swarm.is_alive, sorted(pending)))
     if is_last and is_pending:
         return elapsed > interval + config.STALE_AFTER_SECONDS
 
-    # While a worker is pending, only the time can end the round. Otherwise, every expected worker
-    # has submitted or is not alive, and a single reward is enough.
-    is_late = elapsed >= interval and config.ROUND_ADVANCE != "completion"
-    if is_pending:
-        return is_late
-    return bool(submitted) and (is_late or config.ROUND_ADVANCE != "time")
+    is_complete = bool(submitted) and not is_pending
+    is_late = elapsed >= interval and (bool(submitted) or is_pending)
+    is_over = {"time": is_late, "completion": is_complete, "hybrid": is_late or is_complete}
+    return is_over[config.ROUND_ADVANCE]
 
 
-def lacks_workers(run) -> bool:
-    """Return whether fewer than NUM_WORKERS workers are alive. Log once that this process waits."""
-    wanted = run.config.NUM_WORKERS
-    workers = run.swarm.board.workers
-    # If too few workers have registered, skip the checks of who is alive, which read a file each.
-    if wanted == 0 or (len(workers) >= wanted and sum(map(run.swarm.is_alive, workers)) >= wanted):
-        return False
-    run.log.once(
-        "wait", f"until {wanted} workers are alive, for at most COORDINATOR_ROUND_INTERVAL"
-    )
-    return True
+# ==== The core ends here. Below: who has submitted, the round's log line, monitor, report, plots ==
+
+
+def log_missing_workers(run) -> None:
+    """If workers are missing, log once that this process waits for them."""
+    if lacks_workers(run):
+        run.log.once(
+            "wait",
+            f"until {run.config.NUM_WORKERS} workers are alive, "
+            "for at most COORDINATOR_ROUND_INTERVAL",
+        )
+
+
+def submitted_workers(run, t: int, elapsed: float) -> set[str]:
+    """Return the workers that have submitted a reward for the last stage of round t.
+
+    On some storage backends, a marker may never become visible. If the round takes longer than
+    STALE_AFTER_SECONDS, therefore read the reward files as well.
+    """
+    board = run.swarm.board
+    last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)
+    submitted = set(board.reached("rewards", last_stage))
+    if elapsed > run.config.STALE_AFTER_SECONDS:
+        submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
+    return submitted
 
 
 def log_round_of_swarm(run, t: int) -> None:
-    """Log the line of a round that has ended, and which nodes have joined or left."""
-    rows = []
+    """Log a finished round's line, and which nodes have joined or left."""
     stages = [drive_store.At(t, stage) for stage in range(run.config.MAX_STAGES)]
+    rows = []
     for node_id in run.swarm.board.workers:
-        rows += filter(None, [run.store.read_reward(node_id, at) for at in stages])
+        rows += run.store.read_rewards(node_id, stages)
 
     run.round_ends.append(run.swarm.looked_at)
     run.log.info(format_round(t, run.config.MAX_ROUNDS, rows, run.round_ends))
     log_changes(run, t, rows)
 
 
-# -------- The line of a round ---------------------------------------------------------------------
+# -------- The round's log line --------------------------------------------------------------------
 
 
 def log_changes(run, t: int, rows: list[dict]) -> None:
     """Log which nodes have joined or left since the previous round, because this changes the mean.
 
-    A node has left if it has no reward of this round and is not alive.
+    A node has left if it has not submitted a reward in this round and is not alive.
     """
-    here = {row["node_id"] for row in rows}
-    left = {n for n in run.present - here if not run.swarm.is_alive(n)}
-    came = here - run.present if run.present else ()  # in the first round, all nodes are new
+    submitted = {row["node_id"] for row in rows}
+    joined = submitted - run.present if run.present else ()  # in the first round, all are new
+    left = {n for n in run.present - submitted if not run.swarm.is_alive(n)}
+    run.present = (run.present | submitted) - left
 
-    changes = [f"{node_id} joined in round {t}" for node_id in sorted(came)]
+    changes = [f"{node_id} joined in round {t}" for node_id in sorted(joined)]
     changes += [f"{node_id} has left ({run.swarm.status(node_id)})" for node_id in sorted(left)]
-    run.present = (run.present | here) - left
     if changes:
         run.log.event("nodes", f"{', '.join(changes)}, {len(run.present)} nodes now")
 
 
 def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends=()) -> str:
-    """Return the log line of a round. Its values explain a flat curve.
+    """Return a round's log line, whose values explain a flat reward curve.
 
     They are means over nodes and stages. "6 of 4+4 groups" means that 6 groups were informative
     (had non-zero reward variance), out of 4 own and 4 external groups. With run_swarm.sh's prefix
-    "[coordinator] ", the line fits about 80 columns.
+    "[coordinator] ", the line fits into about 80 columns.
 
-    round_ends: times at which rounds ended, to estimate the remaining time.
+    round_ends: the times when rounds ended, from which the remaining time is estimated.
     """
     label = f"{round_:0{len(str(max_rounds))}d}/{max_rounds}"
     if not rows:  # on some storage backends, a marker becomes visible before its file
@@ -215,11 +234,13 @@ def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends=()) 
 
     def average(name: str, form: str) -> str:
         value = mean_of(name, rows)
-        return "-" if value is None else format(value, form)  # I = 0 gives no rewards
+        return "-" if value is None else format(value, form)  # with I = 0, there is no reward
 
-    line = f"{label} reward {average('reward', '.2f')} tags {average('answer_tag_rate', '.0%')}"
-    line += f" trunc {average('truncated_rate', '.0%')} {average('informative_groups', '.0f')} of"
-    line += f" {average('local_groups', '.0f')}+{average('external_groups', '.0f')} groups"
+    line = (
+        f"{label} reward {average('reward', '.2f')} tags {average('answer_tag_rate', '.0%')} "
+        f"trunc {average('truncated_rate', '.0%')} {average('informative_groups', '.0f')} of "
+        f"{average('local_groups', '.0f')}+{average('external_groups', '.0f')} groups"
+    )
     if mean_of("held_out", rows) is not None:
         line += f" held-out {average('held_out', '.2f')}"
 
@@ -234,7 +255,7 @@ def format_round(round_: int, max_rounds: int, rows: list[dict], round_ends=()) 
 
 def has_signal(rows: list[dict]) -> bool:
     """Return whether any group was informative, so that there was something to learn."""
-    return any(row.get("informative_groups") for row in rows)
+    return bool(mean_of("informative_groups", rows))
 
 
 def reward_curve(rows: list[dict]) -> list[float]:
@@ -245,23 +266,25 @@ def reward_curve(rows: list[dict]) -> list[float]:
 
 
 def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
-    """Return a sentence on the progress in these rows, with the setting that may help.
+    """Return a sentence about the progress in these rows, with advice if there is a problem.
 
-    history: all rows since the start, if `rows` are only the last rows.
+    history: all rows since the start, if `rows` contains only the latest rows.
     checkpoints: the stages of all remaining checkpoints, ascending.
     """
     curve = reward_curve(rows)
     if not curve:
-        return "no rewards, because nothing was generated (NUM_TRAIN_SAMPLES=0)"
+        return "no rewards, because no answers were generated (NUM_TRAIN_SAMPLES=0)"
 
-    # Compare the last 20 rounds with the first 20, or the second half with the first.
+    # Compare the last 20 rounds with the first 20, or, in a short run, the second half with the
+    # first.
     part = min(20, (len(curve) + 1) // 2)
     first = statistics.fmean(curve[:part])
     last = statistics.fmean(curve[-part:])
     change = f"mean reward {first:.2f} -> {last:.2f}"
 
-    # Is it worse, by more than chance explains, than the first round, whose completions were
-    # generated before any update? If the policy collapsed at once, the first 20 rounds hide it.
+    # Is the reward lower than in the first round, by more than chance explains? That round's
+    # completions were generated before any update. If the policy collapsed at once, the mean of the
+    # first 20 rounds would hide it.
     history = history or rows
     untrained = [row for row in history if row["round"] == history[0]["round"]]
     before = mean_of("reward", untrained) or 0.0
@@ -290,7 +313,7 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
 def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str]) -> int:
     """In TEST_MODE, check a run at its end. Log "passed" or the problems. Return the exit code.
 
-    `rows` are the rewards of the checked nodes, with metrics. `folders` must not be empty.
+    `rows` contains the checked nodes' rewards and metrics. Each of `folders` must contain a file.
     """
     config = run.config
     if not config.TEST_MODE:
@@ -307,12 +330,14 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
     # The workers must have joined, learned and shared.
     num_workers = len(run.swarm.board.workers)
     has_peers = config.NUM_TRANSPLANT_TREES > 0 and num_workers > 1
-    lacks = {
-        f"saw only {num_workers} of {config.NUM_WORKERS} workers": num_workers < config.NUM_WORKERS,
+    failures = {
+        f"only {num_workers} of {config.NUM_WORKERS} workers joined": (
+            num_workers < config.NUM_WORKERS
+        ),
         f"no group gave a gradient: {diagnose(rows)}": not has_signal(rows),
         "no external group was used": has_peers and not mean_of("external_groups", rows),
     }
-    problems += [text for text, holds in lacks.items() if holds]
+    problems += [text for text, holds in failures.items() if holds]
     run.log.event("check", "; ".join(problems) or "passed")
     return 1 if problems else 0
 
@@ -321,7 +346,7 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
 NEEDED = (*ARM, "SEED", "MAX_ROUNDS")  # settings that readers need
-FIRST_LOOK_BYTES = 16 << 20  # of all metrics.jsonl: about 4000 rounds of 4 nodes, or 120 of 128
+FIRST_LOOK_BYTES = 16 << 20  # for all nodes together; about 4000 rounds of 4 nodes or 120 of 128
 
 
 @dataclass
@@ -329,10 +354,10 @@ class Experiment:
     """A snapshot of an experiment for readers, such as the monitor and the report."""
 
     name: str
-    config: dict  # the experiment's settings; 1 for a missing setting of NEEDED
+    config: dict  # the experiment's settings; a missing setting of NEEDED is 1
     board: "drive_store.Board"
-    status: dict  # worker or coordinator -> alive, done, stopped, failed or dead
-    rows: list  # all rewards with their metrics, in order
+    status: dict  # node -> alive, done, stopped, failed or dead
+    rows: list  # all rewards with their metrics, by round
 
     @property
     def num_rounds(self) -> int:
@@ -350,9 +375,12 @@ class Experiment:
         return self.newest_round >= self.num_rounds - 1 and not self.with_status("alive")
 
     @property
-    def sick(self) -> list[str]:
-        """The failed nodes and then the dead nodes, including the coordinator."""
-        return [n for sick in ("failed", "dead") for n in self.status if self.status[n] == sick]
+    def unhealthy(self) -> list[str]:
+        """The failed nodes, followed by the dead nodes. The coordinator may be among them."""
+        nodes = defaultdict(list)  # status -> nodes
+        for node_id, status in self.status.items():
+            nodes[status].append(node_id)
+        return nodes["failed"] + nodes["dead"]
 
     def summary(self, node_id: str) -> dict:
         """Return a node's row in the monitor. The reward is averaged over the last ten stages."""
@@ -373,7 +401,7 @@ class Experiment:
         return [node_id for node_id in self.board.workers if self.status[node_id] == status]
 
     def select(self, **columns) -> list[dict]:
-        """Return the rows with these values, such as round=3."""
+        """Return the rows with these column values, such as round=3."""
         return [row for row in self.rows if columns.items() <= row.items()]
 
     def last_rounds(self, number: int) -> list[dict]:
@@ -381,10 +409,10 @@ class Experiment:
         return [row for row in self.rows if row["round"] > self.newest_round - number]
 
     def curve(self, metric: str = "reward", **columns) -> list[float | None]:
-        """Return the metric's mean in each round from 0 to the newest, over rows with these values.
+        """Return the metric's mean over rows with these values, for each round up to the newest.
 
-        It is None in a round without such rows or without the metric, for example because a node
-        was absent or a task was not asked.
+        It is None for a round without such rows or without the metric, for example because a node
+        was absent or a task was not drawn.
         """
         by_round = column_by("round", self.select(**columns), metric)
         return [mean(by_round[round_]) for round_ in range(self.newest_round + 1)]
@@ -396,8 +424,8 @@ class Experiment:
 
     @property
     def arm(self) -> str:
-        """The arm of this run, by I/J: "4/4", "8/0 x4" (LOCAL_OVERSAMPLE) or "4/4 unfiltered"."""
-        own, external, is_filtered, factor = [self.config[name] for name in ARM]
+        """The run's arm by I/J, such as "4/4", "8/0 x4" (LOCAL_OVERSAMPLE) or "4/4 unfiltered"."""
+        own, external, is_filtered, factor = map(self.config.get, ARM)
         name = f"{own}/{external}" if factor == 1 else f"{own}/{external} x{factor}"
         return name if is_filtered else f"{name} unfiltered"
 
@@ -405,7 +433,8 @@ class Experiment:
     def totals(self) -> dict[str, float]:
         """The cumulative rewards, {node: reward}, of the nodes that have submitted rewards.
 
-        A row of metrics.jsonl holds the running total, which includes earlier, unread rows.
+        A row of metrics.jsonl contains the running total, including earlier rows that were not
+        read.
         """
         totals = {}
         for row in self.rows:
@@ -415,26 +444,25 @@ class Experiment:
 
 
 def read_experiment(swarm, logs: dict | None = None) -> Experiment:
-    """Read an experiment from all its reward files, or with `logs`, from its nodes' metrics.jsonl.
+    """Read an experiment from all its reward files or, with `logs`, from its nodes' metrics.jsonl.
 
-    logs: a dict, the same in each call. It remembers what was read, so that each call reads only
-    the lines that were appended since the previous call.
+    logs: a dict to pass to every call. It stores the rows read so far, so that each call reads only
+    new lines.
     """
     store = swarm.store
     board = swarm.look()
     status = {}
     rows = {}
     for node_id in sorted(board.sessions):
-        # Read the status before the rewards, because a node that is done has written all of them.
+        # Read the status before the rewards, because a node that is done has written all rewards.
         status[node_id] = swarm.status(node_id)
         if logs is None:
             stages = store.list_stages("rewards", node_id, lenient=True)
-            found = [
-                store.read_reward(node_id, at) for at in stages if at.round <= board.open_round
-            ]
+            stages = [at for at in stages if at.round <= board.open_round]
+            found = store.read_rewards(node_id, stages)
         else:
             found = read_metrics(store, node_id, logs, FIRST_LOOK_BYTES // len(board.sessions))
-        for row in filter(None, found):
+        for row in found:
             if 0 <= row["round"] <= board.open_round:
                 rows.setdefault((row["round"], row["stage"], node_id), row)
 
@@ -445,7 +473,7 @@ def read_experiment(swarm, logs: dict | None = None) -> Experiment:
 def read_metrics(store, node_id: str, logs: dict, max_bytes: int) -> list[dict]:
     """Return the rows of a node's metrics.jsonl. Read at most the last max_bytes of its new part.
 
-    logs: {node: (position, rows)} of earlier calls, updated by this call.
+    logs: {node: (position, rows)} from earlier calls, updated by this call.
     """
     position, rows = logs.get(node_id, (0, []))
     path = store.resolve(f"nodes/{node_id}/logs/metrics.jsonl")
@@ -458,7 +486,8 @@ def read_metrics(store, node_id: str, logs: dict, max_bytes: int) -> list[dict]:
         return rows
 
     # Leave an incomplete last line for the next call. Skip invalid lines, which a crash or an
-    # untrusted peer may have written. No row is shorter than 64 bytes, which limits their number.
+    # untrusted peer may have written. No valid row is shorter than 64 bytes, so limit the number of
+    # lines accordingly.
     end = data.rfind(b"\n") + 1
     for line in data[:end].splitlines()[-max_bytes // 64 :]:
         with contextlib.suppress(drive_store.InvalidFileError):
@@ -506,7 +535,7 @@ def get_experiment_status(path, name: str) -> dict:
         "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
         "num_active_peers": len(exp.with_status("alive")),
         "peer_ids": exp.board.workers,
-        "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None without one
+        "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None without a coordinator
         "last_updated": max(times, default=None),
         "cumulative_rewards": dict.fromkeys(exp.board.workers, 0.0) | exp.totals,
         "latest_checkpoint": newest and str(newest),
@@ -523,13 +552,13 @@ def get_experiment_metrics(path, name: str):
     rows = [row | {"experiment": name, "my_reward": row["reward"]} for row in rows]
     try:
         import pandas
-    except Exception:  # pandas is missing, or does not fit the installed numpy
+    except Exception:  # pandas is missing, or incompatible with the installed numpy
         return rows
     return pandas.DataFrame(rows)
 
 
 def compare_experiments(path, names=None) -> list[dict]:
-    """Compare experiments with their J = 0 baselines over seeds. Return the rows of the report.
+    """Compare experiments with their J = 0 baselines over seeds. Return the report's rows.
 
     By default, compare all experiments in the shared folder `path`.
     """
@@ -538,7 +567,7 @@ def compare_experiments(path, names=None) -> list[dict]:
 
 
 def read_experiments(path, names: list[str]) -> list[Experiment]:
-    """Read these experiments. Return those that have rewards."""
+    """Read these experiments. Leave out experiments without rewards."""
     experiments = [read_experiment(open_experiment(path, name)) for name in names]
     return [exp for exp in experiments if exp.rows]
 
@@ -549,13 +578,14 @@ def read_experiments(path, names: list[str]) -> list[Experiment]:
 def run_reader(config, signals) -> int:
     """Run the monitor or the report. Return the exit code.
 
-    They do not change an experiment and do not load a model.
+    Neither changes an experiment or loads a model.
     """
     path = os.path.abspath(config.GDRIVE_PATH)
     if config.NODE_ROLE == "report":
         return report(path, config.environ.get("EXPERIMENT_NAME", "").strip() or "*")
 
-    # On a terminal or in a notebook, wait for the experiment and redraw the monitor until its end.
+    # On a terminal or in a notebook, wait for the experiment, and redraw the monitor until the
+    # experiment ends.
     name = config.EXPERIMENT_NAME
     is_watched = sys.stdout.isatty() or in_notebook()
     while is_watched and name not in list_experiments(path):
@@ -578,23 +608,23 @@ def run_reader(config, signals) -> int:
             clear_output(wait=True)
         say(screen)
 
-        # In a notebook, the plot is below the text. On a terminal, it is written to a file every
-        # minute, to be viewed in a browser or on Google Drive, and its path is printed once.
+        # In a notebook, the plot is below the text. On a terminal, the plot is written to a file
+        # every minute, for a browser or Google Drive, and the file's path is printed once.
         if in_notebook():
-            draw(picture_of(exp), say)
+            draw(plot_of(exp), say)
         elif is_watched and look % 6 == 0:
             inform = say if look == 0 else lambda text: None
-            save(path, f"monitor_{name}.png", draw(picture_of(exp), inform), inform)
+            save(path, f"monitor_{name}.png", draw(plot_of(exp), inform), inform)
         if exp.is_over or not is_watched:
             return 0
         signals.sleep(10)
 
 
 def format_screen(exp: Experiment, swarm) -> str:
-    """Return the monitor's text, cut to the size of the screen.
+    """Return the monitor's text, cropped to the size of the screen.
 
-    Warnings come first and are never cut off. The state of the run follows, then its nodes, its
-    last rounds, its tasks and a group.
+    Warnings come first, so that they are not cropped. The run's state follows, and then its nodes,
+    last rounds, tasks and a group.
     """
     width, height = shutil.get_terminal_size((80, 24))
     board, current = exp.board, exp.board.open_round
@@ -602,27 +632,26 @@ def format_screen(exp: Experiment, swarm) -> str:
     for warning in find_warnings(exp, swarm):
         lines += textwrap.wrap(f"! {warning}", width, subsequent_indent="  ", max_lines=3)
 
-    # The state of the run.
+    # The run's state.
     stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
     alive = exp.with_status("alive")
-    begun_at = exp.config.get("created_at")
-    begun = age(begun_at) if drive_store.is_finite_number(begun_at) else "?"  # untrusted
-    stands = (
-        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, started {begun} ago, "
-        f"{len(alive)} of {len(board.workers)} workers alive"
+    created_at = exp.config.get("created_at")
+    started = age(created_at) if drive_store.is_finite_number(created_at) else "?"  # untrusted
+    state = (
+        f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, "
+        f"started {started} ago, {len(alive)} of {len(board.workers)} workers alive"
     )
-    lines += textwrap.wrap(stands, width)
+    lines += textwrap.wrap(state, width)
 
-    # The progress in the last three rounds. Nodes publish their rollouts before their rewards.
-    published_at = {n: at for (kind, n), at in board.progress.items() if kind == "rollouts"}
-    counts = []
-    for t in range(max(0, current - 2), current + 1):
-        submitted = {row["node_id"] for row in exp.select(round=t)}
-        published = submitted | {n for n, at in published_at.items() if at.round == t}
-        counts.append(f"{t}: {len(published)}/{len(submitted)}")
-    lines.append(f"nodes with rollouts/rewards of round {', '.join(counts)}")
+    # The progress in the open round. Nodes publish their rollouts before their rewards.
+    submitted = {row["node_id"] for row in exp.select(round=current)}
+    published = submitted.union(board.reached("rollouts", drive_store.At(current)))
+    lines.append(
+        f"round {current}: {len(published)} nodes published rollouts, "
+        f"{len(submitted)} submitted rewards"
+    )
 
-    # Below the nodes come the last rounds, with the remaining time, and the tasks.
+    # The last two rounds, with the remaining time, and the tasks. They come below the nodes.
     ends = column_by("round", exp.last_rounds(11), "timestamp")
     round_ends = [max(ends[t]) for t in sorted(ends)]
     below = [
@@ -632,20 +661,21 @@ def format_screen(exp: Experiment, swarm) -> str:
     tasks = ", ".join(f"{task} {reward:.2f}" for task, reward in rewards)
     below += textwrap.wrap(f"by task: {tasks}", width, subsequent_indent="  ", max_lines=3)
 
-    # One line per node. On a small screen, show failed and dead nodes, the slowest and the newest,
-    # and count the others.
+    # One line per node. On a small screen, show failed and dead nodes, the slowest nodes and the
+    # newest nodes, and count the others.
     room = max(0, height - 4 - len(lines) - len(below))
     slowest = sorted(alive, key=exp.round_of)
     newest = sorted(exp.status, key=board.sessions.get, reverse=True)
-    ranked = dict.fromkeys([*exp.sick[: room // 2], *slowest[: room // 4], *newest])
-    shown = sorted(list(ranked)[:room], key=lambda n: (n not in exp.sick, exp.round_of(n), n))
+    ranked = dict.fromkeys([*exp.unhealthy[: room // 2], *slowest[: room // 4], *newest])
+    shown = sorted(list(ranked)[:room], key=lambda n: (n not in exp.unhealthy, exp.round_of(n), n))
     lines += tabulate(map(exp.summary, shown), "keys", "plain", floatfmt=".2f").splitlines()
-    if others := Counter(exp.status[node_id] for node_id in exp.status.keys() - set(shown)):
+    if others := Counter(map(exp.status.get, exp.status.keys() - set(shown))):
         counts = [f"{count} {status}" for status, count in others.most_common()]
         lines.append(f"and {others.total()} more: {', '.join(counts)}")
     lines += below
 
-    # A group of the newest rollout file.
+    # A group from the newest rollout file.
+    published_at = {n: at for (kind, n), at in board.progress.items() if kind == "rollouts"}
     newest = max(published_at, key=lambda n: (published_at[n], n), default=None)
     with contextlib.suppress(drive_store.InvalidFileError):
         if groups := newest and swarm.store.fetch("rollouts", newest, published_at[newest]):
@@ -654,14 +684,14 @@ def format_screen(exp: Experiment, swarm) -> str:
 
 
 def find_warnings(exp: Experiment, swarm) -> list[str]:
-    """Return what looks wrong, as sentences."""
+    """Return a short warning for each of the experiment's problems."""
     warnings = []
-    if exp.sick:
-        names = join_names([f"{node_id} {exp.status[node_id]}" for node_id in exp.sick], 4)
-        warnings.append(f"{names}: see nodes/{exp.sick[0]}/logs/stdout.log")
+    if exp.unhealthy:
+        names = join_names([f"{node_id} {exp.status[node_id]}" for node_id in exp.unhealthy], 4)
+        warnings.append(f"{names}: see nodes/{exp.unhealthy[0]}/logs/stdout.log")
 
-    # Is there progress? New sessions (which start with their time), rewards and moved markers are
-    # progress. Heartbeats are not.
+    # Is there progress? New sessions (which start with a time), rewards and moved markers count as
+    # progress. Heartbeats do not.
     moves = [int(session[:13]) / 1000 for session in exp.board.sessions.values()]
     moves += [row["timestamp"] for row in exp.last_rounds(1)] + list(swarm.moved_at.values())
     moved_at = max(moves, default=time.time())
@@ -683,7 +713,7 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
 
     before: the same question with earlier completions, which are listed first.
     """
-    # Join the lines of a question, and keep the last three lines of a long question.
+    # Join the question's lines, wrap them, and keep at most the last three lines.
     width = max(20, shutil.get_terminal_size((80, 40)).columns - 30)
     text = " ".join(f"{group['prompt']}  (correct: {group['answer']})".split())
     lines = textwrap.wrap(drive_store.printable(text, 10**6), width, subsequent_indent="  ")[-3:]
@@ -698,7 +728,7 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
 
 # -------- The report ------------------------------------------------------------------------------
 
-# Settings in which the runs of one arm may differ. (Those of ARM are part of an arm's name.)
+# Settings in which an arm's runs may differ. (The settings in ARM are part of the arm's name.)
 MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "TEST_MODE", "created_at", "maker")
 # Student's t for the 95% CI of the mean of 2, 3, … 10 values, and of 11 or more.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -708,40 +738,43 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
     """Compare arms. An arm is a set of runs whose settings and code agree, except for MAY_DIFFER.
 
     Return (rows, notes). There is one row per arm, best first, with its relative gain over the
-    J = 0 baseline. The notes report omitted runs, gaps and other limits of the rows. Only the
-    rounds that all runs have are compared, because otherwise the longest run would have the highest
-    reward.
+    J = 0 baseline. The notes report omitted runs, gaps and other limitations of the rows. Only the
+    rounds that all runs have completed are compared. Otherwise, the longest run would have the
+    highest reward.
     """
     # Leave out test runs and runs that ended early.
     compared, notes = [], []
-    num_rounds = {exp.name: len({row["round"] for row in exp.rows}) for exp in experiments}
+    num_rounds = {exp.name: len(column_by("round", exp.rows)) for exp in experiments}
     for exp in experiments:
         is_short = num_rounds[exp.name] < max(num_rounds.values()) / 2
         if is_short or exp.config.get("TEST_MODE"):
-            reason = "fewer than half of the longest run" if is_short else "TEST_MODE"
+            reason = "fewer than half as many as the longest run" if is_short else "TEST_MODE"
             notes.append(f"{exp.name} is left out: {num_rounds[exp.name]} rounds, {reason}")
         else:
             compared.append(exp)
 
-    # Group the runs into arms, by I/J and by all other settings that differ between runs.
-    common = min((exp.newest_round + 1 for exp in compared), default=0)
+    # Which settings differ between runs, apart from the settings in an arm's name?
     settings = [exp.config | {"nodes": len(exp.totals)} for exp in compared]
-    names = {name for each in settings for name in each} - {*ARM, *MAY_DIFFER}
-    names = [n for n in sorted(names) if len({str(each.get(n)) for each in settings}) > 1]
+    differing = []
+    for name in sorted(set().union(*settings) - {*ARM, *MAY_DIFFER}):
+        values = {str(each.get(name)) for each in settings}  # a missing setting counts as None
+        if len(values) > 1:
+            differing.append(name)
 
-    arms = defaultdict(list)  # (I/J, other settings) -> its runs
+    # Group the runs into arms, by I/J and by these settings.
+    common = min((exp.newest_round + 1 for exp in compared), default=0)
+    arms = defaultdict(list)  # (I/J, other settings) -> runs
     for exp, each in zip(compared, settings, strict=True):
+        others = [f"{name}={drive_store.printable(each.get(name), 999)}" for name in differing]
         rows = [row for row in exp.rows if row["round"] < common]
-        others = " ".join(f"{name}={drive_store.printable(each.get(name), 999)}" for name in names)
-        arms[exp.arm, others].append(replace(exp, rows=rows))
+        arms[exp.arm, " ".join(others)].append(replace(exp, rows=rows))
         present = {(row["node_id"], row["round"]) for row in rows}
         if num_missing := common * len(exp.totals) - len(present):
             notes.append(f"{exp.name} has gaps: {num_missing} rounds of its nodes are missing")
 
-    if differing := drive_store.printable(", ".join(names), 200):
+    if names := drive_store.printable(", ".join(differing), 200):
         notes.append(
-            f"runs that differ in {differing} are not averaged, "
-            "and no gain is computed between them"
+            f"runs that differ in {names} are not averaged, and no gain is computed between them"
         )
     if unknown := join_names([exp.name for exp in compared if not exp.config.get("code")]):
         notes.append(f"code version unknown (a pasted cell, or an earlier version): {unknown}")
@@ -754,11 +787,13 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         baseline = arms.get((alone, others), []) if num_external > 0 else []
         rewards = reward_by_seed(runs, common)
 
-        # The gain per seed that both have. Skip a baseline with almost no reward, because the ratio
-        # would be meaningless.
-        earned = reward_by_seed(baseline, common)
-        seeds = [seed for seed in rewards if earned.get(seed, 0.0) > 0.01 * common]
-        gains = [rewards[seed] / earned[seed] - 1 for seed in seeds]
+        # Compute the relative gain for each seed that both arms have. Skip a baseline with almost
+        # no reward, because the ratio would be meaningless.
+        baseline_rewards = reward_by_seed(baseline, common)
+        gains = []
+        for seed, reward in rewards.items():
+            if baseline_rewards.get(seed, 0.0) > 0.01 * common:
+                gains.append(reward / baseline_rewards[seed] - 1)
 
         row = {
             "I/J": f"{arm} {others}".strip(),
@@ -779,7 +814,7 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         if num_external > 0 and len(gains) < 3:
             notes.append(
                 f"{drive_store.printable(row['I/J'], 60)} has {len(gains)} seed(s) in common with "
-                f"usable runs of its baseline {alone}: a gain needs 2, an interval 3"
+                f"usable runs of its baseline {alone}: a gain needs 2, and a 95% CI needs 3"
             )
     return sorted(rows, key=lambda row: -row["reward per node"]), notes
 
@@ -787,15 +822,14 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
 def reward_by_seed(runs: list[Experiment], num_rounds: int) -> dict[int, float]:
     """Return {seed: cumulative reward per node}, averaged over the runs of a seed.
 
-    It is the paper's metric divided by the number of nodes. A round counts with the mean over the
-    nodes that were present, and a missing round with the mean of the other rounds.
+    It is the paper's metric divided by the number of nodes. A round counts as the mean over the
+    nodes that were present, and a missing round counts as the mean of the other rounds.
     """
-    rows = []
+    rewards = defaultdict(list)  # seed -> the cumulative reward of each run
     for exp in runs:
         num_stages = num_rounds * exp.config.get("MAX_STAGES", 1)
-        reward = num_stages * (mean(exp.curve()) or 0.0)
-        rows.append({"seed": exp.config["SEED"], "reward": reward})
-    return {seed: mean(rewards) for seed, rewards in column_by("seed", rows).items()}
+        rewards[exp.config["SEED"]].append(num_stages * (mean(exp.curve()) or 0.0))
+    return {seed: statistics.fmean(values) for seed, values in rewards.items()}
 
 
 def interval_of(gains: list[float]) -> list[float]:
@@ -807,8 +841,8 @@ def interval_of(gains: list[float]) -> list[float]:
 def report(path: str, pattern: str) -> int:
     """Compare the experiments whose names match the pattern. Return the exit code.
 
-    Print the table and write it to reports/, with its numbers as JSON and a plot. Also write the
-    rows of each experiment as JSON, for notebooks.
+    Print the table and write it to reports/, with its numbers as JSON and a plot. For notebooks,
+    write each experiment's rows as JSON as well.
     """
     experiments = read_experiments(path, fnmatch.filter(list_experiments(path), pattern))
     if not experiments:
@@ -819,15 +853,18 @@ def report(path: str, pattern: str) -> int:
     text = format_report(rows, notes)
     say(text)
 
-    # Plot the curves of the arms in one panel, and their gains in another.
-    curves = [(row["I/J"], row["curves"]) for row in rows]
-    known = [row for row in rows if row["interval"]]
-    arms = [drive_store.printable(row["I/J"], 40) for row in known]
-    gains = [100 * row["gain"] for row in known]
-    margins = [100 * (row["interval"][1] - row["gain"]) for row in known]
+    # Plot the arms' reward curves in one panel and their gains in another.
+    curves, arms, gains, margins = [], [], [], []
+    for row in rows:
+        curves.append((row["I/J"], row["curves"]))
+        if row["interval"]:
+            arms.append(drive_store.printable(row["I/J"], 40))
+            gains.append(100 * row["gain"])
+            margins.append(100 * (row["interval"][1] - row["gain"]))
+
     bars = {"fmt": "o", "color": COLORS[1], "linewidth": 3, "capsize": 6}
     panels = {"reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves)}
-    if known:
+    if gains:
         title = "gain over J = 0 in %, 95% CI"
         panels[title] = lambda axis: axis.errorbar(gains, arms, xerr=margins, **bars)
 
@@ -873,15 +910,15 @@ COLORS = ("black", "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4
 STYLES = ("-", "--", ":")
 
 
-def write_picture(exp: Experiment, root, log) -> None:
+def write_plot(exp: Experiment, root, log) -> None:
     """Write a plot of the experiment to reports/EXPERIMENT.png, if matplotlib is installed."""
-    save(root, f"{exp.name}.png", draw(picture_of(exp), log.info), log.info)
+    save(root, f"{exp.name}.png", draw(plot_of(exp), log.info), log.info)
 
 
 def save(root, name: str, data: bytes | None, inform) -> None:
-    """Write a complete file to reports/ and print its path.
+    """Write a file to reports/ and print its path.
 
-    If the folder is missing or not writable, skip the file, because no process should wait for it.
+    If reports/ is missing or not writable, skip the file, because no process should wait for it.
     """
     store = drive_store.DriveStore(root, "")
     with contextlib.suppress(OSError):
@@ -890,21 +927,23 @@ def save(root, name: str, data: bytes | None, inform) -> None:
             inform(f"written: {store.root.absolute()}/reports/{name}")
 
 
-def picture_of(exp: Experiment) -> dict:
+def plot_of(exp: Experiment) -> dict:
     """Return the panels of an experiment's plot, for `draw`."""
-    # Give each of up to eight nodes a color and a name. If there are more, all are gray.
-    curves = {node_id: [exp.curve(node_id=node_id)] for node_id in sorted(exp.totals)}
-    nodes = [(f"mean ± sd of {len(curves)} nodes", sum(curves.values(), []))]
-    nodes += [(node_id if len(curves) <= 8 else None, curves[node_id]) for node_id in curves]
+    # Draw up to eight nodes with colors and names. With more nodes, draw all of them in gray.
+    curves, nodes = [], []
+    for node_id in sorted(exp.totals):
+        curves.append(exp.curve(node_id=node_id))
+        nodes.append((node_id if len(exp.totals) <= 8 else None, [curves[-1]]))
+    nodes.insert(0, (f"mean ± sd of {len(curves)} nodes", curves))
 
     # The reward of each task, best first, and the metrics that explain the reward.
     tasks = [(task, [exp.curve(f"reward_{task}")]) for task in reward_per_task(exp.rows)]
     counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
+    informative_shares = []
+    for num_informative, num_groups in counts:
+        informative_shares.append(num_informative / num_groups if num_groups else None)
     shares = [
-        (
-            "own groups that are informative",
-            [[some / all_ if all_ else None for some, all_ in counts]],
-        ),
+        ("own groups that are informative", [informative_shares]),
         ("answers in <answer> tags", [exp.curve("answer_tag_rate")]),
         ("truncated answers", [exp.curve("truncated_rate")]),
     ]
@@ -930,18 +969,19 @@ def picture_of(exp: Experiment) -> dict:
 
 
 def draw(panels: dict, inform) -> bytes | None:
-    """Return the PNG of `plot`, and show it in a notebook. If `plot` fails, return None."""
+    """Return the plot as a PNG, and display it in a notebook. If `plot` fails, return None."""
     try:
-        picture = plot(panels)
+        image = plot(panels)
     except Exception as error:  # the package may be missing, or broken in any way
-        inform(f"no plot ({type(error).__name__}: {error}): pip install matplotlib")
+        advice = ": pip install matplotlib" if isinstance(error, ImportError) else ""
+        inform(f"no plot ({type(error).__name__}: {error}){advice}")
         return None
 
     if in_notebook():
         from IPython.display import Image, display
 
-        display(Image(picture))
-    return picture
+        display(Image(image))
+    return image
 
 
 def plot(panels: dict) -> bytes:
@@ -998,7 +1038,7 @@ def draw_curves(axis, lines: list[tuple]) -> None:
         axis.legend(fontsize=7)
 
 
-# -------- Words and numbers, which sapo.py uses as well -------------------------------------------
+# -------- Text and numbers, which sapo.py uses as well --------------------------------------------
 
 
 def say(text: str) -> None:
@@ -1013,48 +1053,55 @@ def say(text: str) -> None:
 
 
 def in_notebook() -> bool:
-    """Return whether this runs in a Jupyter kernel, not only with its packages imported."""
+    """Return whether this runs in a Jupyter kernel. Its packages may also be imported elsewhere."""
     if not {"ipykernel", "IPython"} <= sys.modules.keys():
         return False
     return sys.modules["IPython"].get_ipython() is not None
 
 
 def mean(values) -> float | None:
-    """Return the mean of the values that are not None, or None without any. [1, None, 2] -> 1.5."""
+    """Return the mean of the values that are not None, or None if all are. [1, None, 2] -> 1.5."""
     numbers = [value for value in values if value is not None]
     return statistics.fmean(numbers) if numbers else None
 
 
 def mean_of(metric: str, rows: list[dict]) -> float | None:
-    """Return the mean of a metric over the rows that have it, or None without any."""
+    """Return the mean of a metric over the rows that contain it, or None if no row does."""
     return mean(row.get(metric) for row in rows)
 
 
 def reward_per_task(rows: list[dict]) -> dict[str, float]:
-    """Return {task: mean reward} of up to 20 tasks, best first."""
-    names = sorted({name for row in rows for name in row if name.startswith("reward_")})[:20]
-    means = {name.removeprefix("reward_"): mean_of(name, rows) for name in names}
+    """Return {task: mean reward} for up to 20 tasks, best first."""
+    means = {}
+    for column in sorted(set().union(*rows)):
+        if column.startswith("reward_") and len(means) < 20:
+            means[column.removeprefix("reward_")] = mean_of(column, rows)
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
 def moving_average(values: list) -> list:
-    """Return the running mean over a tenth of the values, but at most 100. None stays None."""
+    """Return the running mean over a tenth of the values (at most 100). None stays None."""
     window = max(1, min(100, len(values) // 10))
-    smooth = [mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
-    return [None if value is None else near for value, near in zip(values, smooth, strict=True)]
+    smooth = []
+    for i, value in enumerate(values):
+        recent = values[max(0, i + 1 - window) : i + 1]
+        smooth.append(None if value is None else mean(recent))
+    return smooth
 
 
 def sparkline(values: list, width: int = 24) -> str:
     """Draw values from 0 to 1 with at most `width` characters. [0, 0.5, None, 1] -> "▁▅ █"."""
     columns = min(width, len(values)) or 1
-    ends = [i * len(values) // columns for i in range(columns + 1)]
-    heights = [mean(values[a:b]) for a, b in itertools.pairwise(ends)]
-    levels = [None if height is None else min(7, int(8 * height)) for height in heights]
-    return "".join(" " if level is None else "▁▂▃▄▅▆▇█"[level] for level in levels)
+    line = ""
+    for i in range(columns):
+        first, end = i * len(values) // columns, (i + 1) * len(values) // columns
+        height = mean(values[first:end])
+        line += " " if height is None else "▁▂▃▄▅▆▇█"[min(7, int(8 * height))]
+    return line
 
 
 def join_names(names: list[str], limit: int = 20) -> str:
-    """Join the first names for a sentence. (["a", "b", "c"], 2) -> "a, b and 1 more"."""
+    """Join the first `limit` names. (["a", "b", "c"], 2) -> "a, b and 1 more"."""
     text = ", ".join(names[:limit])
     return text if len(names) <= limit else f"{text} and {len(names) - limit} more"
 

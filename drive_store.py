@@ -1,37 +1,38 @@
 """The shared folder is the swarm's only means of communication. There is no server and no lock.
 
-A node is a worker, which trains, or the coordinator. A process runs one or more nodes. They keep to
-these rules:
+A node is a worker, which trains, or the coordinator. A process runs one or more nodes. All nodes
+follow these rules:
 
-1. Each file of a node has one writer, the newest process of this node.
+1. Each of a node's files has one writer, the node's newest process.
 2. Files, except logs, are written under a temporary name and then renamed. Renaming is atomic, so
    a reader sees no file, the older file or the complete new file, even if the writer is killed.
-3. A *marker* is an empty file in board/ whose name says how far a node has got. The node renames it
-   to advance, so one listing of board/ shows the state of the swarm.
-4. A node writes a file before it moves the marker, so a reader that sees the marker finds the file.
+3. A *marker* is an empty file in board/ whose name records how far a node has progressed. The node
+   renames it to advance, so one listing of board/ shows the state of the swarm.
+4. A node writes a file before it moves the marker. On a local disk, a reader that sees the marker
+   therefore finds the file.
 
-On a mounted drive, changes may reach other machines late, in part or in any order. A reader
-therefore checks both marker and file, and reads a missing or damaged file again later. A file that
-is rewritten often may never arrive, so rollouts and rewards never change.
+On a mounted drive, changes may reach other machines late, incompletely or out of order. A reader
+therefore tries a missing or damaged file again later. A file that is rewritten often may never
+arrive, so a valid rollout or reward file is never rewritten.
 
 experiments/NAME/    (next to experiments/: warmstart/, reports/, archives/)
     config.json      the settings at creation
     board/           the state of the swarm, encoded in file names
-        session.anna.1795300037123-ab12cd34      a process of anna; the highest name is the newest
+        session.anna.1795300037123-ab12cd34      a process of anna; the highest number is the newest
         open.anna.000012.0                       anna has entered round 12
         open.coordinator.000012.0                … and so has the coordinator
         rollouts.anna.000012.0                   anna has published up to round 12, stage 0
-        rewards.anna.000012.0                    … and has submitted its reward
-        checkpoint.anna.000009.0                 … and has written a checkpoint after round 9
-    nodes/anna/      all other files of anna: rollouts/round_000012.stage_0.json and so on,
-                     rewards/ with the same names, heartbeat.json, checkpoints/, logs/, model/
+        rewards.anna.000012.0                    … has submitted rewards up to the same stage
+        checkpoint.anna.000009.0                 … and has saved a checkpoint after round 9
+    nodes/anna/      anna's other files: rollouts/round_000012.stage_0.json …, rewards/ with the
+                     same file names, heartbeat.json, checkpoints/, logs/, model/
 
 The first node to enter a round opens it. The *open round* is the newest round that any node has
 entered.
 
-A node has *exited* if the last heartbeat of its newest process has the state "done", "stopped" or
-"failed". Otherwise, it is *alive* if the start of this process, the node's last heartbeat or the
-last visible move of its markers is within STALE_AFTER_SECONDS (300) of now. If not, it is *dead*.
+A node has *exited* if the last heartbeat of its newest process contains the state "done", "stopped"
+or "failed". Otherwise, it is *alive* if that process registered, the last heartbeat was written or
+one of its markers was last seen to move within STALE_AFTER_SECONDS (300) of now, and *dead* if not.
 """
 
 import contextlib
@@ -53,7 +54,7 @@ class At(NamedTuple):
     """A stage of a round, the unit of progress. At(12, 1) < At(13, 0)."""
 
     round: int
-    stage: int = 0  # a round has MAX_STAGES (1) stages
+    stage: int = 0  # a round has MAX_STAGES stages, by default one
 
 
 @dataclass
@@ -65,26 +66,25 @@ class Board:
 
     open_round: int = -1
     sessions: dict = field(default_factory=dict)  # node_id -> "1795300037123-ab12cd34", the newest
-    progress: dict = field(default_factory=dict)  # (kind, node_id) -> At, how far the node has got
+    progress: dict = field(default_factory=dict)  # (kind, node_id) -> At of this marker
 
     @property
     def workers(self) -> list[str]:
-        """All nodes that ever joined, except the coordinator, sorted."""
+        """All workers that ever joined, sorted."""
         return sorted(self.sessions.keys() - {COORDINATOR_ID})
 
     def reached(self, kind: str, at: At) -> list[str]:
         """Return the nodes whose marker of this kind is at this stage or later, sorted."""
-        nodes = [n for (k, n), last in self.progress.items() if k == kind and last >= at]
-        return sorted(nodes)
+        return sorted(n for (k, n), last in self.progress.items() if k == kind and last >= at)
 
     def in_step(self, kind: str, t: int, num_stages: int) -> set[str]:
-        """Return the workers that are in step with round t. Others wait for them while they live.
+        """Return the workers that are in step with round t. In round 0, all workers are.
 
-        A worker is in step if it has reached the end of round t - 1 or has entered round t. If it
-        dies, it does not finish round t, so it is not in step with round t + 1 and delays one round
-        only. In round 0, all workers are in step.
+        A worker that neither finished round t - 1 nor entered round t is out of step, and nodes
+        need not wait for it. A worker that dies thus usually delays only one round.
 
-        kind: "rollouts" for a node that waits, or "rewards" for the coordinator
+        kind: the marker that counts as finishing a round, which is "rollouts" for a worker that
+        waits for peers and "rewards" for the coordinator.
         """
         if t == 0:
             return set(self.workers)
@@ -95,20 +95,20 @@ class Board:
 
 
 class Folder:
-    """The folder of one experiment, and the rules above in code.
+    """The folder of one experiment, with the rules above as code.
 
     A path is relative to this folder or, if it starts with "/", to the shared folder. During an
-    outage, methods raise OSError. The subclass `DriveStore`, below, waits instead. It also has the
-    methods `read`, `list_names` and `post` (put a file on the board), which are used here.
+    outage, methods raise OSError. The subclass `DriveStore`, below, waits instead. It also provides
+    `read`, `list_names` and `post` (put a file on the board), which are called here.
     """
 
     def __init__(self, root, experiment: str, node_ids=()):
         self.root = Path(root)
         self.dir = self.root / "experiments" / experiment
-        self.node_ids = list(node_ids)  # the nodes of this process; empty for readers
-        self.markers = {}  # (kind, node_id) -> name; `Swarm.join` adds markers of earlier processes
+        self.node_ids = list(node_ids)  # this process's nodes; empty for readers
+        self.markers = {}  # (kind, node_id) -> name; `Swarm.join` adds earlier processes' markers
 
-        # The name of a file while it is being written, which readers skip.
+        # A file has this name while it is being written. Readers skip it.
         owner = self.node_ids[0] if self.node_ids else "prepare"
         self.temporary_name = f".new-{owner}-{secrets.token_hex(8)}"
 
@@ -116,7 +116,7 @@ class Folder:
         return parse_board(self.list_names("board"))
 
     def move_marker(self, kind: str, node_id: str, at: At) -> None:
-        """Rename a node's marker to record how far it has got, or post its first marker."""
+        """Rename a node's marker to record its progress, or post the marker if it is missing."""
         name = marker_name(kind, node_id, at)
         before = self.markers.get((kind, node_id))
         if before is None or not self.rename(f"board/{before}", f"board/{name}"):
@@ -124,10 +124,10 @@ class Folder:
         self.markers[kind, node_id] = name
 
     def publish(self, kind: str, node_id: str, at: At, data: dict):
-        """Write a node's rollouts or rewards of a stage, and then move its marker (rule 4).
+        """Write a node's rollout or reward file for a stage, and then move its marker (rule 4).
 
         If the node repeats the stage after a crash, keep a valid older file, because peers may have
-        read it. Return `data`, or the older file's content as returned by `fetch`.
+        read it. Return its contents (as `fetch` does), or None if `data` was written.
         """
         path = stage_file(kind, node_id, at)
         content = dump_json(header(kind, node_id, at) | data)
@@ -140,38 +140,39 @@ class Folder:
                 self.write(path, content)
 
         self.move_marker(kind, node_id, at)
-        return data if older is None else older
+        return older
 
     def fetch(self, kind: str, node_id: str, at: At):
-        """Return a node's groups of a stage, as dicts ("rollouts"), or its metrics ("rewards").
+        """Return a node's groups as dicts (kind "rollouts") or its metrics ("rewards") for a stage.
 
-        Return None if the file does not exist. Raise InvalidFileError if it is damaged, too large
-        or a link. A peer then counts it as rejected, and reads it again in a later round.
+        Return None if the file does not exist. Raise InvalidFileError if it is unreadable, damaged,
+        too large or a link.
         """
         data = self.read(stage_file(kind, node_id, at), MAX_JSON_BYTES)
         parse = parse_rollouts if kind == "rollouts" else parse_reward
         return None if data is None else parse(parse_json(data), node_id, at)
 
     def write(self, path: str, data: bytes, replaces: bool = True) -> bool:
-        """Write a file, or keep an older file if replaces=False. Return whether it wrote `data`."""
+        """Write a file. With replaces=False, keep an older file. Return whether it wrote `data`."""
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)  # in the same folder, so the rename is atomic
         with open(temp, "wb", opener=open_no_link) as file:
             file.write(data)
 
         if not replaces:
-            # Without an older file, lstat raises FileNotFoundError. This is not an outage, because
-            # `temp` was just written. Rule 1 excludes a race.
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 os.lstat(target)
+            except FileNotFoundError:
+                pass  # there is no older file (and no outage, because `temp` was just written)
+            else:
                 os.unlink(temp)
                 return False
 
-        os.replace(temp, target)
+        os.replace(temp, target)  # rule 1 excludes a race with another writer
         return True
 
     def rename(self, path: str, new_path: str) -> bool:
-        """Rename a file. Return False if it is missing, maybe because an earlier try renamed it."""
+        """Rename a file. Return False if it is missing (perhaps an earlier attempt renamed it)."""
         try:
             os.replace(self.resolve(path), self.resolve(new_path))
             return True
@@ -189,25 +190,31 @@ LAYOUT = 5  # version of the tree above, stored in config.json
 ANOTHER_NAME = "use another EXPERIMENT_NAME"
 COORDINATOR_ID = "coordinator"
 NODE_DIRS = ("rollouts", "rewards", "checkpoints", "logs")
-EXITED_STATES = ("done", "stopped", "failed")  # in the last heartbeat of a process
+EXITED_STATES = ("done", "stopped", "failed")  # in a process's last heartbeat
 BEGIN_TIMEOUT_SECONDS = 30.0  # longest wait for config.json once the experiment's folder exists
-MAX_JSON_BYTES = 8 << 20  # a rollout file of 64 x 64 completions of 256 tokens has about 4 MiB
+MAX_JSON_BYTES = 8 << 20  # a rollout file with 64 x 64 completions of 256 tokens is about 4 MiB
 MAX_METADATA_BYTES = 64 << 10
-# Errors of a path that is not a readable regular file. Waiting will not help.
+# Errors for a path that is not a readable regular file. Waiting does not help.
 NO_FILE = (errno.ENOENT, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.EACCES)
-# Errors of an impossible move, such as to another disk. Waiting will not help.
+# Errors for an impossible move, such as to a different disk. Waiting does not help.
 NO_MOVE = (errno.EXDEV, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM)
-# Errors that are final while a process starts: no permission, read-only, another file system.
+# Errors that are final at startup: no permission, a read-only or a different file system.
 HOPELESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EXDEV)
-# Errors of a storage backend without hard links or without fsync.
-NOT_SUPPORTED = (errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-NOT_SUPPORTED += (errno.EOPNOTSUPP,)  # the same number on Linux
+# Errors of a storage backend that lacks hard links or fsync.
+NOT_SUPPORTED = (
+    errno.EPERM,
+    errno.EACCES,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,  # equals ENOTSUP on Linux
+)
 COLAB_DRIVES = ("/content/drive/MyDrive", "/content/gdrive/MyDrive")
 
 # -------- Names on the board ----------------------------------------------------------------------
 # Examples are the node "anna", the marker "rollouts.anna.000012.0" and the session file
-# "session.anna.1795300037123-ab12cd34". A session starts with its time in milliseconds, so the
-# highest session of a node is the newest.
+# "session.anna.1795300037123-ab12cd34". A session starts with a time in milliseconds, so a node's
+# highest session is its newest.
 
 NODE = r"[A-Za-z0-9_-](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9_-])?"
 MARKER = rf"(open|rollouts|rewards|checkpoint)\.({NODE})\.(\d{{6}})\.(0|[1-9]\d?)"
@@ -220,7 +227,7 @@ def marker_name(kind: str, node_id: str, at: At) -> str:
 
 
 def stage_file(kind: str, node_id: str, at: At) -> str:
-    """Return the path of a node's file of a stage.
+    """Return the path of a node's rollout or reward file for a stage.
 
     ("rewards", "anna", At(12, 0)) -> "nodes/anna/rewards/round_000012.stage_0.json".
     """
@@ -228,7 +235,7 @@ def stage_file(kind: str, node_id: str, at: At) -> str:
 
 
 def parse_board(names: list[str]) -> Board:
-    """Parse a listing of board/. Ignore all other names, such as a sync client's "… (1)" copies.
+    """Parse a listing of board/. Ignore unknown names, such as a sync client's "… (1)" copies.
 
     If a node has several markers of a kind, the most advanced marker counts.
     """
@@ -246,12 +253,12 @@ def parse_board(names: list[str]) -> Board:
 
 
 # -------- A bad file or an outage? ----------------------------------------------------------------
-# A missing file is a valid result, but only while the experiment's folder can be listed. Otherwise
-# this is an outage.
+# A missing file is a valid result while the experiment's folder can be listed. Otherwise, this is
+# an outage.
 
 
 class StoreError(Exception):
-    """The state of this node or experiment is unusable. The program logs the text and exits."""
+    """This folder, experiment or node cannot be used. The program logs the text and exits."""
 
 
 class InvalidFileError(ValueError):
@@ -259,15 +266,15 @@ class InvalidFileError(ValueError):
 
 
 def check_mounted(folder: Folder, path: str) -> None:
-    """Raise OSError if the experiment's folder (or, for "/…", the shared folder) is unavailable."""
+    """Raise OSError if the folder that this path is relative to (see `Folder`) is unavailable."""
     os.listdir(folder.root if path.startswith("/") else folder.dir)
 
 
 def check_read_error(folder: Folder, path: str, error: OSError) -> None:
-    """Return if the file is missing. Otherwise raise OSError (an outage) or InvalidFileError.
+    """Raise OSError in an outage, or InvalidFileError unless the file is just missing.
 
-    A passing error on a file that must not be lost (a file of this process or a warm start) counts
-    as an outage, so that the process waits. Any other file is then invalid.
+    A temporary error on one of this process's own files or on a warm start counts as an outage,
+    because the process must not continue without the file.
     """
     check_mounted(folder, path)
     if isinstance(error, FileNotFoundError):
@@ -288,13 +295,13 @@ def open_no_link(path, flags: int) -> int:
 
 
 def waits(operation):
-    """Decorate an operation of a DriveStore, so that it is repeated until the folder is available.
+    """Decorate a DriveStore operation so that it is repeated until the folder is available.
 
     Log a line when an outage starts and when it ends. The operation must be safe to repeat, because
     an error may be raised after the work was done. One thread calls all operations in order, so the
-    folder always holds a prefix of the process's writes.
+    folder always contains a prefix of the process's writes.
 
-    Before the process has joined the swarm, raise StoreError for an error that will not pass.
+    Before the process has joined the swarm, raise StoreError for the errors in HOPELESS.
     """
 
     @functools.wraps(operation)
@@ -309,8 +316,10 @@ def waits(operation):
                 if store.on_event is None:  # readers do not wait
                     raise
                 if error.errno in HOPELESS and not store.has_joined:
-                    text = f"cannot use GDRIVE_PATH={store.root} ({error})"
-                    raise StoreError(f"{text}: fix that, or use another folder") from error
+                    raise StoreError(
+                        f"cannot use GDRIVE_PATH={store.root} ({error}): "
+                        "fix the cause, or use another folder"
+                    ) from error
 
                 if pause == 0:
                     store.on_event("outage", f"waiting for the shared folder ({error})")
@@ -328,7 +337,7 @@ def waits(operation):
 class DriveStore(Folder):
     """A `Folder` that waits during an outage, with all other operations on the shared folder.
 
-    on_event(kind, text) logs an outage. Without it, as in the report, OSError is raised at once.
+    on_event(kind, text) logs an outage. Without it, as in the report, an outage raises OSError.
     sleep(seconds) may raise KeyboardInterrupt.
     """
 
@@ -337,7 +346,7 @@ class DriveStore(Folder):
         self.on_event = on_event
         self.sleep = sleep
         self.invalid_files = Counter()  # reason -> number of failed reads
-        self.was_there = os.path.isdir(self.root)  # if so, it must not be created in an outage
+        self.was_there = os.path.isdir(self.root)  # if so, its absence later means an outage
         self.has_joined = False  # from then on, every OSError is an outage
 
     write = waits(Folder.write)
@@ -379,15 +388,15 @@ class DriveStore(Folder):
     def post(self, node_id: str, name: str, data: bytes = b"") -> None:
         """Put a file on the board.
 
-        It is first written in the node's own folder, where the node's next process would delete it
-        if this process is killed before the rename.
+        The file is first written to the node's own folder. If this process is killed before the
+        rename, the node's next process deletes it there.
         """
         path = f"nodes/{node_id}/{self.temporary_name}.post"
         self.write(path, data)
         self.rename(path, f"board/{name}")
 
     def read_valid(self, path: str, parse=lambda data: data) -> dict | None:
-        """Return parse(the JSON object in a file), or None if the file is missing or unusable.
+        """Return a file's JSON object after `parse`, or None if the file is missing or unusable.
 
         Unusable files are counted by reason in `invalid_files`.
         """
@@ -399,14 +408,19 @@ class DriveStore(Folder):
             return None
 
     def read_reward(self, node_id: str, at: At) -> dict | None:
-        """Return a node's reward and metrics of a stage, or None without a valid file."""
+        """Return a node's reward and metrics for a stage, or None without a valid file."""
         path = stage_file("rewards", node_id, at)
         return self.read_valid(path, lambda data: parse_reward(data, node_id, at))
 
-    def list_stages(self, kind: str, node_id: str, lenient: bool = False) -> list[At]:
-        """Return the stages of a node's files of this kind, ascending.
+    def read_rewards(self, node_id: str, stages: list[At]) -> list[dict]:
+        """Return a node's rewards and metrics for these stages. Skip missing and invalid files."""
+        rows = [self.read_reward(node_id, at) for at in stages]
+        return [row for row in rows if row is not None]
 
-        File names that this program does not create are ignored. For `lenient`, see `list_names`.
+    def list_stages(self, kind: str, node_id: str, lenient: bool = False) -> list[At]:
+        """Return the stages for which a node has a file of this kind, ascending.
+
+        Ignore file names that this program does not create. For `lenient`, see `list_names`.
         """
         stages = []
         end = "()safetensors" if kind == "checkpoints" else r"stage_(0|[1-9]\d?)\.json"
@@ -417,9 +431,9 @@ class DriveStore(Folder):
 
     @waits
     def append(self, path: str, text: str) -> None:
-        """Append whole lines to a log. After an outage, a line may be in it twice."""
+        """Append whole lines to a log. After an outage, a line may appear twice."""
         with open(self.resolve(path), "a+b", opener=open_no_link) as file:
-            # End a line that a crash cut off.
+            # Terminate a line that a crash cut off.
             if file.tell() > 0:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
@@ -431,9 +445,9 @@ class DriveStore(Folder):
     def upload(self, local: Path, path: str, replaces: bool = True) -> None:
         """Copy a local file to the shared folder. With replaces=False, keep an existing file.
 
-        Libraries write to a local file first, because on a mounted drive they may fail in any way.
-        The copy is synced to disk before this returns, because a new checkpoint must exist before
-        an older checkpoint is deleted.
+        Libraries write a local file first, because on a mounted drive, they may fail in ways that
+        the program cannot handle. The copy is synced to disk before this returns, because a new
+        checkpoint must exist before an older checkpoint is deleted.
         """
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)
@@ -453,8 +467,8 @@ class DriveStore(Folder):
 
         # Several processes may upload this file at once, and all should then load the same copy. A
         # hard link never replaces a file, so the first copy wins. On a storage backend without hard
-        # links, the last copy wins, and the pause lets all concurrent copies arrive. (A process
-        # that starts to read during the pause may still get another copy.)
+        # links, the last copy wins, and the pause gives all concurrent copies time to arrive. (A
+        # process that starts to read during the pause may still get a different copy.)
         try:
             os.link(temp, target)
         except FileExistsError:
@@ -483,8 +497,9 @@ class DriveStore(Folder):
                     shutil.copyfileobj(source, copy, 2**20)
         except OSError as error:
             if error.errno == errno.ENOSPC:  # reading needs no space, so the local disk is full
-                text = f"cannot use TMPDIR (no space left for {local})"
-                raise StoreError(f"{text}: set it to another local folder") from error
+                raise StoreError(
+                    f"cannot use TMPDIR (no space left for {local}): set it to another local folder"
+                ) from error
             check_read_error(self, path, error)
             raise InvalidFileError("the file is missing") from error
 
@@ -492,8 +507,9 @@ class DriveStore(Folder):
     def delete(self, path: str, frees_space: bool = False) -> None:
         """Delete a file, if possible.
 
-        With `frees_space`, empty it first, because Google Drive moves it to the trash, where it
-        still counts. A file with another hard link, such as a backup, is not emptied.
+        With `frees_space`, empty the file first, because Google Drive moves deleted files to the
+        trash, where they still use space. A file with another hard link, such as a backup, is not
+        emptied.
         """
         if frees_space:
             with contextlib.suppress(OSError):
@@ -507,7 +523,7 @@ class DriveStore(Folder):
 
     @waits
     def make_dir(self, path: str) -> bool:
-        """Create a folder in an existing folder. Return False if it already exists."""
+        """Create a folder, whose parent must exist. Return False if the folder already exists."""
         try:
             os.mkdir(self.resolve(path))
         except FileExistsError:
@@ -521,20 +537,20 @@ class DriveStore(Folder):
 
     @waits
     def has_dir(self, path: str) -> bool:
-        """Return whether there is such a folder."""
+        """Return whether this folder exists."""
         check_mounted(self, path)
         return self.resolve(path).is_dir()
 
     # -- housekeeping
 
     def begin(self, settings: dict) -> dict:
-        """Create the experiment, or wait until another process has. Return its settings.
+        """Create the experiment, or wait until another process has created it. Return its settings.
 
         Raise StoreError if the other process does not write config.json in time.
         """
-        # mkdir succeeds in one process only, which thereby creates the experiment. It also creates
-        # all folders with several writers, because on Google Drive a folder that two processes
-        # create at once exists twice. It writes config.json last, when all folders exist.
+        # The process whose mkdir succeeds creates the experiment. It also creates every folder that
+        # has several writers, because on Google Drive, a folder that two processes create at once
+        # ends up existing twice. It writes config.json last, when all folders exist.
         self.make_root()
         self.make_dir("/experiments")
         if self.make_dir(f"/experiments/{self.dir.name}"):
@@ -548,17 +564,16 @@ class DriveStore(Folder):
         deadline = time.monotonic() + BEGIN_TIMEOUT_SECONDS
         while (saved := self.load_config()) is None:
             if time.monotonic() > deadline:
-                text = (
-                    f"{self.dir} has no valid config.json "
-                    "(interrupted while being created, or not created by this program)"
+                raise StoreError(
+                    f"{self.dir} has no valid config.json (its creation was interrupted, or a "
+                    f"different program created it): delete this folder, or {ANOTHER_NAME}"
                 )
-                raise StoreError(f"{text}: delete this folder, or {ANOTHER_NAME}")
             self.sleep(0.5)
         return saved
 
     @waits
     def load_config(self) -> dict | None:
-        """Return the experiment's settings, or None without a complete config.json.
+        """Return the experiment's settings, or None if config.json is missing or invalid.
 
         Raise StoreError if another program or version created the experiment.
         """
@@ -584,14 +599,14 @@ class DriveStore(Folder):
     def check_own_dirs(self) -> None:
         """Raise StoreError if one of `own_dirs` is a link.
 
-        This program would otherwise write and delete files where the link leads.
+        Otherwise, this program would write and delete files where the link leads.
         """
         for folder in map(self.resolve, self.own_dirs()):
             if folder.is_symlink():
                 raise StoreError(f"cannot use {folder} (it is a link): replace it with a folder")
 
     def remove_leftovers(self) -> None:
-        """Delete the temporary files that earlier processes of this node left behind."""
+        """Delete temporary files of earlier processes with the same first node (or `prepare`)."""
         pattern = re.escape(self.temporary_name[:-16]) + r"[0-9a-f]{16}(\.post)?"
         for folder in ("/warmstart", *self.own_dirs()):
             for name in self.list_names(folder):
@@ -600,7 +615,7 @@ class DriveStore(Folder):
 
     @waits
     def prune_rollouts(self, node_id: str, before_round: int, archive: bool) -> str:
-        """Delete a node's rollouts of older rounds, or move them to archives/EXPERIMENT/NODE/.
+        """Delete a node's rollouts from rounds before `before_round`, or move them to archives/.
 
         Return the reason if a file could not be moved, otherwise "".
         """
@@ -614,7 +629,8 @@ class DriveStore(Folder):
         for at in self.list_stages("rollouts", node_id):
             path = stage_file("rollouts", node_id, at)
             if at.round < before_round and archive:
-                # Use `Folder.rename`: if archives/ is on another disk, waiting does not help.
+                # Use `Folder.rename`, because waiting does not help if archives/ is on a different
+                # disk.
                 try:
                     super().rename(path, f"{archives}/{node_id}/{os.path.basename(path)}")
                 except OSError as error:
@@ -635,18 +651,18 @@ def default_root() -> str:
 def is_safe_name(name: str) -> bool:
     """Return whether `name` may become part of a path.
 
-    It must have 1 to 64 letters, digits, ".", "_" or "-", and no "." at its start or end.
+    It must consist of 1 to 64 letters, digits, ".", "_" or "-", without "." at its start or end.
     """
     return re.fullmatch(NODE, name) is not None
 
 
 # -------- The contents of files -------------------------------------------------------------------
-# Peers are untrusted. The functions below check the size and the structure of their files, and the
-# types of all values in use. They raise InvalidFileError for a file that fails.
+# Peers are untrusted. The functions below check the size and structure of their files and the types
+# of all values that are used. They raise InvalidFileError if a check fails.
 
 
 def header(kind: str, node_id: str, at: At) -> dict:
-    """Return the fields that identify a rollout or reward file. They must match its path."""
+    """Return the first fields of a rollout or reward file. All but the time must match its path."""
     name = "peer_id" if kind == "rollouts" else "node_id"
     return {name: node_id, "round": at.round, "stage": at.stage, "timestamp": time.time()}
 
@@ -669,16 +685,16 @@ def parse_rollouts(data: dict, node_id: str, at: At) -> list[dict]:
     groups = []
     for index, group in data["rollouts"].items():
         if not re.fullmatch(r"0|[1-9]\d{0,5}", index, re.ASCII):  # "01" would repeat group 1
-            raise InvalidFileError("the index of a group is not a number below a million")
+            raise InvalidFileError("a group's index is not a number below a million")
         groups.append(group_from_json(group, (*at, node_id, int(index))))
     return groups
 
 
 def group_to_json(group) -> dict:
-    """Return a grpo.Group as it is written to a rollout file.
+    """Return a `grpo.Group` as a dict for a rollout file.
 
-    A peer uses task, seed, response and finished, and compares the prompt with the question that it
-    regenerates. answer and reward are informational.
+    A peer uses `task`, `seed`, `response` and `finished`, and compares `prompt` with the question
+    that it regenerates. `answer` and `reward` are informational.
     """
     completions = []
     for text, reward, finished in zip(group.texts, group.rewards, group.finished, strict=True):
@@ -690,12 +706,13 @@ def group_to_json(group) -> dict:
 
 
 def group_from_json(data, key: tuple) -> dict:
-    """Check a peer's group and return it with "key": (round, stage, node, index).
+    """Check a peer's group, and return it with its key, (round, stage, node, index).
 
-    Any program may have written it. Its answer and rewards are claims, never used in training.
+    Any program may have written the group. Its answer and rewards are claims that are never used in
+    training.
     """
     require(data, {"task": str, "seed": int, "prompt": str, "completions": list})
-    # JSON parsers of other languages round integers from 2**53 on.
+    # Other languages' JSON parsers round integers above 2**53.
     if not 0 <= data["seed"] < 2**53 or not 2 <= len(data["completions"]) <= 64:
         raise InvalidFileError("seed or number of completions out of range")
 
@@ -723,8 +740,8 @@ def require(data, types: dict) -> None:
 def parse_reward(data: dict, node_id: str, at: At) -> dict:
     """Return the reward and the metrics of a reward file.
 
-    Metrics become columns and curves, so only finite numbers with plain names are kept, from the
-    first 128 entries. The reward is None for a node with I = 0, which generates no answers.
+    Metrics become columns and curves, so only finite numbers with plain names are kept (from the
+    first 128 entries). The reward is None for a node with I = 0, which generates no answers.
     """
     row = {"reward": None}
     for name, value in list(data.items())[:128]:
@@ -746,7 +763,7 @@ def parse_json(data: bytes) -> dict:
 
     try:
         parsed = json.loads(data)
-        # NaN, 1e999 and "\ud800" can be parsed, but not written to a JSON file again.
+        # NaN, 1e999 and "\ud800" can be parsed, but not written back as JSON.
         json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidFileError("not valid JSON" if data else "empty file") from error
@@ -791,24 +808,23 @@ class Swarm:
         self.store = store
         self.node_ids = store.node_ids
         self.stale_after = stale_after
-        self.board = Board()  # as of the last look
-        self.statuses = {}  # node -> status, cached until the next look, because it reads a file
+        self.board = Board()  # as of the last poll
+        self.statuses = {}  # node -> status, cached until the next poll, because it reads a file
         self.moved_at = {}  # node -> when one of its markers was last seen to move
-        self.beats = {}  # node -> the time in its last heartbeat that was read
-        self.has_other_clock = set()  # nodes whose wrong clock was already logged
+        self.beats = {}  # node -> the time in the last heartbeat that was read
+        self.has_other_clock = set()  # nodes whose clock difference was already logged
         self.session = ""  # of this process, once it has joined
 
-        # Times of time.monotonic().
+        # Times by time.monotonic().
         self.next_heartbeat = 0.0
-        self.looked_at = self.changed_at = 0.0  # start of the last look, and of the last change
+        self.looked_at = self.changed_at = 0.0  # start of the last poll; last change of the board
         self.posted_at = 0.0  # when the markers were last posted again
         self.coordinator_seen_at = 0.0  # when it was last seen alive, or when this process joined
 
     def join(self, about: dict, folders=NODE_DIRS) -> None:
         """Register the nodes of this process, and create their folders.
 
-        The session starts with the time in milliseconds. It sorts after all earlier sessions of
-        these nodes, even if the clock was set back.
+        The session sorts after all earlier sessions of these nodes, even if the clock was set back.
         """
         self.store.check_own_dirs()
         board = self.look()
@@ -829,13 +845,13 @@ class Swarm:
             self.store.post(node_id, f"session.{node_id}.{self.session}", dump_json(about))
         self.store.has_joined = True
 
-        # If an older process is still writing one of these files, it repeats the write.
+        # If an older process is still writing such a file, its rename fails, and it writes again.
         self.store.remove_leftovers()
         self.look()
         self.beat()
 
     def look(self) -> Board:
-        """Poll the board, and return it."""
+        """Poll the board and return it."""
         self.looked_at = time.monotonic()
         before = self.board
         self.board = self.store.read_board()
@@ -849,17 +865,18 @@ class Swarm:
         return self.board
 
     def check_in(self, signals) -> Board:
-        """Poll the board between rounds and return it. Write due heartbeats.
+        """Poll the board and return it. Write the heartbeats if they are due.
 
-        Raise Stopped if the process should end. A round that has started is always finished.
+        Raise Stopped if the process should end. A worker calls this only between rounds, so it
+        finishes each round that it has entered.
         """
         self.check_superseded()
         self.beat()
         if signals.requested:
             raise Stopped("stopped")
 
-        # If the board has not changed for long, a marker may have been lost on its way to the other
-        # machines. Post all markers again.
+        # If the board has not changed for a long time, a marker may have been lost on its way to
+        # the other machines. Post this process's markers again.
         unchanged_since = max(self.changed_at, self.posted_at)
         if self.looked_at - unchanged_since > self.stale_after / 4:
             self.posted_at = self.looked_at
@@ -868,17 +885,17 @@ class Swarm:
         return self.board
 
     def check_superseded(self) -> None:
-        """Raise Stopped if a newer process has registered one of these nodes."""
+        """Raise Stopped if a newer process has registered one of this process's nodes."""
         sessions = self.look().sessions
         if any(sessions.get(node_id, "") > self.session for node_id in self.node_ids):
             raise Stopped("superseded")
 
     def sleep(self) -> float:
-        """Sleep between two looks. Return the seconds of the last look and of the sleep.
+        """Sleep between two polls. Return the seconds since the last poll started.
 
-        Sleep as long as the look took or for a tenth of the time since the last change, whichever
-        is longer, but at least 20 ms and at most 2 s. A look counts for at most 2 s, so that an
-        outage does not use up the time for which a node waits for its peers.
+        Sleep as long as the poll took, or for a tenth of the time since the last change, whichever
+        is longer, but for at least 20 ms and at most 2 s. The poll counts as at most 2 s, so that
+        an outage does not eat into the time a node waits for its peers.
         """
         look_seconds = min(2.0, time.monotonic() - self.looked_at)
         unchanged = self.looked_at - self.changed_at
@@ -887,26 +904,24 @@ class Swarm:
         return look_seconds + pause
 
     def enter(self, t: int) -> None:
-        """Enter round t with all nodes of this process. The first node to enter opens it."""
+        """Enter round t with all nodes of this process."""
         for node_id in self.node_ids:
             self.store.move_marker("open", node_id, At(t))
 
     def beat(self, state: str = "running") -> None:
         """Write the heartbeats if they are due or if `state` is one of EXITED_STATES."""
         is_due = state != "running" or time.monotonic() >= self.next_heartbeat
-        if is_due and self.session:  # not before it has joined
+        if is_due and self.session:  # not before the process has joined
             data = dump_json({"time": time.time(), "session": self.session, "state": state})
             for node_id in self.node_ids:
                 self.store.write(f"nodes/{node_id}/heartbeat.json", data)
             self.next_heartbeat = time.monotonic() + min(10.0, self.stale_after / 8)
 
     def status(self, node_id: str) -> str:
-        """Return a node's status as of the last look.
+        """Return a node's status as of the last poll (see the top of this file).
 
-        It is "done", "stopped" or "failed" if the heartbeat of the newest session has this state.
-        Otherwise it is "alive" if the node has registered, written a heartbeat or moved a marker in
-        the last stale_after seconds, and "dead" if not or if it never registered. Markers count
-        because a heartbeat is rewritten often and may therefore never arrive on a mounted drive.
+        It is "alive", "dead" or one of EXITED_STATES. A node that never registered is dead. Markers
+        count because a heartbeat is rewritten often, so it may never arrive on a mounted drive.
         """
         session = self.board.sessions.get(node_id)
         if session is None or node_id in self.statuses:
@@ -931,19 +946,22 @@ class Swarm:
     def compare_clocks(self, node_id: str, beat_at: float) -> None:
         """Log once per node if the time in its heartbeat is far off.
 
-        The heartbeat must have changed since it was last read. Otherwise its time is just old.
+        The heartbeat must have changed since it was last read. Otherwise, its time is simply old.
         """
         has_changed = self.beats.get(node_id, beat_at) != beat_at
         self.beats[node_id] = beat_at
         seconds = abs(beat_at - time.time())
         if has_changed and seconds > self.stale_after and node_id not in self.has_other_clock:
             self.has_other_clock.add(node_id)
-            text = f"{node_id}'s clock and this machine's differ by {seconds:.0f} s"
-            self.store.on_event("clock", f"{text}: synchronize them, or live nodes count as dead")
+            self.store.on_event(
+                "clock",
+                f"{node_id}'s clock and this machine's differ by {seconds:.0f} s: "
+                "synchronize them, or live nodes will be counted as dead",
+            )
 
     def is_alive(self, node_id: str) -> bool:
         return self.status(node_id) == "alive"
 
     def others(self) -> set[str]:
-        """Return all nodes of the swarm except those of this process."""
+        """Return the nodes of all other processes that ever joined."""
         return self.board.sessions.keys() - set(self.node_ids)

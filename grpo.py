@@ -1,31 +1,33 @@
 """GRPO for one model: sample completions of questions, score them, and train on the rewards.
 
-The core is all of GRPO, exactly as it runs. It departs from textbook GRPO (DeepSeekMath,
-arXiv:2402.03300, section 4.1) in four ways. The SAPO paper (arXiv:2509.08721) also has 1, 2 and 4.
+The core is GRPO exactly as it runs, on top of the forward pass and the tokenizer below. It departs
+from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1) in four ways. The SAPO paper
+(arXiv:2509.08721) shares departures 1, 2 and 4.
 
 1. There is no KL penalty, so there is no reference model.
-2. Clipping is asymmetric: the ratio is clipped to 1 - 0.2 below and 1 + 0.28 above (clip-higher,
-   DAPO, arXiv:2503.14476, section 3.1).
+2. The clip range of the ratio is asymmetric, from 1 - 0.2 to 1 + 0.28 (clip-higher, DAPO,
+   arXiv:2503.14476, section 3.1).
 3. By default, the loss is averaged over all tokens of the update (DAPO, section 3.3). The textbook
    averages over the tokens of each completion first (LOSS_TYPE=grpo).
 4. The old log-probabilities are computed by the *current* model at the start of the update, even
    for completions that another model wrote.
 
 By default, an update is a single optimizer step (NUM_ITERATIONS=1). The ratio is then exactly 1, no
-token is clipped, and the gradient is that of -A log p, as in REINFORCE. Watch the reward, not the
-loss, which is 0 if completions are equally long, because the advantages of a group sum to 0.
+token is clipped, and the loss has the same gradient as -A log p (REINFORCE). Watch the reward, not
+the loss. A group's advantages sum to 0, so its loss is 0 if its completions are equally long.
 
 Recurring arguments:
     config  the settings (`Config` in sapo.py)
-    codec   the tokenizer with its model's conventions, such as EOS ids
+    codec   the tokenizer and the model's conventions, such as EOS ids
     limit   how many completions fit in memory. `limit.split(groups)` returns batches of at most
-            this size. `limit.retry(f)` calls f, and again with a lower limit if memory runs out.
+            this size. `limit.retry(f)` calls f and, if memory runs out, calls it again with a
+            lower limit.
 
 Shapes in comments:
     N  prompts in a batch                    P  tokens in the longest prompt
     G  completions per prompt                T  tokens in the longest completion
-    B  completions in a batch (its rows)     S  tokens in these completions, without padding
-    R  rows that are not finished            H  hidden size          V  vocabulary size
+    B  completions (rows) in a batch         S  tokens in these completions, without padding
+    R  unfinished rows                       H  hidden size          V  vocabulary size
 """
 
 import contextlib
@@ -66,7 +68,7 @@ from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 @dataclass
 class Group:
-    """One question with its G completions: the unit of advantages, updates and sharing.
+    """One question with its G completions, the unit of advantages, updates and sharing.
 
     Every list except `prompt` has one entry per completion. An external group comes from a peer
     (another node).
@@ -82,12 +84,12 @@ class Group:
 
     # `update_policy` fills in these fields.
     advantages: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # loss weight of each token
-    old_logprobs: list[torch.Tensor] = field(default_factory=list)  # one number per token
+    weights: list[float] = field(default_factory=list)  # loss weight per token
+    old_logprobs: list[torch.Tensor] = field(default_factory=list)  # one value per token
 
     @property
     def is_informative(self) -> bool:
-        """True if the rewards differ (non-zero variance). Otherwise, there is no gradient."""
+        """True if the rewards differ (non-zero variance). Otherwise, its gradient is zero."""
         return rewards_differ(self.rewards)
 
 
@@ -102,7 +104,7 @@ def rewards_differ(rewards: list[float]) -> bool:
 def group_advantages(rewards: list[float]) -> list[float]:
     """Return A_i = (r_i - mean) / (std + 1e-4) within one group, or zeros if all r_i are equal.
 
-    The std has Bessel's correction, as in TRL.
+    The std uses Bessel's correction, as in TRL.
     [1, 0, 0, 1] -> [0.866, -0.866, -0.866, 0.866]
     """
     if not rewards_differ(rewards):
@@ -113,23 +115,24 @@ def group_advantages(rewards: list[float]) -> list[float]:
 
 
 def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> torch.Tensor:
-    """Return each completion's loss weight per token. lengths: in tokens, of all completions.
+    """Return the loss weight of each completion's tokens. lengths: tokens per completion.
 
-    The weights are computed once per update, and micro-batches only add up their shares of the
-    loss, so the gradient does not depend on how the update is split.
+    The weights are computed once per update, from all its completions, so the gradient does not
+    depend on how the update is split into micro-batches.
     """
     lengths = lengths.to(torch.float64)
     divisors = {
         "dapo": lengths.sum(),  # every token weighs the same
-        "grpo": len(lengths) * lengths,  # every completion weighs the same
-        "dr_grpo": len(lengths) * max_new_tokens,  # constant
+        "grpo": len(lengths) * lengths,  # number x own length; every completion weighs the same
+        "dr_grpo": len(lengths) * max_new_tokens,  # independent of the lengths
     }
     return torch.ones_like(lengths) / divisors[loss_type]
 
 
 def grpo_loss(logprobs, old_logprobs, advantages, mask, weights, clip_low=0.2, clip_high=0.28):
-    """Compute the clipped surrogate loss (PPO, arXiv:1707.06347, eq. 7), weighted and summed.
+    """Return PPO's clipped loss (arXiv:1707.06347, eq. 7) and the number of clipped tokens.
 
+    The loss is a weighted sum over tokens.
     logprobs, old_logprobs, mask: (B, T); advantages, weights (from `loss_weights`): (B,).
     """
     ratio = torch.exp(logprobs - old_logprobs)  # (B, T)
@@ -151,8 +154,8 @@ MAX_GRAD_NORM = 1.0  # EXERCISE: turn this into a setting, a row of `Config` in 
 
 
 def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -> dict:
-    """Take NUM_ITERATIONS optimizer steps on own and external groups together. Return metrics."""
-    # Uninformative groups count in the divisors of the weights.
+    """Train on own and external groups together, in up to NUM_ITERATIONS steps. Return metrics."""
+    # Uninformative groups count toward the divisors of the weights.
     lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
     weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)
     sizes = [len(group.completions) for group in groups]
@@ -160,8 +163,7 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
         # EXERCISE (DAPO, section 3.4): give truncated completions no gradient.
         group.advantages = group_advantages(group.rewards)
         group.weights = group_weights.tolist()
-        # The first step fills these tensors (float64 holds any dtype's values exactly). If
-        # `limit.split` splits a group, its parts share them.
+        # The first step fills in these values. float64 holds any dtype's values exactly.
         group.old_logprobs = [torch.zeros(len(ids)).double() for ids in group.completions]
 
     # Uninformative groups skip the forward pass. Sorting by prompt length reduces padding.
@@ -171,7 +173,7 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
     steps = []
     model.eval()  # no dropout, so that log-probabilities are deterministic
 
-    # Take no step without informative groups, because Adam's momentum would still move the weights.
+    # Without a gradient, Adam's momentum would still move the weights, so take no step.
     for i in range(config.NUM_ITERATIONS if trained else 0):
         numbers = limit.retry(
             accumulate_gradients, model, optimizer, trained, config, codec, limit, step=i
@@ -193,8 +195,8 @@ def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: 
         with autocast(config.DTYPE, model):
             logprobs, mask = completion_logprobs(model, batch, config.TEMPERATURE, codec.pad_id)
 
-        # The first step's log-probabilities become the old log-probabilities of every step, so its
-        # own ratio is exactly 1.
+        # The first step writes its log-probabilities into the groups' own tensors. They are the old
+        # log-probabilities of every step.
         old_rows = [row for group in batch for row in group.old_logprobs]
         if step == 0:
             for old_row, row in zip(old_rows, logprobs.detach(), strict=True):
@@ -218,11 +220,13 @@ def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: 
 def completion_logprobs(model, groups: list[Group], temperature: float = 1.0, pad_id: int = 0):
     """Return the log-probability of each completion token and the mask of real tokens, both (B, T).
 
-    The prompt of a group passes through the model once per micro-batch. Its completions continue
-    from copies of the KV cache, through which the gradient flows back into the prompt.
+    A group's prompt passes through the model once per micro-batch. Its completions continue from
+    copies of the KV cache, through which the gradient flows back into the prompt.
     """
-    # Run the N prompts. Repeat the hidden state of the last token (B, H), the KV cache and the mask
-    # (B, P) for each completion. The mask is 0 for padding, which is not counted in positions.
+    # Run the N prompts. The results have one row per completion:
+    #     last            hidden state of the prompt's last token (B, H)
+    #     cache           KV cache of the prompt
+    #     attention_mask  1 for tokens, 0 for padding (B, P)
     prompts = [group.prompt for group in groups]
     sizes = [len(group.completions) for group in groups]
     last, cache, attention_mask = prefill(model, prompts, sizes, pad_id)
@@ -246,7 +250,7 @@ def completion_logprobs(model, groups: list[Group], temperature: float = 1.0, pa
 
 def token_logprobs(model, hidden, targets, temperature: float):
     """Return log p of each target at the sampling temperature: (S, H), (S,) -> (S,)."""
-    logits = scaled_logits(model, hidden, temperature)  # (S, V), divided by the temperature
+    logits = scaled_logits(model, hidden, temperature)  # (S, V)
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
@@ -257,34 +261,40 @@ def token_logprobs(model, hidden, targets, temperature: float):
 def sample_completions(model, codec, prompts, uniforms, temperature: float) -> list[list[int]]:
     """Sample B completions token by token, the same number for each prompt.
 
-    A completion ends with an EOS id, after MAX_NEW_TOKENS tokens or, if the prompt is few-shot,
-    with </answer>.
+    A completion ends with an EOS, with </answer> if the prompt is few-shot, or at the latest after
+    MAX_NEW_TOKENS tokens.
 
     uniforms: (MAX_NEW_TOKENS, B) random numbers, drawn on the CPU, so they are the same on every
-    device. A completion has its own column, so it does not depend on the rest of its batch.
+    device. Each completion uses its own column, so it does not depend on the rest of its batch.
     """
     max_tokens, num_rows = uniforms.shape
+    tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: not sampled
+
+    # `rows` lists the rows that are not finished (R of them; at first, all B). The other values in
+    # the loop have one entry per unfinished row.
+    rows = torch.arange(num_rows, device=model.device)  # (R,)
     sizes = [num_rows // len(prompts)] * len(prompts)
     last, cache, attention_mask = prefill(model, prompts, sizes, codec.pad_id)
-    tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: not sampled
-    rows = torch.arange(num_rows, device=model.device)  # (R,), unfinished rows; at first, R = B
 
     for i in range(max_tokens):
         logits = scaled_logits(model, last, temperature)  # (R, V)
-        token = sample_tokens(logits, uniforms[i, rows])  # (R,)
-        tokens[rows, i] = token
-        goes_on = ~codec.ended(tokens[rows, : i + 1])  # (R,); </answer> may span several tokens
-        num_left = int(goes_on.sum())
+        new_tokens = sample_tokens(logits, uniforms[i, rows])  # (R,)
+        tokens[rows, i] = new_tokens
+        unfinished = ~codec.ended(tokens[rows, : i + 1])  # (R,); </answer> may span several tokens
+        num_left = int(unfinished.sum())
         if num_left == 0 or i == max_tokens - 1:
             break
 
-        # Drop the finished rows. `last` is recomputed below.
+        # Keep only the unfinished rows.
         if num_left < len(rows):
-            cache.batch_select_indices(goes_on)
-            rows, token, attention_mask = rows[goes_on], token[goes_on], attention_mask[goes_on]
+            rows = rows[unfinished]
+            new_tokens = new_tokens[unfinished]
+            attention_mask = attention_mask[unfinished]
+            cache.batch_select_indices(unfinished)
 
+        # Run the new tokens through the model.
         attention_mask = F.pad(attention_mask, (0, 1), value=1)
-        hidden, cache = forward_hidden(model, token.unsqueeze(1), attention_mask, cache)
+        hidden, cache = forward_hidden(model, new_tokens.unsqueeze(1), attention_mask, cache)
         last = hidden[:, -1]  # (R, H)
 
     return [[token for token in row if token >= 0] for row in tokens.tolist()]
@@ -293,12 +303,12 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
 def sample_tokens(logits, uniforms):
     """Draw one token id per row from the softmax: logits (R, V), uniforms (R,) -> (R,).
 
-    It is the first token whose cumulative probability exceeds the row's random number. There is no
-    top-k or top-p, because the loss scores the full softmax.
+    It is the first token whose cumulative probability exceeds the row's random number. Top-k and
+    top-p are not used, because the loss scores the full softmax.
     """
     cumulative = torch.softmax(logits, dim=-1).cumsum(-1)  # (R, V)
-    # Rounding may leave the total at 0.9999, so scale by it. If the product rounds up to the total,
-    # the search returns V, hence the clamp.
+    # Rounding may leave the total at 0.9999, so scale the random number by the total. If the
+    # product rounds up to the total, the search returns V, hence the clamp.
     target = uniforms.unsqueeze(1) * cumulative[:, -1:]
     token = torch.searchsorted(cumulative, target, right=True).squeeze(1)  # (R,)
     return token.clamp(max=logits.shape[1] - 1)
@@ -306,8 +316,8 @@ def sample_tokens(logits, uniforms):
 
 # -------- Prompts and rewards ---------------------------------------------------------------------
 # reasoning-gym generates a question from (task, seed). With a chat template, a system prompt asks
-# for <answer>…</answer>. Otherwise, the prompt is few-shot, with solved examples such as
-# "2 + 2?\n<answer>4</answer>\n\n" before the question (by default, none for the model `tiny`).
+# for <answer>…</answer>. Otherwise, few-shot examples such as
+# "Calculate 2 + 2.\n<answer>4</answer>\n\n" precede the question (by default, none for `tiny`).
 
 
 def compute_reward(question: "Question", text: str, kind: str = "exact") -> float:
@@ -326,15 +336,15 @@ def compute_reward(question: "Question", text: str, kind: str = "exact") -> floa
 
 # ==== The core ends here. Below: the forward pass, memory, tasks, tokenizer, models, warm start ===
 
-transformers.utils.logging.set_verbosity_error()  # it warns about padding, handled here
-if not sys.stderr.isatty():  # download progress bars are only for a terminal
+transformers.utils.logging.set_verbosity_error()  # hide warnings about padding; it is handled here
+if not sys.stderr.isatty():  # show download progress only in a terminal
     transformers.utils.logging.disable_progress_bar()
 
 
 # -------- The forward pass ------------------------------------------------------------------------
 
 MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) per chunk, 512 MiB in float32
-# The argument of a model's forward method that holds the KV cache. transformers 5.24 renamed it.
+# The name of the forward method's cache argument, which changed in transformers 5.24.
 HAS_NEW_NAME = hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache")
 CACHE_ARGUMENT = "cache" if HAS_NEW_NAME else "past_key_values"
 
@@ -343,7 +353,7 @@ def forward_hidden(model, ids, attention_mask, cache=None):
     """Run ids (rows, length) through the model, after the tokens that the KV cache already holds.
 
     attention_mask: (rows, cached + length), 0 for padding on the left, which no token may see.
-    Returns the last layer's hidden states (rows, length, H) and the cache, which now includes ids.
+    Return the last layer's hidden states (rows, length, H) and the cache, which now includes ids.
     """
     cache = KVCache(config=model.config) if cache is None else cache
     positions = (attention_mask.cumsum(-1) - 1).clamp(min=0)  # count real tokens only
@@ -360,7 +370,7 @@ def forward_hidden(model, ids, attention_mask, cache=None):
 def prefill(model, prompts: list[list[int]], rows_per_prompt: list[int], pad_id: int):
     """Run N prompts through the model and repeat the results for B rows.
 
-    Returns the hidden state of each row's last token (B, H), the KV cache, and the attention mask
+    Return the hidden state of each row's last token (B, H), the KV cache, and the attention mask
     (B, P). A prefix that all prompts share, such as a chat model's system prompt, passes through
     the model once.
     """
@@ -387,7 +397,7 @@ def prefill(model, prompts: list[list[int]], rows_per_prompt: list[int], pad_id:
 def needs_unpadded_prompts(config) -> bool:
     """Return whether padding between a shared prefix and the rest would shift relative positions.
 
-    It would in models with sliding windows and in MPT, which uses ALiBi.
+    It would in models with sliding windows, such as GPT-Neo, and in MPT, which uses ALiBi.
     """
     is_sliding = transformers.DynamicCache(config=config).is_sliding
     return any(is_sliding) or config.model_type in ("gpt_neo", "mpt")
@@ -413,8 +423,8 @@ def scaled_logits(model, hidden, temperature: float):
 class KVCache(transformers.DynamicCache):
     """A KV cache whose keys have the dtype of its values.
 
-    Rotary embeddings return float32 keys, which attention would otherwise cast to autocast's dtype
-    again for each token.
+    Rotary embeddings return float32 keys, all of which attention would otherwise cast to autocast's
+    dtype again for every new token.
     """
 
     def update(self, keys, values, *args, **kwargs):
@@ -429,7 +439,7 @@ def grouped_attention(module, query, key, value, attention_mask, **more):
 
     query: (rows, heads, length, size); key, value: (rows, kv_heads, total, size);
     attention_mask: (rows, 1, length, total), True where a token may attend to another token.
-    Returns (rows, length, heads, size), and None in place of the attention weights.
+    Return (rows, length, heads, size), and None in place of the attention weights.
     """
     rows, heads, length, size = query.shape
     kv_heads, total = key.shape[1:3]
@@ -451,7 +461,7 @@ def grouped_attention(module, query, key, value, attention_mask, **more):
     return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
 
 
-# Register it under its own name, so that other models in this process keep their "sdpa".
+# Register it under a separate name, so that other models in this process keep their "sdpa".
 GROUPED_ATTENTION = "sdpa_grouped"
 transformers.AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
 transformers.AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
@@ -474,7 +484,7 @@ def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
 
 
 def pad(rows: list[list[int]], pad_id: int, device, side: str = "right"):
-    """Pad rows of token ids to the same length. Returns the ids and the mask of real tokens.
+    """Pad rows of token ids to the same length. Return the ids and the mask of real tokens.
 
     [[7], [8, 9]] -> [[7, pad_id], [8, 9]] and [[True, False], [True, True]]
     """
@@ -506,8 +516,8 @@ def update_numbers(trained: list[Group], steps: list[dict], config) -> dict:
     trained_tokens           tokens in the completions that were trained on
     optimizer_steps          NUM_ITERATIONS; fewer if a gradient was not finite, and 0 if no group
                              was informative
-    logp_own, logp_external  mean log-probability per token before the update, averaged over own and
-                             over external completions
+    logp_own, logp_external  mean log-probability per token before the update, in own informative
+                             groups and in external informative groups
     """
     num_tokens = sum(len(ids) for group in trained for ids in group.completions)
     num_clipped = sum(step["clipped_tokens"] for step in steps)
@@ -525,7 +535,7 @@ def update_numbers(trained: list[Group], steps: list[dict], config) -> dict:
 def mean_logprob(groups: list[Group]) -> float | None:
     """Average the log-probabilities within each completion, then over completions.
 
-    Returns None if there are no completions.
+    Return None if there are no completions.
     """
     means = [row.mean().item() for group in groups for row in group.old_logprobs]
     return sum(means) / len(means) if means else None
@@ -533,14 +543,14 @@ def mean_logprob(groups: list[Group]) -> float | None:
 
 # -------- Memory and devices ----------------------------------------------------------------------
 
-# These phrases occur in the errors of CUDA, MPS and the CPU's allocator.
+# These phrases occur in the out-of-memory errors of CUDA, MPS and the CPU's allocator.
 OUT_OF_MEMORY = (
     "out of memory|can't allocate memory|not enough memory|Invalid buffer|bad_alloc|ALLOC_FAILED"
 )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether torch reports that memory ran out. It raises RuntimeError, not MemoryError."""
+    """Return whether torch ran out of memory, which raises RuntimeError rather than MemoryError."""
     return isinstance(error, RuntimeError) and bool(re.search(OUT_OF_MEMORY, str(error)))
 
 
@@ -557,13 +567,13 @@ class Limit:
         """Split groups into batches of at most `self.completions` completions.
 
         A group that is too large is split into parts. With a limit of 4, groups of 2, 2 and 5
-        completions -> batches of 2 + 2, 4 and 1.
+        completions become batches of 2 + 2, 4 and 1.
         """
         batches = []
         room = self.tried = 0
         for group in groups:
             for begin in range(0, len(group.completions), self.completions):
-                # A part shares the tensors in old_logprobs, so writing to them changes the group.
+                # A part shares its old_logprobs tensors with the group, so a step can fill them in.
                 part = replace(group)
                 for name in ("completions", "advantages", "weights", "old_logprobs"):
                     setattr(part, name, getattr(group, name)[begin : begin + self.completions])
@@ -578,7 +588,7 @@ class Limit:
     def retry(self, work, *args, **kwargs):
         """Call `work`, which calls `split`, and repeat it with smaller batches if memory runs out.
 
-        Raises ModelError if a single completion does not fit.
+        Raise ModelError if a single completion does not fit.
         """
         while True:
             try:
@@ -587,8 +597,10 @@ class Limit:
                 if not is_out_of_memory(error):
                     raise
                 if self.tried <= 1:
-                    advice = "lower LOCAL_NODES or MAX_NEW_TOKENS, or use a smaller model"
-                    raise ModelError(f"not enough memory for one completion: {advice}") from error
+                    raise ModelError(
+                        "not enough memory for one completion: "
+                        "lower LOCAL_NODES or MAX_NEW_TOKENS, or use a smaller model"
+                    ) from error
                 self.completions = self.tried // 2
                 self.notify(
                     f"out of memory in {self.where}: retrying with {self.completions} at a time"
@@ -598,7 +610,7 @@ class Limit:
 def sample_in_batches(model, codec, prompts, num_generations: int, config, seed: int, limit):
     """Run `sample_completions` for G completions of each prompt, in batches that fit in memory.
 
-    Returns G lists of token ids per prompt.
+    Return G lists of token ids per prompt.
     """
     total = len(prompts) * num_generations
     rng = torch.Generator().manual_seed(seed)
@@ -624,11 +636,12 @@ def sample_in_batches(model, codec, prompts, num_generations: int, config, seed:
 def estimate_completions_at_once(model, config, available: int) -> int:
     """Estimate how many completions an update can process at once.
 
-    config: MICRO_BATCH_SIZE, NUM_GENERATIONS, MAX_NEW_TOKENS, DEVICE; available: bytes. The
-    estimate assumes 150 bytes of activations per token, layer and hidden unit, and uses a quarter
-    of the memory. On a CPU, it uses at most 3 GB, but allows at least one whole group, because
-    memory is large there and the prompt of a whole group is computed only once. If the estimate is
-    too high, `Limit` lowers it.
+    config: MICRO_BATCH_SIZE, NUM_GENERATIONS, MAX_NEW_TOKENS, DEVICE; available: bytes.
+
+    The estimate assumes 150 bytes of activations per token, layer and hidden unit, and a budget of
+    a quarter of the available memory. A CPU's budget is at most 3 GB, but always allows one whole
+    group, because main memory is large and a whole group's prompt is computed only once. If the
+    estimate is too high, `Limit` lowers it.
     """
     if config.MICRO_BATCH_SIZE != "auto":
         return int(config.MICRO_BATCH_SIZE)
@@ -640,7 +653,7 @@ def estimate_completions_at_once(model, config, available: int) -> int:
 
 
 def available_devices() -> dict[str, str]:
-    """Return {device: dtype to compute in} for the devices of this machine, the best first.
+    """Return {device: dtype to compute in} for this machine's devices, best first.
 
     bfloat16 is used only where the hardware supports it, because emulation is many times slower
     than float32.
@@ -653,7 +666,7 @@ def available_devices() -> dict[str, str]:
     if torch.backends.mps.is_available():
         devices["mps"] = "float32"
 
-    # A CPU needs AMX or AVX512_BF16. An older torch does not report them.
+    # A CPU needs AMX or AVX512_BF16, which older versions of torch do not report.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     has_bfloat16 = capabilities.get("amx_bf16") or capabilities.get("avx512_bf16")
     devices["cpu"] = "bfloat16" if has_bfloat16 else "float32"
@@ -661,7 +674,7 @@ def available_devices() -> dict[str, str]:
 
 
 def available_memory(device: str) -> int:
-    """Return the free memory of a GPU, or the total main memory, in bytes."""
+    """Return a GPU's free memory, or the total main memory for other devices, in bytes."""
     if device.startswith("cuda"):
         return torch.cuda.mem_get_info(device)[0]
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -673,7 +686,8 @@ def available_memory(device: str) -> int:
 def keep_freed_memory() -> None:
     """Let glibc keep freed memory.
 
-    Getting large blocks from the kernel again, page by page, takes 40% of an update on a CPU.
+    Otherwise, getting large blocks from the kernel again, page by page, takes 40% of an update's
+    time on a CPU.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # macOS, musl: no mallopt
         mallopt = ctypes.CDLL(None).mallopt
@@ -690,7 +704,7 @@ def keep_freed_memory() -> None:
 # because peers' text reaches it.
 SMALL_RANGE = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 TASK_TABLE = {
-    "base_conversion": ("base_conversion", {"min_value": 1}),  # it writes 0 as an empty string
+    "base_conversion": ("base_conversion", {"min_value": 1}),  # it would write 0 as an empty string
     "basic_arithmetic": ("basic_arithmetic", {}),
     "arc_1d": ("arc_1d", {}),
     "bf": ("bf", {}),
@@ -723,17 +737,17 @@ PAPER_TASKS = tuple(TASK_TABLE)[:9]
 TINY_TASKS = tuple(TASK_TABLE)[9:17]
 HELD_OUT_SEEDS = range(2**52, 2**53)  # training seeds are smaller; JSON is exact up to 2**53
 VERSIONS = {name: version(name) for name in ("torch", "transformers", "reasoning-gym")}
-REASONING_GYM_VERSION = VERSIONS["reasoning-gym"]  # its __version__ is out of date
+REASONING_GYM_VERSION = VERSIONS["reasoning-gym"]  # the module's __version__ is out of date
 MAX_SCORED_CHARS = 4096  # only the end of a completion is searched for an answer
 
 
 class QuestionError(ValueError):
-    """Raised if a question cannot be generated in reasonable time, or its prompt is too long."""
+    """Raised if a question cannot be generated, takes too long, or does not fit into a prompt."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question. Any machine can regenerate it from (task, seed)."""
+    """A question, which any machine can regenerate from (task, seed)."""
 
     task: str
     seed: int
@@ -745,14 +759,14 @@ class Question:
 
 @functools.lru_cache(maxsize=8192)
 def make_question(task: str, seed: int) -> Question:
-    """Generate the question of a task and a seed. Raises QuestionError if there is none.
+    """Generate a task's question for a seed. Raise QuestionError if there is none.
 
-    It is item 0 of a new dataset. reasoning-gym generates item i with Random(seed + i), so datasets
-    with neighboring seeds share items.
+    The question is always item 0 of a new dataset. reasoning-gym generates item i with
+    Random(seed + i), so later items would also be the questions of neighboring seeds.
     """
     if task in FILE_TASKS:
         training, held_out = FILE_TASKS[task]
-        rng = random.Random(f"line {seed}")  # not the stream that chose the task
+        rng = random.Random(f"line {seed}")  # separate from the stream that chose the task
         text, answer = rng.choice(held_out if seed in HELD_OUT_SEEDS else training)
         entry = {"metadata": {"source_dataset": "file"}}
         return Question(task, seed, text, last_part(answer), None, entry)
@@ -776,8 +790,8 @@ def bounded_divisors(a: int, b: int, search=basic_arithmetic.find_common_divisor
     """Run basic_arithmetic's search for common divisors, unless it would take too long.
 
     The search tries every number up to the square root of the gcd, which takes minutes for some
-    seeds. The limit is a million tries (0.1 s). It is not a time limit, because all machines must
-    accept the same seeds.
+    seeds. The limit is a million tries (0.1 s) rather than a time, because all machines must accept
+    the same seeds.
     """
     if math.gcd(a, b) > 10**12:
         raise QuestionError("the search for common divisors would take too long")
@@ -790,20 +804,20 @@ basic_arithmetic.find_common_divisors = bounded_divisors
 def first_valid_question(task: str, seed: int, is_good=lambda question: True) -> Question:
     """Return the first question for which `is_good` holds, from the seeds seed to seed + 50.
 
-    This is only for a node's own questions. The seed of a peer's question is never replaced.
+    Use this only for a node's own questions. The seed of a peer's question is never replaced.
     """
     for candidate in range(seed, seed + 51):
         with contextlib.suppress(QuestionError):
             if is_good(question := make_question(task, candidate)):
                 return question
-    raise QuestionError(f"no valid {task} question fits the model (tried 51 seeds from {seed} on)")
+    raise QuestionError(f"no valid {task} question fits the model (tried 51 seeds, from {seed} up)")
 
 
 def first_solved_question(task: str, seed: int, is_good=lambda question: True) -> Question:
-    """Return the first valid question whose own answer passes the verifier, from this seed on.
+    """Return the first valid question, starting at `seed`, whose own answer passes the verifier.
 
-    About 1% of propositional_logic's example answers fail. As few-shot examples or in the warm
-    start, they would teach answers that are not rewarded.
+    About 1% of propositional_logic's example answers fail. Few-shot examples and the warm start
+    would otherwise teach answers that are not rewarded.
     """
     return first_valid_question(
         task, seed, lambda q: safe_score(q, q.answer) >= 0.99 and is_good(q)
@@ -830,7 +844,7 @@ def safe_score(question: Question, answer: str) -> float:
 
 
 def verifier_score(question: Question, answer: str) -> float:
-    """Return the score of the task's verifier, which may raise anything. Never evals the answer."""
+    """Return the score of the task's verifier. It may raise anything but never evals answers."""
     source = question.entry["metadata"]["source_dataset"]
     if source == "file":
         return float(is_same_answer(answer, question.answer))
@@ -847,9 +861,9 @@ def is_safe_formula(question: Question, answer: str) -> bool:
 
     It can if the answer is short, not deeply nested, and uses only the question's own variables.
     The verifier's work doubles with each distinct variable; an answer of 69 characters took 9 s.
-    Its parser decides what a variable is, and takes "P ¬P", "P()" and "PP" for three variables.
+    Its parser decides what a variable is, and reads "P ¬P", "P()" and "PP" as one variable each.
     """
-    # The conjunction of all premises of a question has up to 88 characters and 30 of these signs.
+    # The conjunction of a question's premises has up to 88 characters and 30 of these signs.
     num_signs = sum(char in "∧∨¬→↔(" for char in answer)
     if len(answer) > 160 or num_signs > 40:
         return False
@@ -865,8 +879,8 @@ NUMBER = r"[-+]?(\d{1,30}|\d{1,3}(,\d{3}){1,9})(\.\d{1,30})?"  # 7, -1.50, 12,00
 def is_same_answer(answer: str, right: str) -> bool:
     """Return whether two answers to one of the user's own questions match.
 
-    They match if they differ only in whitespace, or if both are numbers with the same value. Only
-    digits are read; expressions are not evaluated. ("1,000.0", "1000") -> True
+    They match if they differ only in whitespace, or if both are numbers with the same value.
+    Expressions are not evaluated. ("1,000.0", "1000") -> True
     """
     texts = [plain_text(text).split() for text in (answer, right)]
     numbers = [re.sub(r"\\boxed\{(.*)\}|\$", r"\1", "".join(text)).rstrip(".") for text in texts]
@@ -876,7 +890,7 @@ def is_same_answer(answer: str, right: str) -> bool:
 
 
 def plain_text(text: str) -> str:
-    """Normalize text to composed letters (ä may be one or two code points) and ASCII numbers."""
+    """Normalize text to composed letters (ä may be one or two code points) and ASCII digits."""
     text = unicodedata.normalize("NFC", text).replace("\N{MINUS SIGN}", "-")
     return "".join(str(int(char)) if char.isdecimal() else char for char in text)
 
@@ -889,11 +903,11 @@ FILE_TASKS = {}
 def task_names(text: str, may_read_files: bool) -> list[str]:
     """Return the names in TASKS: "gcd, lcm" -> ["gcd", "lcm"].
 
-    Raises ValueError with all names that are not supported. Some reasoning-gym tasks are not
-    supported, because their verifiers eval the answer or their questions differ between processes.
-    A file is read only if the user set it (may_read_files), never because of config.json.
+    Raise a ValueError that lists all errors. Some reasoning-gym tasks are not supported, because
+    their verifiers eval the answer or their questions differ between processes. A file is read only
+    if the user's own TASKS contains it (may_read_files), never because of config.json.
     """
-    names, mistakes = [], []
+    names, errors = [], []
     for task in map(str.strip, text.split(",")):
         if task in TASK_TABLE or task in FILE_TASKS:
             names.append(task)
@@ -901,16 +915,18 @@ def task_names(text: str, may_read_files: bool) -> list[str]:
             try:
                 names.append(load_task_file(os.path.expanduser(task.removeprefix("file:"))))
             except ValueError as error:
-                mistakes.append(str(error))
+                errors.append(str(error))
         elif task.startswith("file:"):
-            advice = "set TASKS to file:<path of your copy>"
-            mistakes.append(f"{task!r:.80} is not available on this machine: {advice}")
+            errors.append(
+                f"{task!r:.80} is not available on this machine: "
+                "set TASKS to file:<path of your copy>"
+            )
         else:
             closest = difflib.get_close_matches(task, TASK_TABLE, n=1)
             hint = f"did you mean {closest[0]}?" if closest else f"allowed: {', '.join(TASK_TABLE)}"
-            mistakes.append(f"{task!r:.80} is not a supported task; {hint}")
-    if mistakes:
-        raise ValueError("; ".join(mistakes))
+            errors.append(f"{task!r:.80} is not a supported task; {hint}")
+    if errors:
+        raise ValueError("; ".join(errors))
     return names
 
 
@@ -925,8 +941,8 @@ def last_part(answer: str) -> str:
 def load_task_file(path: str) -> str:
     """Read questions from lines of {"question": …, "answer": …} and hold out a tenth of them.
 
-    Returns the task's name, which depends only on the file's name and contents, such as
-    "file:mine.jsonl#1f3b5d7a". Raises ValueError that lists the invalid lines.
+    Return the task's name, such as "file:mine.jsonl#1f3b5d7a", which depends only on the file's
+    name and contents. Raise a ValueError that lists up to five errors.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")  # skips a byte-order mark
@@ -934,31 +950,31 @@ def load_task_file(path: str) -> str:
         raise ValueError(f"file:{path} cannot be read: {error}") from error
 
     answers = {}  # question -> answer
-    mistakes = []
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() would cut JSON strings
+    errors = []
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() may cut JSON strings
         if not line.strip():
             continue
         try:
             row = json.loads(line)
             is_text = {type(row["question"]), type(row["answer"])} <= {str, int, float}
-            is_text = is_text and row["answer"] == row["answer"]  # reject NaN, a gap in a table
+            is_text = is_text and row["answer"] == row["answer"]  # reject NaN, a missing value
         except (ValueError, RecursionError, TypeError, LookupError):
             is_text = False
         if not is_text:
-            mistakes.append(f"line {number}: expected JSON with a question and an answer")
+            errors.append(f"line {number}: expected JSON with a question and an answer")
             continue
         question, answer = str(row["question"]), str(row["answer"]).strip()
         last = last_part(answer)
         if not last or extract_tagged_answer(f"<answer>{last}</answer>") != last:
-            mistakes.append(f"line {number}: the answer is empty, contains tags or is too long")
+            errors.append(f"line {number}: the answer is empty, contains tags or is too long")
         if answers.setdefault(question, answer) != answer:
-            mistakes.append(f"line {number}: conflicting answers to the same question")
+            errors.append(f"line {number}: conflicting answers to the same question")
     if len(answers) < 2:
-        mistakes.append("expected at least two questions")
-    if mistakes:
-        raise ValueError(f"file:{path}: " + "; ".join(mistakes[:5]))
+        errors.append("expected at least two questions")
+    if errors:
+        raise ValueError(f"file:{path}: " + "; ".join(errors[:5]))
 
-    # A hash selects the held-out questions, so that they do not depend on the file's order.
+    # A hash selects the held-out questions, so that they do not depend on the order of the lines.
     digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
     by_hash = sorted(answers.items(), key=lambda row: hashlib.sha256(row[0].encode()).digest())
     num_held_out = max(1, len(answers) // 10)
@@ -978,7 +994,7 @@ ANSWER_TEMPLATES = (
 )  # fmt: skip
 
 # Some chat templates insert today's date, from date_string or strftime_now. Prompts must be
-# reproducible, so they get this date instead. (A macro hides the function of the same name.)
+# reproducible, so they get this date instead. (A macro overrides the function of the same name.)
 PROMPT_DATE = "1 January 2025"
 DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\n"
 
@@ -997,10 +1013,10 @@ class Codec:
     tokenizer: object
     eos_ids: set[int]
     eos_id: int  # the EOS that ends this model's turn; appended to a peer's finished completion
-    num_shots: int  # few-shot examples; 0 with a chat template
+    num_shots: int  # few-shot examples per prompt; 0 with a chat template
     positions: int  # the model's context length, in tokens
     max_prompt: int  # tokens; leaves MAX_NEW_TOKENS positions for the completion
-    max_completion: int  # tokens in a peer's completion; the peer's tokenizer may differ
+    max_completion: int  # tokens in a peer's completion; more than our own, as tokenizers differ
     vocabulary: int  # the model's number of token ids; a tokenizer may have more
     pad_id: int  # any real token, because the embedding of a padding token may be zero
     dtype: torch.dtype  # of the weights in the model's files; the final model is saved in it
@@ -1010,8 +1026,8 @@ class Codec:
     def encode_prompt(self, question: Question) -> list[int]:
         """Return the prompt of a question as token ids.
 
-        Few-shot examples are dropped until the prompt fits. A question is never truncated. Raises
-        QuestionError if it does not fit.
+        Few-shot examples are dropped until the prompt fits, but the question is never
+        truncated. Raise QuestionError if it does not fit even without examples.
         """
         examples = self.solved_examples(question)
         while True:
@@ -1029,9 +1045,9 @@ class Codec:
         return False
 
     def solved_examples(self, question: Question) -> list[str]:
-        """Return few-shot examples of the same task, from the seeds that follow the question's.
+        """Return few-shot examples of the same task, from the seeds after the question's own.
 
-        The question itself and duplicates are left out, so a small file may give fewer than
+        The question itself and duplicates are left out, so a small file may yield fewer than
         `num_shots` examples.
         """
         examples = []
@@ -1061,7 +1077,7 @@ class Codec:
         turns = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         if not self.has_system_role:
             turns = [{"role": "user", "content": system + "\n" + text}]
-        # EXERCISE: enable thinking in models that support it. It takes far more than 256 tokens.
+        # EXERCISE: enable thinking in models that support it. It needs far more than 256 tokens.
         return self.tokenizer.apply_chat_template(
             turns,
             chat_template=DATE_MACRO + self.tokenizer.get_chat_template(),
@@ -1073,7 +1089,7 @@ class Codec:
 
     @functools.cached_property
     def has_system_role(self) -> bool:
-        """True if the chat template uses the system role. Some raise an error or drop it."""
+        """True if the chat template uses the system role. Some templates reject it or drop it."""
         turns = [{"role": role, "content": f"as {role}"} for role in ("system", "user")]
         with contextlib.suppress(Exception):  # a template may raise anything
             return "as system" in self.tokenizer.apply_chat_template(turns, tokenize=False)
@@ -1101,7 +1117,7 @@ class Codec:
 
     @functools.cached_property
     def silent_ids(self) -> set[int]:
-        """Special tokens, which are not text. Answer tags are text even if they are special."""
+        """Special tokens, which `decode` leaves out, except for answer tags, which are text."""
         added = self.tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
         tags = {i for i, token in added.items() if token.content in ("<answer>", "</answer>")}
@@ -1127,8 +1143,8 @@ class Codec:
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     """Load the model (float32, eval mode, on its device) and its Codec.
 
-    config: MODEL_NAME, DEVICE, MAX_NEW_TOKENS, NUM_SHOTS, HUGGINGFACE_ACCESS_TOKEN. Raises
-    ModelError if the model cannot be loaded or cannot be trained exactly.
+    config: MODEL_NAME, DEVICE, DTYPE, MAX_NEW_TOKENS, NUM_SHOTS, HUGGINGFACE_ACCESS_TOKEN. Raise
+    ModelError if the model cannot be loaded or fails a check.
     """
     if config.MODEL_NAME == "tiny":
         model, tokenizer = build_tiny_model(tasks)
@@ -1144,7 +1160,7 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
     except QuestionError as error:
         raise model_error(config, f"{error}: lower MAX_NEW_TOKENS or change TASKS") from error
     except Exception as error:
-        # Third-party models may raise anything. The traceback shows whose bug it is.
+        # Third-party models may raise anything. The traceback shows where the bug is.
         if config.MODEL_NAME == "tiny" or isinstance(error, ModelError):
             raise
         traceback.print_exc()
@@ -1155,8 +1171,8 @@ def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
 def load_pretrained(config):
     """Load the model and tokenizer of MODEL_NAME from the Hugging Face Hub or a folder.
 
-    Returns them and the dtype of the weights in the files. Raises ModelError with the reason if
-    they cannot be loaded or trained.
+    Return them and the dtype of the weights in the files. Raise ModelError with the reason if they
+    cannot be loaded or trained.
     """
     name = config.MODEL_NAME
     is_adapter = os.path.isfile(os.path.join(name, "adapter_config.json"))  # it would be ignored
@@ -1175,8 +1191,8 @@ def load_pretrained(config):
     if is_sdpa and config.DEVICE == "cpu" and config.DTYPE == "bfloat16":
         model.set_attn_implementation(GROUPED_ATTENTION)
 
-    # Missing weights would be random and differ between processes. Unexpected tensors, such as the
-    # scales of a quantization, show that the files belong to another model.
+    # Missing weights would be random and differ between processes. Unexpected tensors, such as
+    # quantization scales, show that the files belong to a different model.
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     is_trainable = all(p.requires_grad and p.is_floating_point() for p in model.parameters())
     # Recurrent layers keep a state instead of keys and values. Module names reveal them.
@@ -1227,7 +1243,7 @@ def model_error(config, reason: str) -> ModelError:
 
 
 def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
-    """Return the Codec of a loaded model. Raises ModelError if it has no EOS or too few positions.
+    """Return a loaded model's Codec. Raise ModelError if it has no EOS or too few positions.
 
     config: MODEL_NAME, MAX_NEW_TOKENS, NUM_SHOTS.
     """
@@ -1265,8 +1281,8 @@ def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
 def find_end_of_turn_id(tokenizer, eos_ids: set[int]) -> int | None:
     """Return the token that the chat template writes after an answer, or None.
 
-    It is the first token there that is an EOS or was added to the vocabulary, such as Gemma's
-    <end_of_turn>.
+    It is the first token after the answer that is an EOS or was added to the vocabulary, such as
+    Gemma's <end_of_turn>.
     """
     turns = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "four"}]
     try:
@@ -1285,8 +1301,8 @@ def num_positions(text_config) -> int:
     for name in ("seq_length", "max_seq_len", "max_position_embeddings"):
         positions = getattr(text_config, name, None) or positions
 
-    # With dynamic RoPE and LongRoPE, a text beyond the original length changes the rotation of all
-    # its tokens, so cached keys would be wrong. Some models have one rule per layer type.
+    # With dynamic RoPE and LongRoPE, a text longer than the original limit changes the rotation of
+    # all its tokens, so cached keys would be wrong. Some models have one rule per layer type.
     rope = getattr(text_config, "rope_parameters", None)
     rope = rope or getattr(text_config, "rope_scaling", None) or {}  # its name in transformers 4
     for rule in (rope, *rope.values()):
@@ -1299,13 +1315,13 @@ def num_positions(text_config) -> int:
 
 
 def check_tokens(codec: Codec, config, tasks) -> list[int]:
-    """Raise ModelError unless five questions per task and their answers survive the tokenizer.
+    """Raise ModelError unless five questions per task and their answers survive tokenization.
 
-    Returns one of the prompts.
+    Return one of the prompts.
     """
     for task, seed in itertools.product(tasks, range(5)):
         question = first_valid_question(task, seed)
-        verifier_score(question, question.answer)  # a bug in a custom verifier raises here
+        verifier_score(question, question.answer)  # raises if a custom verifier has a bug
         question = first_solved_question(task, seed, codec.fits)
 
         # Encode the correct answer like a peer's text, and once more with tags as single tokens,
@@ -1315,7 +1331,8 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         completions = codec.encode_completions([right, f"It is {right}"], [True, True])
         completions.append(codec.tokenizer(right, add_special_tokens=False).input_ids)
 
-        # Some tokenizers drop tokens or insert spaces. Compare prompts without whitespace.
+        # Some tokenizers drop tokens, which is an error. Others insert spaces, so prompts are
+        # compared without whitespace.
         texts = [codec.decode(ids) for ids in completions]
         answers = [extract_tagged_answer(text) or "" for text in texts]
         is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
@@ -1323,7 +1340,7 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         asked, seen = ["".join(text.split()) for text in texts_seen]
         is_whole = asked in seen
         has_eos = prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template
-        # An id beyond the embedding raises IndexError on a CPU and an opaque assertion on a GPU.
+        # An id that is too high raises IndexError on a CPU and fails an opaque assertion on a GPU.
         highest = max(codec.tokenizer.vocab_size - 1, *map(max, [prompt, *completions]))
         reasons = {
             f"its prompt lacks part of the {task} question: fix its chat template or tokenizer":
@@ -1341,9 +1358,9 @@ def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
     """Raise ModelError unless shared prompts give the log-probabilities of a plain forward pass.
 
     They do not if the cache cannot be repeated (state-space models), if the model ignores positions
-    (BART), or if its logits differ from `scaled_logits`.
+    (BART), or if it scales its logits differently from `scaled_logits`.
     """
-    # Use pieces of this prompt with different lengths: two with a shared prefix, then two without.
+    # Use pieces of this prompt with different lengths, first with and then without a shared prefix.
     ids = (prompt * 30)[:30]
     answers = [ids[20:24], ids[3:4], ids[24:30]]
     for prompts in ([ids[:9], ids[:9] + ids[-5:]], [ids[:5], ids[4:18]]):
@@ -1361,8 +1378,8 @@ def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
 
         error = (ours.detach()[mask] - torch.cat(theirs)).abs().max().item()
         reason = f"its log-probabilities differ by {error:.2g} from a plain forward pass"
-        refuse(config, {reason: not error < 2e-3})  # also true for NaN
-        ours.sum().backward()  # must not raise
+        refuse(config, {reason: not error < 2e-3})  # `not <` is true for NaN, unlike `>=`
+        ours.sum().backward()  # must not raise an error
         model.zero_grad()
 
 
@@ -1373,7 +1390,7 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
         rows = list(itertools.chain(*FILE_TASKS[task]))
         answers = [last_part(answer) for _, answer in rows]
 
-        # Find questions that are too long for a prompt, and answers too long for MAX_NEW_TOKENS.
+        # Find questions too long for a prompt and answers too long for MAX_NEW_TOKENS.
         tagged = [f"<answer>{answer}</answer>" for answer in answers]
         lengths = list(map(len, codec.encode_completions(tagged, [True] * len(rows))))
         long = []
@@ -1383,7 +1400,7 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
                 long.append(text)
         if long:
             sentences.append(
-                f"{task}: {len(long)} questions or their answers are too long, such as "
+                f"{task}: {len(long)} questions (or their answers) are too long, such as "
                 f"{long[0]!r:.60}; all answers fit with MAX_NEW_TOKENS={max(lengths)}"
             )
 
@@ -1394,8 +1411,8 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
         odd = [answer for answer in answers if "\n" in answer or answer.endswith(".")]
         if len(odd) > len(rows) / 10:
             sentences.append(
-                f"{task}: {len(odd)} answers have several lines or end with a period, which a "
-                f"correct completion must repeat, such as {odd[0]!r:.60}"
+                f"{task}: {len(odd)} answers, such as {odd[0]!r:.60}, have several lines or end "
+                "with a period, which a correct completion must repeat"
             )
     return sentences
 
@@ -1406,8 +1423,8 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
 def build_tiny_model(tasks):
     """Build the built-in model `tiny` (0.14M parameters) and its tokenizer.
 
-    Its tokens are characters and phrases. A phrase is a fixed piece of the tasks' questions that
-    recurs, or the start of an answer. It has at least five characters and no digits.
+    Its tokens are characters and phrases. A phrase is a recurring piece of the tasks' questions, at
+    least five characters long and without digits, or a fixed piece of an answer format.
     """
     # Collect the phrases, which are the pieces between numbers, from a hundred questions per task.
     counts = Counter()
@@ -1419,7 +1436,7 @@ def build_tiny_model(tasks):
     phrases = sorted(piece for piece, count in counts.items() if count >= 10)
     phrases += [text.split("{}")[0] for text in ANSWER_TEMPLATES[1:] if len(text) >= 5]
 
-    # A tokenizer of single characters, with the phrases as added tokens.
+    # Build a tokenizer of single characters, with the phrases as added tokens.
     characters = sorted({*map(chr, range(32, 127)), *"\n∧∨¬→↔"})
     vocabulary = {token: i for i, token in enumerate(["<eos>", "<unk>", *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -1436,7 +1453,7 @@ def build_tiny_model(tasks):
         vocab_size=len(tokenizer), n_embd=64, n_layer=2, n_head=4, n_positions=512,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        initializer_range=0.1,  # about 1 / sqrt(n_embd); with GPT-2's 0.02 it learns half as much
+        initializer_range=0.1,  # about 1 / sqrt(n_embd); tiny learns half as much with GPT-2's 0.02
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -1469,10 +1486,10 @@ WARM_START_VERSION = 6  # increase it when `warm_start` changes, so that older f
 def warm_start(model, codec: Codec, config, tasks):
     """Run WARM_START_STEPS steps of supervised fine-tuning on the tasks' own questions.
 
-    The length is counted in steps, not seconds, so that the result is reproducible. Yields (step,
+    The length is counted in steps, not seconds, so that the result is reproducible. Yield (step,
     loss) after each step.
 
-    At first, tiny sees answers in all formats, half of them in the rewarded format. In a last
+    At first, tiny sees answers in all formats, half of them in the rewarded format. In the last
     phase, the rewarded format is rare (ANSWER_TAG_SHARE). The model can then do the arithmetic but
     hardly ever uses that format. This is by design, because finding the format is left to GRPO.
     Other models see only the rewarded format.
@@ -1486,8 +1503,8 @@ def warm_start(model, codec: Codec, config, tasks):
     warm_up_steps = max(1, min(50, steps // 4))
     num_last_steps = min(150, steps // 4) if is_tiny else 0
 
-    # Generate at most 16,000 questions as (prompt, answer), which takes 3 s, and sort them by
-    # length. They are used several times.
+    # Generate up to 16,000 pairs (prompt, answer), which takes 3 s, and sort them by prompt length.
+    # A long warm start uses each pair several times.
     rng = random.Random(f"warm start {config.SEED}")
     samples = []
     for _ in range(min(16_000, steps * batch_size)):
@@ -1506,8 +1523,8 @@ def warm_start(model, codec: Codec, config, tasks):
         # Draw the batch from the neighbors of a random sample. Their prompts have similar lengths,
         # so the batch needs little padding.
         middle = rng.randrange(len(samples))
-        neighbours = samples[max(0, middle - 8 * batch_size) : middle + 8 * batch_size]
-        batch = rng.sample(neighbours, batch_size)
+        neighbors = samples[max(0, middle - 8 * batch_size) : middle + 8 * batch_size]
+        batch = rng.sample(neighbors, batch_size)
 
         # Write each answer in one of the formats.
         tag_share = config.ANSWER_TAG_SHARE if step > steps - num_last_steps else 0.5
@@ -1517,8 +1534,8 @@ def warm_start(model, codec: Codec, config, tasks):
             template = ANSWER_TEMPLATES[0] if is_rewarded else rng.choice(ANSWER_TEMPLATES[1:])
             answers.append(template.format(answer))
 
-        # The loss is the mean negative log-likelihood of the answer tokens. It ignores the label
-        # -100 of prompts and of the padding on the right.
+        # The loss is the mean negative log-likelihood of the answer tokens. Prompts and the padding
+        # on the right have the label -100, which the loss ignores.
         rows = []
         labels = []
         answer_ids = codec.encode_completions(answers, [True] * len(answers))
@@ -1600,7 +1617,7 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
 # ==================================================================================================
 
 
-TRY_SCRIPT = '''"""Prompt this model exactly as in training: python try.py "What is 2 + 2?" """
+TRY_SCRIPT = '''"""Prompt this model exactly as in training: python try.py "Calculate 2 + 2." """
 
 import pathlib
 import sys
@@ -1642,16 +1659,16 @@ def save_model(model, codec: Codec, card: str, folder) -> None:
     """Save model, tokenizer and model card as a standard Hugging Face folder.
 
     The weights are converted back to the dtype of their original files, so the model must not be
-    trained afterwards.
+    trained afterward.
     """
-    transformers.utils.logging.disable_progress_bar()  # "Writing model shards"
+    transformers.utils.logging.disable_progress_bar()  # hides the bar "Writing model shards"
     model.generation_config.eos_token_id = sorted(codec.eos_ids)  # so that `generate` stops
     model.to(codec.dtype).save_pretrained(folder)
-    # Chat templates stay in tokenizer_config.json, because several would need a subfolder.
+    # Keep chat templates in tokenizer_config.json, because several files would need a subfolder.
     codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
     Path(folder, "README.md").write_text(card, encoding="utf-8")
 
-    # transformers 4 only knows the older name of this class.
+    # transformers 4 knows only the older name of this class.
     file = Path(folder, "tokenizer_config.json")
     settings = file.read_text(encoding="utf-8")
     settings = settings.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Run a coordinator and NUM_WORKERS (4) workers on this machine, or compare several settings of I/J.
+# Run a coordinator and NUM_WORKERS (4) workers on this machine, or compare several I/J settings.
 #   bash run_swarm.sh                                     4 workers, I/J 4/4, the built-in model
 #   NUM_WORKERS=2 MODEL_NAME=gpt2 bash run_swarm.sh       all settings of sapo.py are passed on
 #   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     one run per I/J and seed, then the report
 #   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process
 #                                     (u: EXTERNAL_FILTER=False, xK: LOCAL_OVERSAMPLE=K)
-# It shows the coordinator and worker_0. LOG_DIR (by default, a new folder in /tmp) has all output.
+# The screen shows the coordinator and worker_0. All output is in LOG_DIR (default: a new folder).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -29,7 +29,7 @@ case ${TEST_MODE:-0} in  # TEST_MODE has its own defaults
     export NUM_TRAIN_SAMPLES=${NUM_TRAIN_SAMPLES:-4} NUM_TRANSPLANT_TREES=${NUM_TRANSPLANT_TREES:-4} ;;
 esac
 
-# Divide the threads evenly. Otherwise, each worker starts a thread per core, and all are very slow.
+# Divide the threads evenly. If each worker started a thread per core, all would be very slow.
 count='import os, torch
 print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)), torch.cuda.device_count())'
 read -r cores gpus < <("$python" -c "$count")
@@ -49,14 +49,14 @@ pids=() stopping=0
 trap '' PIPE  # the output may be a closed pipe
 say() { echo "run_swarm: $*" 2>/dev/null || true; }
 stop_all() {
-  local pid  # does not overwrite the `pid` of `wait_for`, which this function interrupts
+  local pid  # because this function may interrupt `wait_for`, which has its own `pid`
   if [ $stopping = 0 ]; then say "stopping; processes finish their current round first"; fi
   stopping=1
   for pid in ${pids[@]+"${pids[@]}"}; do kill -INT -- "-$pid" 2>/dev/null || true; done
 }
 trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: Slurm's time limit
 
-start() {  # NAME VAR=VALUE…: start a process in the background, and report its failure
+start() {  # NAME VAR=VALUE…: start a process in the background, and report it if it fails
   local name=$1
   shift
   : > "$logs/$name.log"
@@ -69,7 +69,7 @@ start() {  # NAME VAR=VALUE…: start a process in the background, and report it
       say "$name ended with exit code $status ($logs/$name.log)"
       grep -m1 "to resume: " "$logs/$name.log" || true  # the command that resumes it
     fi
-    if [ $status -gt 130 ]; then  # it was killed; mark it as failed, or the others would wait
+    if [ $status -gt 130 ]; then  # killed; mark it as failed, so that the others do not wait
       beat=${GDRIVE_PATH:-rl-swarm}/experiments/${EXPERIMENT_NAME:-default}/nodes/$name/heartbeat.json
       if [ -f "$beat" ]; then sed 's/"running"/"failed"/' "$beat" > "$beat.new" && mv "$beat.new" "$beat"; fi
     fi
@@ -79,26 +79,27 @@ start() {  # NAME VAR=VALUE…: start a process in the background, and report it
   if [ $stopping = 1 ]; then kill -INT -- "-$!" 2>/dev/null || true; fi  # Ctrl-C came before pids+=
 }
 
-keep_and_show() {  # NAME: write stdin to its log, and print selected lines of selected processes
+keep_and_show() {  # NAME: write stdin to the log of this process, and print selected lines
   trap '' INT TERM HUP USR1
   while IFS= read -r line || [ -n "$line" ]; do
     printf "%s\n" "$line" >> "$logs/$1.log"
     case $1:$line in
-      # Hide the rounds of worker_0, because the coordinator's lines are about all workers, and the
-      # commands that resume a single process, because this script resumes all.
+      # Hide the rounds of worker_0, because the coordinator's lines cover all workers. Hide the
+      # commands that start or resume a single process, because this script runs all of them, and
+      # the lines that announce these commands.
       worker_0:worker_0\ [0-9]*/*) ;;
-      *:"to resume: "* | *:"stopped; to resume, run:" | *" python sapo.py") ;;
+      *:"to resume: "* | *"to resume, run:" | *"creates the experiment:" | *" python sapo.py") ;;
       worker_0:* | [!w]*) printf "%s\n" "[$1] ${line#"$1 "}" 2>/dev/null || true ;;
     esac
   done
 }
 
-wait_for() {  # PID…: wait until all of these have ended; return 1 if any of them failed
+wait_for() {  # PID…: wait until all of these processes have ended; return 1 if any failed
   local pid status failed=0
   for pid; do
     status=0
     wait "$pid" || status=$?
-    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done  # a signal ends `wait`
+    while kill -0 "$pid" 2>/dev/null; do wait "$pid" || status=$?; done  # a signal interrupts `wait`
     if [ $status != 0 ]; then failed=1; fi
   done
   if [ $stopping = 1 ]; then

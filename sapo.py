@@ -6,14 +6,14 @@
 
 Several nodes each train their own language model with GRPO on reasoning-gym questions. They share
 their rollouts, as plain text, through one folder (see drive_store.py). A group is one question with
-G completions (NUM_GENERATIONS, 8). It is informative if its rewards differ.
+G completions (NUM_GENERATIONS, 8), and it is informative if its rewards differ.
 
 In each stage (by default, one per round), a node trains on I groups of its own (NUM_TRAIN_SAMPLES,
-8) and on J external groups from its peers, the other nodes (NUM_TRANSPLANT_TREES; the default, 0,
-is plain GRPO). It first verifies external groups: it regenerates their questions and scores their
-completions itself.
+8) and J external groups from its peers, the other nodes (NUM_TRANSPLANT_TREES, by default 0, which
+is plain GRPO). Before it uses an external group, it verifies the group by regenerating the question
+and scoring the completions itself.
 
-Settings are environment variables (`python sapo.py --help`):
+Settings are environment variables (see `python sapo.py --help`):
 
     EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py
 """
@@ -57,31 +57,31 @@ else:
 
 
 def train(run: "Run") -> None:
-    """Run Algorithm 1 of the paper with the nodes of this process until the last round.
+    """Run Algorithm 1 of the paper with this process's nodes until the last round.
 
-    In each stage, all of them finish step 3 before any of them starts step 4. Sharing among them is
-    therefore synchronous, and a swarm in one process is reproducible bit for bit on a CPU.
+    In each stage, all nodes finish step 3 before any node starts step 4, so they share
+    synchronously, and a swarm in one process is bit-for-bit reproducible on a CPU.
 
-    `run` is the state of this process. The core uses these parts of it:
-        config, codec   as in grpo.py, where update_limit is called `limit`
+    `run` is the state of this process. Its main parts are:
+        config, codec   as in grpo.py; `run.update_limit` is `limit` there
         nodes           the learners (`Node`) of this process, by default one (LOCAL_NODES)
         store           the shared folder
         swarm.board     a snapshot of the board; swarm.look() replaces and returns it
-        swarm.enter(t)  moves the "open" markers of these nodes
+        swarm.enter(t)  moves these nodes' "open" markers to round t
         swarm.beat()    writes their heartbeats if they are due
-        last_round      the last finished round, -1 before the first; set by `finish_round`
+        last_round      the last finished round, or -1; `finish_round` updates it
     """
     while (t := next_round(run)) is not None:
         for stage in range(run.config.MAX_STAGES):  # 1 by default
             at = drive_store.At(t, stage)
             for node in run.nodes:
                 questions = sample_batch(run, node, at)  # 1. draw I questions
-                node.groups = generate_groups(run, node, questions, at)  # 2. G completions of each
+                node.groups = generate_groups(run, node, questions, at)  # 2. answer each G times
                 publish_groups(run, node, at)  # 3. share them as text
 
             for node in run.nodes:
-                node.external = sample_external(run, node, at)  # 4. draw J of the peers' groups
-                policy_gradient(run, node)  # 5. one update on own and external groups
+                node.external = sample_external(run, node, at)  # 4. draw J external groups
+                policy_gradient(run, node)  # 5. do one update on own and external groups
                 submit_reward(run, node, at)  # 6. report
         finish_round(run, t)
 
@@ -102,7 +102,7 @@ def sample_batch(run: "Run", node: "Node", at) -> "list[grpo.Question]":
 
 
 def generate_groups(run: "Run", node: "Node", questions: list, at) -> "list[grpo.Group]":
-    """Generate (`grpo.sample_completions`) and score G completions per question (step 2)."""
+    """Generate and score G completions per question (step 2; see `grpo.sample_completions`)."""
     seed = derive_seed(run.config, node.id, at, "generate")
     with timed(node, "generate_seconds"):
         groups = answer_questions(run, node, questions, run.config.NUM_GENERATIONS, seed)
@@ -111,19 +111,19 @@ def generate_groups(run: "Run", node: "Node", questions: list, at) -> "list[grpo
 
 
 def publish_groups(run: "Run", node: "Node", at) -> None:
-    """Share the groups as text (step 3), by default in every stage, before training on them."""
+    """Share the groups as text before training on them (step 3), by default in every stage."""
     node.unshared += node.groups
     if run.config.publishes(at.stage):  # only the last stage if ROLLOUT_PUBLISH_FREQUENCY=round
-        rollouts = drive_store.rollout_file(node.unshared, run.about)  # about: informational
+        rollouts = drive_store.rollout_file(node.unshared, run.about)  # `about` is informational
         run.store.publish("rollouts", node.id, at, rollouts)
         node.unshared = []
 
 
 def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
-    """Wait for the peers, and draw J of their groups (step 4).
+    """Wait for the peers and draw J of their groups (step 4).
 
-    If this stage has too few, groups from one, two … ROLLOUT_MAX_AGE (4) rounds back follow.
-    Candidates of the same age are equally likely.
+    If this stage has too few, fill the gaps with groups from one, two … ROLLOUT_MAX_AGE (4) rounds
+    back. Candidates of the same age are equally likely to be drawn.
     """
     config = run.config
     with timed(node, "wait_seconds"):
@@ -149,14 +149,14 @@ def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[gr
     """Return the verified groups of one age that `node` may draw and has not drawn before.
 
     Age 0 is this stage, and age 1 is all stages of the previous round. `choose_peers` selects at
-    most FETCH_MAX_PEERS (10) other nodes by a hash. With EXTERNAL_FILTER (the default), all are
-    informative.
+    most FETCH_MAX_PEERS (10) other nodes by a hash. With EXTERNAL_FILTER (the default), all groups
+    are informative.
     """
     config = run.config
     stages = [at.stage] if age == 0 else range(config.MAX_STAGES)
     sources = [drive_store.At(at.round - age, stage) for stage in stages]
-    # A peer that has published any of these stages has reached the first of them.
-    publishers = run.swarm.board.reached("rollouts", sources[0])
+    first_source = sources[0]  # a peer that has published any of them has reached the first
+    publishers = run.swarm.board.reached("rollouts", first_source)
 
     candidates = []
     for peer in choose_peers(run, node, at, publishers):
@@ -200,7 +200,7 @@ def verify(run: "Run", record: dict) -> "grpo.Group":
 def policy_gradient(run: "Run", node: "Node") -> None:
     """Do one GRPO update on I own groups and the external groups (step 5).
 
-    If LOCAL_OVERSAMPLE has generated more than I, informative groups come first.
+    If LOCAL_OVERSAMPLE has generated more than I groups, informative groups are chosen first.
     """
     # EXERCISE: replace uninformative groups with informative groups from earlier rounds (replay).
     own = sorted(node.groups, key=lambda group: not group.is_informative)
@@ -213,15 +213,15 @@ def policy_gradient(run: "Run", node: "Node") -> None:
 
 
 def submit_reward(run: "Run", node: "Node", at) -> None:
-    """Submit and log the metrics of the stage (step 6).
+    """Submit and log the stage's metrics (step 6).
 
     The reward is the mean over the node's own completions, because external groups or a filter
     would bias it. With I = 0, it is None.
     """
     reward = coordinator.mean(reward for group in node.groups for reward in group.rewards)
     metrics = {"reward": reward, **node.metrics, **held_out_metrics(run, node, at)}
-    # After a crash, `publish` may return earlier metrics of this stage, which then count.
-    node.metrics = run.store.publish("rewards", node.id, at, metrics)
+    # If this stage was already submitted before a crash, the earlier metrics count.
+    node.metrics = run.store.publish("rewards", node.id, at, metrics) or metrics
     node.total_reward += node.metrics["reward"] or 0.0
     log_metrics(run, node, at)
 
@@ -230,7 +230,7 @@ def submit_reward(run: "Run", node: "Node", at) -> None:
 
 
 def wait_for_peers(run: "Run", node: "Node", at) -> None:
-    """Wait for late peers until FETCH_TIMEOUT_SECONDS (30) are used up.
+    """Wait for late peers, for at most FETCH_TIMEOUT_SECONDS (30).
 
     All stages of a round and all nodes of this process share this time. The wait also ends when a
     later round opens or a stop is requested.
@@ -242,32 +242,35 @@ def wait_for_peers(run: "Run", node: "Node", at) -> None:
             give_up(run, late, at)
             return
         run.swarm.beat()
-        run.seconds_to_wait -= run.swarm.sleep()  # look and sleep, each counted as at most 2 s
+        run.seconds_to_wait -= run.swarm.sleep()  # the last poll (at most 2 s) and the sleep
 
 
 def late_peers(run: "Run", node: "Node", at) -> set[str]:
     """Return the expected peers that have not published this stage, if any of them is alive.
 
-    At most FETCH_MAX_PEERS (10) peers are checked. A peer is expected if
-    (a) it is in step (see `Board.in_step`), or
-    (b) it has entered the previous round and has not been given up. A peer is given up from when a
-        wait for it times out until it is in step again.
+    At most FETCH_MAX_PEERS (10) of the expected peers are checked.
     """
     board = run.swarm.look()
-    in_step = board.in_step("rollouts", at.round, run.config.MAX_STAGES)  # (a)
-    run.given_up -= in_step
-    entered_before = set(board.reached("open", drive_store.At(at.round - 1)))
-    entered_before &= set(board.workers)  # without the coordinator
-    expected = in_step | (entered_before - run.given_up)  # (b)
-
     late = set()
-    for peer in choose_peers(run, node, at, expected):
-        # On some drives, the marker appears before the file.
+    for peer in choose_peers(run, node, at, expected_workers(run, board, at.round)):
         is_marked = peer in board.reached("rollouts", at)
-        if not is_marked or fetch_records(run, node, peer, at) is None:
+        if not is_marked or fetch_records(run, node, peer, at) is None:  # the file may arrive later
             late.add(peer)
-    late -= set(run.config.node_ids)  # these have all published
+    late -= set(run.config.node_ids)  # the nodes of this process have published
     return late if any(map(run.swarm.is_alive, sorted(late))) else set()
+
+
+def expected_workers(run: "Run", board, t: int) -> set[str]:
+    """Return the workers whose rollouts of round t are worth waiting for.
+
+    These are the workers in step (see `Board.in_step`) and, so that a slow worker can catch up,
+    those that are still in round t - 1. If the wait for such a worker times out, it is given up
+    until it is in step again.
+    """
+    in_step = board.in_step("rollouts", t, run.config.MAX_STAGES)
+    run.given_up -= in_step
+    has_entered_previous = set(board.reached("open", drive_store.At(t - 1))) & set(board.workers)
+    return in_step | (has_entered_previous - run.given_up)
 
 
 def next_round(run: "Run") -> int | None:
@@ -280,7 +283,7 @@ def next_round(run: "Run") -> int | None:
         return None
     t = coordinator.wait_for_round(run, next_own)
 
-    # Other processes may have a larger MAX_ROUNDS.
+    # `t` may be MAX_ROUNDS or more, because other processes may have a larger MAX_ROUNDS.
     log_skipped(run, next_own, min(t, run.config.MAX_ROUNDS))
     if t >= run.config.MAX_ROUNDS:
         return None
@@ -291,7 +294,7 @@ def next_round(run: "Run") -> int | None:
 
 @dataclass
 class Node:
-    """A learner. A checkpoint holds the first six of these fields."""
+    """A learner. The first six fields are saved in checkpoints."""
 
     id: str
     model: "torch.nn.Module"
@@ -300,9 +303,9 @@ class Node:
     used_external: set = field(default_factory=set)  # keys of drawn external groups
     held_out: dict = field(default_factory=dict)  # {"before training": accuracy, …}
 
-    # The state of the current stage. `unshared` may hold groups of earlier stages.
+    # The state of the current stage. `unshared` may also hold groups of earlier stages.
     groups: "list[grpo.Group]" = field(default_factory=list)
-    unshared: "list[grpo.Group]" = field(default_factory=list)  # own groups to be published
+    unshared: "list[grpo.Group]" = field(default_factory=list)  # own groups not yet published
     external: "list[grpo.Group]" = field(default_factory=list)
     metrics: dict = field(default_factory=dict)
 
@@ -348,15 +351,17 @@ class Run:
     seconds_to_wait: float = 0.0
     given_up: set = field(default_factory=set)
 
+    @property
+    def is_first_round(self) -> bool:
+        """True until this process has finished a round (which may not be round 0)."""
+        return not self.round_ends
+
 
 # -------- Questions and answers -------------------------------------------------------------------
 
 
 def derive_seed(config: "Config", node_id: str, at, purpose: str, i: int = 0) -> int:
-    """Return a seed that is a hash of the arguments and below all HELD_OUT_SEEDS.
-
-    No RNG state has to be saved, and a resumed node draws the same numbers.
-    """
+    """Return a hash of the arguments as a seed, which is below all HELD_OUT_SEEDS."""
     text = f"{config.SEED}|{node_id}|{at.round}|{at.stage}|{purpose}|{i}"
     digest = hashlib.sha256(text.encode()).digest()
     return int.from_bytes(digest[:8], "big") % grpo.HELD_OUT_SEEDS.start
@@ -365,21 +370,21 @@ def derive_seed(config: "Config", node_id: str, at, purpose: str, i: int = 0) ->
 def make_questions(run: Run, seeds: list[int]) -> "list[grpo.Question]":
     """Return a question for each seed, which also determines the task.
 
-    If a seed gives no question that fits the model, the next seed is used instead.
+    If a seed yields no question that fits the model, the next seeds are tried.
     """
     questions = []
     for seed in seeds:
-        # Use a separate stream. The first numbers of Random(seed) generate the question, so they
-        # would limit each task to a part of its questions.
+        # Use a separate stream. The first numbers of Random(seed) also generate the question, so
+        # choosing the task with them would restrict each task to a subset of its questions.
         task = random.Random(f"task {seed}").choice(run.config.tasks)
         questions.append(grpo.first_valid_question(task, seed, run.codec.fits))
     return questions
 
 
 def answer_questions(run: Run, node: Node, questions: list, num_generations: int, seed: int):
-    """Generate completions of each question, and return the scored groups.
+    """Generate completions of each question, and return them as scored groups.
 
-    Training, evaluation and sample answers use this function.
+    Training, evaluation and sample answers all use this function.
     """
     codec = run.codec
     prompts = [codec.encode_prompt(question) for question in questions]
@@ -394,11 +399,11 @@ def answer_questions(run: Run, node: Node, questions: list, num_generations: int
 
 
 def score(run: Run, question, prompt: list, completions: list, finished: list) -> "grpo.Group":
-    """Return a group with its texts and their rewards (`grpo.compute_reward`)."""
+    """Decode and score completions (see `grpo.compute_reward`), and return them as a group."""
     texts = [run.codec.decode(ids) for ids in completions]
     rewards = [float(grpo.compute_reward(question, text, run.config.REWARD)) for text in texts]
     if not all(0 <= reward <= 1 for reward in rewards):
-        raise ValueError(f"compute_reward returned {rewards}: expected numbers from 0 to 1")
+        raise ValueError(f"compute_reward returned {rewards}: return numbers from 0 to 1")
     return grpo.Group(prompt, completions, rewards, question, texts, finished)
 
 
@@ -406,10 +411,10 @@ def score(run: Run, question, prompt: list, completions: list, finished: list) -
 
 
 def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
-    """Return the FETCH_MAX_PEERS (10) of these peers that rank first for this node.
+    """Select at most FETCH_MAX_PEERS (10) of these peers for this node.
 
-    The ranks are hashes, which change every five rounds. The limit keeps the cost of a round from
-    growing with the swarm.
+    A hash ranks the peers, and the ranking changes every five rounds. The limit keeps the cost of a
+    round from growing with the swarm.
     """
     period = drive_store.At(at.round // 5)  # used only in the hash
     others = set(peers) - {node.id}
@@ -418,7 +423,7 @@ def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
 
 
 def give_up(run: Run, late: set[str], at) -> None:
-    """Log which peers did not publish in time, and give them up (see `late_peers`)."""
+    """Log which peers did not publish in time, and give them up (see `expected_workers`)."""
     names = coordinator.join_names(sorted(late), 3)
     run.log.once("wait", f"{names} did not publish round {at.round} in time")
     run.given_up |= late
@@ -437,11 +442,11 @@ def unused_records(run: Run, node: Node, peer: str, sources: list) -> list[dict]
 
 
 def fetch_records(run: Run, node: Node, peer: str, at) -> list[dict] | None:
-    """Return the groups in a peer's file, [] if it cannot be used, or None without a file."""
+    """Return the groups in a peer's file, [] if it is unusable, or None if it does not exist."""
     if run.fetched.get((peer, at)) is None and run.config.publishes(at.stage):
         try:
             run.fetched[peer, at] = run.store.fetch("rollouts", peer, at)
-        except drive_store.InvalidFileError as error:  # it is read again in the next round
+        except drive_store.InvalidFileError as error:  # the file is read again next round
             run.fetched[peer, at] = []
             reject(run, node, peer, error)
     return run.fetched.get((peer, at))
@@ -468,35 +473,35 @@ def reject(run: Run, node: Node, peer: str, reason) -> None:
 def checked_question(run: Run, record: dict) -> "grpo.Question":
     """Regenerate the question of a peer's group.
 
-    Raise Rejected if this node could not have drawn it itself, or if the file's prompt differs.
+    Raise Rejected if this node could never draw this question itself, or if the peer's prompt is
+    different.
     """
     if record["task"] not in run.config.tasks:
-        raise Rejected("its task is not in this experiment's TASKS")
+        raise Rejected("a group's task is not in this experiment's TASKS")
     if record["seed"] in grpo.HELD_OUT_SEEDS:
-        raise Rejected("its question has a held-out seed")
+        raise Rejected("a group's question has a held-out seed")
     question = grpo.make_question(record["task"], record["seed"])
     if record["prompt"] != question.text:
-        raise Rejected("its prompt differs from the regenerated question")
+        raise Rejected("a group's prompt differs from the regenerated question")
     return question
 
 
 def checked_ids(codec, prompt: list[int], completions: list[dict]) -> list[list[int]]:
-    """Encode completions with this model's tokenizer.
+    """Encode a peer's completions with this model's tokenizer.
 
-    Raise Rejected if this model could not have written them.
+    Raise Rejected if this model could not have generated them.
     """
     texts = [completion["response"] for completion in completions]
     finished = [completion["finished"] for completion in completions]
-    # Allow twice MAX_NEW_TOKENS, because the peer's tokenizer may need fewer tokens.
     longest = min(codec.max_completion, codec.positions - len(prompt))
-    if any(len(text) > 16 * longest for text in texts):  # encoding it would take long
+    if any(len(text) > 16 * longest for text in texts):  # encoding the text would take long
         raise Rejected("a completion is too long")
     token_ids = codec.encode_completions(texts, finished)
     for ids in token_ids:
         if not 1 <= len(ids) <= longest:
-            raise Rejected(f"a completion is empty or longer than {longest} tokens of this model")
+            raise Rejected(f"a completion is empty or longer than {longest} of this model's tokens")
         if max(ids) >= codec.vocabulary or not codec.eos_ids.isdisjoint(ids[:-1]):
-            raise Rejected("a completion has an EOS before its end or an unknown token")
+            raise Rejected("a completion contains an unknown token, or an EOS before its end")
     return token_ids
 
 
@@ -507,33 +512,34 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
     """Log that this process missed the rounds from `next_own` to `end` - 1, if there are any."""
     if end == next_own:
         return
-    run.log.event("skip", f"the swarm ran rounds {next_own} to {end - 1} without this process")
+    missed = f"rounds {next_own} to {end - 1}" if end > next_own + 1 else f"round {next_own}"
+    run.log.event("skip", f"the swarm ran {missed} without this process")
 
     # A node may have submitted rewards in these rounds before a crash. Add them to its total.
     for node in run.nodes:
-        for at in run.store.list_stages("rewards", node.id):
-            if next_own <= at.round < end:
-                row = run.store.read_reward(node.id, at) or {}
-                node.total_reward += row.get("reward") or 0.0
+        stages = run.store.list_stages("rewards", node.id)
+        skipped = [at for at in stages if next_own <= at.round < end]
+        for row in run.store.read_rewards(node.id, skipped):
+            node.total_reward += row["reward"] or 0.0
 
 
 def finish_round(run: Run, t: int) -> None:
-    """Log the round, save a checkpoint (if due) and clean up."""
+    """Log the round, save a checkpoint if it is due, and clean up."""
     config = run.config
     interval = config.CHECKPOINT_INTERVAL
-    # A checkpoint is due if a multiple of the interval has been passed, perhaps in a skipped round.
+    # A checkpoint is due if a multiple of the interval was reached, perhaps in a skipped round.
     checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
     run.last_round = t
 
-    # Flush first. Rounds before a checkpoint are never repeated, so their log rows must already be
-    # on disk.
+    # Flush first. A resumed process does not repeat the rounds before its checkpoint, so their log
+    # rows must already be in the file.
     log_round(run, t)
     run.log.flush(run.store)
     if checkpoint_is_due or t == config.MAX_ROUNDS - 1:
         save_checkpoint(run)
 
-    # Forget groups that are too old for later rounds. Also forget files that could not be used, so
-    # that they are read again.
+    # Forget groups that are too old for later rounds. Forget unusable files as well, so that they
+    # are read again.
     oldest = t - config.ROLLOUT_MAX_AGE
     fetched = run.fetched.items()
     run.fetched = {file: groups for file, groups in fetched if groups and file[1].round >= oldest}
@@ -545,10 +551,10 @@ def finish_round(run: Run, t: int) -> None:
 
 
 def prune_rollouts(run: Run) -> None:
-    """Delete or archive old rollouts.
+    """Delete or archive old rollouts if ROLLOUT_CLEANUP_ENABLED is set.
 
-    A resumed node repeats the rounds since its checkpoint. The oldest of these may draw groups from
-    ROLLOUT_MAX_AGE rounds earlier, which are therefore kept.
+    A resumed node repeats the rounds since its checkpoint, and the first of these rounds may draw
+    groups from up to ROLLOUT_MAX_AGE rounds earlier. Rollouts of all these rounds are kept.
     """
     config = run.config
     if config.ROLLOUT_CLEANUP_ENABLED:
@@ -565,14 +571,14 @@ def prune_rollouts(run: Run) -> None:
 
 @contextlib.contextmanager
 def timed(node: Node, name: str):
-    """Measure the seconds that the block takes, as a metric of the node."""
+    """Record the block's duration in seconds as one of the node's metrics."""
     started = time.monotonic()
     yield
     node.metrics[name] = time.monotonic() - started
 
 
 def collect(groups: "list[grpo.Group]", name: str) -> list:
-    """Return the rewards, texts … of all completions of these groups."""
+    """Return the field `name`, such as "rewards", of all completions in these groups."""
     return [value for group in groups for value in getattr(group, name)]
 
 
@@ -600,14 +606,14 @@ def generation_metrics(groups: "list[grpo.Group]") -> dict:
 def column_name(task: str) -> str:
     """Return a plain column name for a task, from its last 30 characters.
 
-    A file's hash is at the end, so different files have different columns.
+    The name of a file task ends with the file's hash, so different files have different columns.
     "file:我的.jsonl#1f3b5d7a" -> "file_jsonl_1f3b5d7a"
     """
     return re.sub(r"\W+", "_", task, flags=re.ASCII)[-30:]
 
 
 def external_metrics(run: Run, node: Node, at, external: list) -> dict:
-    """Return the metrics of step 4, such as missing groups and the age of the newest peer file."""
+    """Return the metrics of step 4, such as the number of missing groups."""
     config = run.config
     board = run.swarm.board
     peers = set(board.reached("rollouts", drive_store.At(0))) - set(config.node_ids)
@@ -629,13 +635,13 @@ def update_metrics(run: Run, node: Node, groups: "list[grpo.Group]", update: dic
     num_informative = sum(group.is_informative for group in groups)
     num_steps = update.pop("optimizer_steps")
     if num_informative > 0 and num_steps < run.config.NUM_ITERATIONS:
-        run.log.event("gradient", f"{node.id}: non-finite gradient; skipped the rest of the update")
+        run.log.event("gradient", f"skipped the rest of {node.id}'s update (non-finite gradient)")
     num_own = len(groups) - len(node.external)
     return update | {"local_groups": num_own, "informative_groups": num_informative}
 
 
 def held_out_metrics(run: Run, node: Node, at) -> dict:
-    """Return the held-out accuracy at the end of every EVAL_INTERVAL-th round, otherwise {}."""
+    """Return {"held_out": accuracy} after every EVAL_INTERVAL-th round, otherwise {}."""
     interval = run.config.EVAL_INTERVAL
     is_due = interval > 0 and (at.round + 1) % interval == 0
     if is_due and at.stage == run.config.MAX_STAGES - 1:
@@ -661,21 +667,22 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
 def evaluate(run: Run, when: str) -> None:
     """Measure the held-out accuracy "before training" or "after training", if EVAL_INTERVAL is set.
 
-    It is logged and appears in the model card. A resumed run does not measure it again.
+    It is logged and appears in the model card. A resumed node reads the accuracy before training
+    from its checkpoint.
     """
     for node in run.nodes:
         if run.config.EVAL_INTERVAL > 0 and when not in node.held_out:
             node.held_out[when] = held_out_accuracy(run, node, run.last_round)
-            run.log.event("held-out", f"{node.id} {when}: {node.held_out[when]:.2f}")
+            run.log.event("held-out", f"{node.id}'s accuracy {when} is {node.held_out[when]:.2f}")
 
 
 # -------- Logging ---------------------------------------------------------------------------------
 
-SAMPLE_INTERVAL = 20  # rounds between two logs of sample answers
+SAMPLE_INTERVAL = 20  # rounds between logged sample answers
 
 
 def log_metrics(run: Run, node: Node, at) -> None:
-    """Queue the row of a stage for metrics.jsonl."""
+    """Queue a stage's row for metrics.jsonl."""
     row = {
         "timestamp": time.time(),
         "round": at.round,
@@ -693,10 +700,10 @@ def log_metrics(run: Run, node: Node, at) -> None:
 
 
 def log_round(run: Run, t: int) -> None:
-    """Log the line of a round, with means over its stages and the nodes of this process.
+    """Log a round's line, with means over its stages and this process's nodes.
 
-    A hint follows if ten rounds had no informative group, and sample answers follow every 20
-    rounds.
+    Every ten rounds, add a hint if no group in these rounds was informative. Every 20 rounds, add
+    sample answers.
     """
     config, log = run.config, run.log
     run.round_ends.append(time.monotonic())
@@ -715,7 +722,7 @@ def log_round(run: Run, t: int) -> None:
 
 
 def sample_answers(run: Run) -> list[dict]:
-    """Return two fixed questions with three answers of the first node, in rollout file format."""
+    """Return two fixed questions with three answers each, as in a rollout file."""
     start = drive_store.At(0)
     seeds = [derive_seed(run.config, "", start, "sample", i) for i in range(2)]
     seed = derive_seed(run.config, "", start, "sampled")
@@ -724,7 +731,7 @@ def sample_answers(run: Run) -> list[dict]:
 
 
 def log_samples(run: Run, is_last: bool = False) -> None:
-    """Log the model's current sample answers and, if is_last, those from before training."""
+    """Log the first node's current sample answers and, if is_last, its answers before training."""
     for before, now in zip(run.samples, sample_answers(run), strict=True):
         lines = coordinator.format_sample(now, before if is_last else None)
         run.log.info("\n".join(lines))
@@ -734,19 +741,20 @@ def log_samples(run: Run, is_last: bool = False) -> None:
 
 
 class ConfigError(ValueError):
-    """Settings cannot be used. The text lists each variable, its value and the allowed values."""
+    """Settings are invalid. The text lists each of them with its value and the allowed values."""
 
 
 def setting(default, help: str, allowed=None, scope="node", **presets):
-    """Return one row of the table of settings.
+    """Return one row of the settings table.
 
     default: the value for a real model.
-    presets: other values for the built-in model (tiny), TEST_MODE (test) and both (tiny_test).
+    presets: different values for the built-in model (tiny), TEST_MODE (test) or both (tiny_test).
     allowed: a tuple of words, or a range (lowest, highest).
-    scope: how nodes share the setting. From config.json, a joining node inherits the settings with
-        scope "experiment" and "swarm", and with scope "model" if its MODEL_NAME is the same. It
-        never inherits a setting with scope "node". It may override every setting except those with
-        scope "experiment".
+    scope: whether a joining node inherits the value in config.json.
+        "experiment"  always; a different value is an error
+        "swarm"       unless the node sets its own value
+        "model"       like "swarm", but only if the node has the experiment's MODEL_NAME
+        "node"        never
     """
     columns = {"help": help, "allowed": allowed, "scope": scope}
     return field(default=default, metadata=columns | presets)
@@ -755,9 +763,9 @@ def setting(default, help: str, allowed=None, scope="node", **presets):
 # fmt: off
 @dataclass(frozen=True, repr=False)  # a repr would put the access token into tracebacks
 class Config:
-    """All settings, which are environment variables. A new setting is one new row."""
+    """All settings, which are environment variables. To add a setting, add one row."""
 
-    environ: dict = field(default_factory=dict, compare=False)  # the variables as they were read
+    environ: dict = field(default_factory=dict, compare=False)  # the variables before parsing
     notes: list = field(default_factory=list, compare=False)  # messages for the user
 
     GDRIVE_PATH: str = setting("auto",
@@ -772,7 +780,7 @@ class Config:
         "unique name; auto: node_<8 hex digits>, or node if LOCAL_NODES > 1")
     LOCAL_NODES: int = setting(1, "workers in this process, named NODE_ID_0, NODE_ID_1 …", (1, 256))
     SEED: int = setting(42,
-        "the swarm's seed; nodes differ by NODE_ID", (0, 2**31), "experiment")
+        "the swarm's seed; NODE_ID gives each node its own questions", (0, 2**31), "experiment")
     TEST_MODE: bool = setting(False,
         "quick check with 3 rounds, I = 4, J = 2, G = 4, tiny and a short warm start; any other "
         "model uses the eight small tasks, 32 tokens and 30 warm-start steps")
@@ -790,7 +798,8 @@ class Config:
     WARM_START_STEPS: int = setting(0,
         "supervised steps before GRPO", (0, 10**6), "model", tiny=1000, test=30, tiny_test=150)
     ANSWER_TAG_SHARE: float = setting(0.02,
-        "share of the rewarded format at the end of tiny's warm start", (0, 1), "model", test=0.9)
+        "share of answers in the rewarded format at the end of tiny's warm start",
+        (0, 1), "model", test=0.9)
     REWARD: str = setting("exact",
         "exact: 1 for a correct answer, otherwise 0; verifier: reasoning-gym's own score, which "
         "gives partial credit", ("exact", "verifier"), "experiment")
@@ -800,7 +809,7 @@ class Config:
         "J: external groups (from peers) per stage; 0: plain GRPO", (0, 4096), "swarm", test=2)
     NUM_GENERATIONS: int = setting(8, "G: completions per question", (2, 64), "swarm", test=4)
     TEMPERATURE: float = setting(1.0,
-        "temperature of sampling and of the log-probabilities in the loss", (0.01, 100), "model")
+        "temperature for sampling and for the log-probabilities in the loss", (0.01, 100), "model")
     MAX_NEW_TOKENS: int = setting(256,
         "maximum completion length in tokens", (1, 32768), "model", tiny=10, test=32, tiny_test=10)
     EXTERNAL_FILTER: bool = setting(True,
@@ -814,14 +823,15 @@ class Config:
     CLIP_HIGH: float = setting(0.28,
         "the policy ratio is clipped to at most 1 + CLIP_HIGH", (0, 10), "model")
     NUM_ITERATIONS: int = setting(1,
-        "optimizer steps on the completions of one stage", (1, 100), "model")
+        "optimizer steps per stage, all on the same completions", (1, 100), "model")
     LOSS_TYPE: str = setting("dapo",
-        "dapo: mean over tokens; grpo: mean over completions; dr_grpo: divide by MAX_NEW_TOKENS",
+        "dapo: mean over all tokens; grpo: mean over each completion's tokens, then over "
+        "completions; dr_grpo: like grpo, but divided by MAX_NEW_TOKENS instead of the length",
         ("dapo", "grpo", "dr_grpo"), "model")
     MICRO_BATCH_SIZE: int = setting("auto",
         "completions per forward pass; auto: sized to available memory", (1, 65536))
     DTYPE: str = setting("auto",
-        "dtype to compute in; auto: bfloat16 if the hardware supports it",
+        "compute dtype; auto: bfloat16 if the hardware supports it, otherwise float32",
         ("float32", "bfloat16"), tiny="float32")
     DEVICE: str = setting("auto",
         "cuda, cuda:1, mps or cpu; auto: the first of these that is available")
@@ -829,15 +839,16 @@ class Config:
         "seconds after which a round may end (see ROUND_ADVANCE)", (0.01, 86400), "swarm")
     ROUND_ADVANCE: str = setting("hybrid",
         "time: a round ends after the interval; completion: when all live workers in it have "
-        "submitted; hybrid: whichever comes first", ("time", "completion", "hybrid"), "swarm")
+        "submitted rewards; hybrid: whichever comes first",
+        ("time", "completion", "hybrid"), "swarm")
     ROLLOUT_PUBLISH_FREQUENCY: str = setting("stage",
         "stage: publish in every stage; round: publish once, in the last stage of a round; "
         "generation: same as stage", ("stage", "round", "generation"), "swarm")
     ROLLOUT_MAX_AGE: int = setting(4,
         "maximum age of external groups, in rounds", (0, 1000), "swarm")
     FETCH_MAX_PEERS: int = setting(10,
-        "maximum number of peers to read per draw and age; the choice changes every five rounds",
-        (1, 1000))
+        "maximum number of peers that a node waits for and reads; the selection changes every "
+        "five rounds", (1, 1000))
     FETCH_TIMEOUT_SECONDS: float = setting(30.0,
         "maximum seconds per round to wait for peers' rollouts", (0, 3600))
     STALE_AFTER_SECONDS: float = setting(300.0,
@@ -853,20 +864,20 @@ class Config:
     EVAL_INTERVAL: int = setting(0,
         "rounds between held-out evaluations (pass@1); 0: never", (0, 10**6))
     EVAL_SAMPLES: int = setting(64,
-        "held-out questions, with seeds that no node trains on", (1, 65536))
+        "held-out questions per evaluation, from seeds that no node trains on", (1, 65536))
     HUGGINGFACE_ACCESS_TOKEN: str = setting("",
         "if set, the final models are pushed to the Hub; the token is never logged")
     HF_REPO: str = setting("",
-        "repository on the Hub, with -<node> appended; default: EXPERIMENT_NAME")
+        "name of the Hub repositories, to which -<node> is appended; default: EXPERIMENT_NAME")
     NUM_WORKERS: int = setting(0,
         "workers that run_swarm.sh starts (4 if unset); before its first round, a process waits "
-        "for at most one interval until this many are alive", (0, 10**4))
+        "until this many are alive, for at most one interval", (0, 10**4))
     CONFIGS: str = setting("", "for run_swarm.sh: I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = setting("", "for run_swarm.sh: seeds of the comparison, such as 1 2 3")
 
     @property
     def node_ids(self) -> list[str]:
-        """The names of the nodes of this process."""
+        """The names of this process's nodes."""
         if self.LOCAL_NODES == 1 or self.NODE_ROLE == "coordinator":
             return [self.NODE_ID]
         return [f"{self.NODE_ID}_{i}" for i in range(self.LOCAL_NODES)]
@@ -879,7 +890,7 @@ class Config:
     def publishes(self, stage: int) -> bool:
         """Return whether a stage publishes rollouts.
 
-        By default, every stage does. With ROLLOUT_PUBLISH_FREQUENCY=round, only the last stage of a
+        By default, every stage does; with ROLLOUT_PUBLISH_FREQUENCY=round, only the last stage of a
         round does.
         """
         return self.ROLLOUT_PUBLISH_FREQUENCY != "round" or stage == self.MAX_STAGES - 1
@@ -887,39 +898,39 @@ class Config:
 
 
 TABLE = {row.name: row for row in fields(Config) if row.metadata}
-OTHERS_NAMES = {  # names in other programs -> names here
+FOREIGN_NAMES = {  # names in other programs -> names here
     "LR": "LEARNING_RATE", "BATCH_SIZE": "NUM_TRAIN_SAMPLES", "STEPS": "MAX_ROUNDS",
     "EPOCHS": "MAX_ROUNDS", "MODEL": "MODEL_NAME",
 }  # fmt: skip
 FORMER = {  # roles of earlier versions -> their replacements
-    "validate": "use TEST_MODE=True, which checks itself and exits with 1 if something is missing",
+    "validate": "use TEST_MODE=True, which checks the run and exits with code 1 if it fails",
     "auto": "set NODE_ROLE and NODE_ID from the rank in the shell (see .github/MANUAL.md)",
 }
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 
 
 def read_config(environ, saved=None) -> Config:
-    """Return the settings of a process.
+    """Return the settings of a process, or raise ConfigError with all errors.
 
-    The value of a setting comes from the first of these that has it: the environment, the
-    experiment (saved: its config.json; see `setting`), the default. Raise ConfigError with all
-    errors. Once the experiment is known, the settings are read again by
-    read_config(config.environ, saved), which keeps a generated NODE_ID.
+    The environment has priority over the experiment's settings (`saved`, the contents of its
+    config.json; see `setting`), and these have priority over the defaults. Once the experiment is
+    known, the settings are read again with read_config(config.environ, saved), which keeps a
+    generated NODE_ID.
     """
-    given, mistakes = parse_settings(environ)
-    known, more_mistakes = parse_settings(saved or {}, " (in config.json)")
-    mistakes += more_mistakes
+    given, errors = parse_settings(environ)
+    known, more_errors = parse_settings(saved or {}, " (in config.json)")
+    errors += more_errors
 
-    # Near misses of names. A typo in EXPERIMENT_NAME or GDRIVE_PATH is an error, because it would
-    # send the run to another folder.
-    near_misses = {}  # message -> the variable that was probably meant
+    # Report near misses of names. A typo in EXPERIMENT_NAME or GDRIVE_PATH is an error, because the
+    # run would write to a different folder.
+    near_misses = {}  # message -> the setting that was probably meant
     for name in sorted(set(environ) - set(TABLE)):
         close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
-        for intended in [OTHERS_NAMES[name]] if name in OTHERS_NAMES else close:
+        for intended in [FOREIGN_NAMES[name]] if name in FOREIGN_NAMES else close:
             text = f"{name} is not a setting of this program; did you mean {intended}?"
             near_misses[text] = intended
     fatal = {"EXPERIMENT_NAME", "GDRIVE_PATH"} - given.keys()
-    mistakes += [text for text, intended in near_misses.items() if intended in fatal]
+    errors += [text for text, intended in near_misses.items() if intended in fatal]
 
     devices = grpo.available_devices()
     device = given.get("DEVICE", next(iter(devices)))
@@ -936,33 +947,33 @@ def read_config(environ, saved=None) -> Config:
     theirs = {name: known[name] for name in known if TABLE[name].metadata["scope"] in scopes}
     for name, value in theirs.items():
         if TABLE[name].metadata["scope"] == "experiment" and given.get(name, value) != value:
-            mistakes.append(
+            errors.append(
                 f"{name}={given[name]!r}: the experiment uses {value!r}; "
                 "to change it, use another EXPERIMENT_NAME"
             )
     inherited = [name for name in theirs if name not in given and theirs[name] != defaults[name]]
     if inherited:
         settings = " ".join(f"{name}={theirs[name]}" for name in inherited)
-        notes.append(f"from the experiment: {settings}")
+        notes.append(f"inherited from the experiment: {settings}")
 
     values = defaults | theirs | given | {"MODEL_NAME": model, "DEVICE": device}
     config = Config({**environ, "NODE_ID": values["NODE_ID"]}, notes, **values)
     if config.ROLLOUT_ARCHIVE_OLD and not config.ROLLOUT_CLEANUP_ENABLED:
         notes.append("ROLLOUT_ARCHIVE_OLD has no effect without ROLLOUT_CLEANUP_ENABLED=True")
-    mistakes += check_together(config)
-    if mistakes:
-        listed = "\n  ".join(dict.fromkeys([*mistakes, *near_misses]))
+    errors += check_together(config)
+    if errors:
+        listed = "\n  ".join(dict.fromkeys([*errors, *near_misses]))
         raise ConfigError(f"invalid settings:\n  {listed}")
     return config
 
 
 def default_values(given: dict, model: str, dtype: str) -> dict:
     """Return the defaults for this model, TEST_MODE and this machine."""
-    made_up = f"node_{secrets.token_hex(4)}" if given.get("LOCAL_NODES", 1) == 1 else "node"
+    generated_id = f"node_{secrets.token_hex(4)}" if given.get("LOCAL_NODES", 1) == 1 else "node"
     values = {name: row.default for name, row in TABLE.items()}
-    values |= {"GDRIVE_PATH": drive_store.default_root(), "NODE_ID": made_up, "DTYPE": dtype}
+    values |= {"GDRIVE_PATH": drive_store.default_root(), "NODE_ID": generated_id, "DTYPE": dtype}
 
-    # The presets of `setting`. Later presets have priority.
+    # Apply the presets (see `setting`). Later presets have priority.
     is_tiny, is_test = model == "tiny", given.get("TEST_MODE", False)
     presets = {"tiny": is_tiny, "test": is_test, "tiny_test": is_tiny and is_test}
     for name, row in TABLE.items():
@@ -973,49 +984,48 @@ def default_values(given: dict, model: str, dtype: str) -> dict:
 
 
 def check_together(config: Config) -> list[str]:
-    """Return the errors that `parse_value` cannot find in a single value."""
-    folder = Path(config.GDRIVE_PATH).absolute()  # if a drive is not mounted, its parent is missing
+    """Check the parsed settings together, and return the errors."""
+    folder = Path(config.GDRIVE_PATH).absolute()  # on an unmounted drive, the parent is missing
     has_place = os.path.isdir(folder.parent) and not os.path.isfile(folder)
     role = config.NODE_ROLE
     allowed = "use 1 to 64 letters, digits, '.', '_' or '-', without '.' at either end"
-    mistakes = {
-        "NUM_TRAIN_SAMPLES=0: there is nothing to train on; set NUM_TRANSPLANT_TREES": (
+    errors = {
+        "NUM_TRAIN_SAMPLES=0, NUM_TRANSPLANT_TREES=0: nothing to train on; raise one of them": (
             config.NUM_TRAIN_SAMPLES + config.NUM_TRANSPLANT_TREES == 0
         ),
         f"EXPERIMENT_NAME={config.EXPERIMENT_NAME!r}: {allowed}": (
             role != "report" and not drive_store.is_safe_name(config.EXPERIMENT_NAME)
         ),  # in a report, it is a pattern
         f"NODE_ID={config.NODE_ID!r}: {allowed}": not drive_store.is_safe_name(config.node_ids[-1]),
-        f"NODE_ID={config.NODE_ID!r}: this name is reserved for the coordinator": (
+        f"NODE_ID={config.NODE_ID!r}: reserved for the coordinator; use another name": (
             role != "coordinator" and config.NODE_ID.lower() == drive_store.COORDINATOR_ID
         ),
-        f"GDRIVE_PATH={folder} is a file, or its parent directory does not exist": not has_place,
+        f"GDRIVE_PATH={folder}: expected a folder whose parent directory exists": not has_place,
     }
-    return [text for text, holds in mistakes.items() if holds]
+    return [text for text, holds in errors.items() if holds]
 
 
 def parse_settings(source, where: str = "") -> tuple[dict, list[str]]:
-    """Return ({name: value} of the settings in the environment or in config.json, errors).
+    """Parse the settings in the environment or in config.json. Return ({name: value}, errors).
 
     A value that is blank, "None" or "auto" counts as unset.
     """
     values = {}
-    mistakes = []
+    errors = []
     for name, row in TABLE.items():
         text = str(source.get(name, "")).strip()
-        # NODE_ROLE=auto does not count as unset. It was a role in earlier versions, so it is an
-        # error (see FORMER).
+        # NODE_ROLE=auto is an error, because it was a role in earlier versions (see FORMER).
         if text in ("", "None") or (text == "auto" and name != "NODE_ROLE"):
             continue
         try:
             values[name] = parse_value(row, text, may_read_files=not where)
         except ValueError as error:
-            mistakes.append(f"{name}={drive_store.printable(repr(text))}{where}: {error}")
-    return values, mistakes
+            errors.append(f"{name}={drive_store.printable(repr(text))}{where}: {error}")
+    return values, errors
 
 
 def parse_value(row, text: str, may_read_files: bool = False):
-    """Return the value of one setting. Raise ValueError with the allowed values."""
+    """Parse one setting. If the text is invalid, raise ValueError with the allowed values."""
     allowed = row.metadata["allowed"]
     if row.name == "TASKS":
         return ",".join(grpo.task_names(text, may_read_files))
@@ -1041,7 +1051,7 @@ def parse_value(row, text: str, may_read_files: bool = False):
 def choose_model(given: dict, known: dict, device: str) -> tuple[str, list[str]]:
     """Return (MODEL_NAME, notes that explain the choice if it is auto).
 
-    auto selects tiny if no model is needed, in TEST_MODE and in an experiment with tiny.
+    auto selects tiny if no model is needed, in TEST_MODE, and in an experiment created with tiny.
     Otherwise, it selects a real model only on an accelerator with enough memory for all nodes.
     """
     needs_none = given.get("NODE_ROLE") in ("coordinator", "monitor", "report")
@@ -1077,7 +1087,7 @@ def saved_settings(config: Config) -> dict:
 
 
 def hash_code() -> str | None:
-    """Return a hash of the program, so that the report can tell changed programs apart.
+    """Return a hash of the program, so that the report can tell different versions apart.
 
     Comments and blank lines do not change the hash, but docstrings and messages do. A pasted cell
     has no source, so its hash is None.
@@ -1110,7 +1120,7 @@ def help_text() -> str:
 
 
 def start_command(config: Config, **changes) -> str:
-    """Return the command that starts this process again, without the access token."""
+    """Return the command that restarts this process, without the access token."""
     shown = {name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET}
     folder = os.path.abspath(config.GDRIVE_PATH)
     shown |= {"EXPERIMENT_NAME": config.EXPERIMENT_NAME, "GDRIVE_PATH": folder, **changes}
@@ -1119,19 +1129,19 @@ def start_command(config: Config, **changes) -> str:
 
 
 # -------- Checkpoints -----------------------------------------------------------------------------
-# A process writes one checkpoint for all its nodes, in the folder of its first node. It is a
-# safetensors file with a JSON text in its header, so reading it runs no code.
+# A process writes one checkpoint for all its nodes, in its first node's folder. A checkpoint is a
+# safetensors file with a JSON text in its header, so loading it executes no code.
 
-# Errors of a tensor file that is damaged or belongs to another model.
+# Errors caused by a tensor file that is damaged or belongs to a different model.
 UNUSABLE = (ValueError, TypeError, LookupError, AttributeError, safetensors.SafetensorError)
 
 
 def save_checkpoint(run: Run) -> None:
     """Save the state of all nodes after round `run.last_round`.
 
-    Delete older checkpoints, so that CHECKPOINT_KEEP of them remain.
+    Keep the CHECKPOINT_KEEP newest checkpoints, and delete older checkpoints.
     """
-    run.swarm.check_superseded()  # never overwrite a checkpoint of a newer process with this name
+    run.swarm.check_superseded()  # never overwrite the checkpoint of a newer process of this node
     about = {"model_name": run.config.MODEL_NAME, "round": run.last_round, "nodes": {}}
     for node in run.nodes:
         about["nodes"][node.id] = {
@@ -1141,20 +1151,21 @@ def save_checkpoint(run: Run) -> None:
         }
     path = checkpoint_path(run, run.last_round)
     write_tensors(run.store, path, checkpoint_tensors(run.nodes), json.dumps(about))
-    for node in run.nodes:  # shows a later process that a checkpoint must exist
+    for node in run.nodes:  # so that a later process knows that there must be a checkpoint
         run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
+    # Checkpoints of later rounds do not count, because they could not be loaded.
     stages = run.store.list_stages("checkpoints", run.nodes[0].id)
-    rounds = sorted({at.round for at in stages if at.round <= run.last_round})  # later: unusable
+    rounds = sorted({at.round for at in stages if at.round <= run.last_round})
     for old in rounds[: -run.config.CHECKPOINT_KEEP]:
         run.store.delete(checkpoint_path(run, old), frees_space=True)
 
 
 def load_latest_checkpoint(run: Run) -> None:
-    """Load the newest readable checkpoint. Without checkpoints, training starts at round 0.
+    """Load the newest readable checkpoint, if there are checkpoints.
 
-    Raise StoreError if a checkpoint must exist but none can be used, so that a node never starts
-    over by accident.
+    Raise StoreError if a checkpoint must exist, but no checkpoint can be used. A node thus never
+    starts over by accident.
     """
     reason = ""
     rounds = [at.round for at in run.store.list_stages("checkpoints", run.nodes[0].id)]
@@ -1169,14 +1180,16 @@ def load_latest_checkpoint(run: Run) -> None:
             reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
             run.log.event("resume", f"{reason}; trying an older checkpoint")
 
-    # A marker proves that a node has written a checkpoint. So does an unusable file of a node that
-    # has run before.
+    # A node has written a checkpoint if it has a marker, or if it has run before and there is an
+    # unusable file.
     board = run.store.read_board()
     for node in run.nodes:
         is_missing = ("checkpoint", node.id) in board.progress
         if is_missing or (reason and node.id in board.sessions):
-            text = f"cannot resume {node.id}: {reason or 'its checkpoint is missing'}"
-            raise drive_store.StoreError(f"{text}; restore it or use another NODE_ID")
+            raise drive_store.StoreError(
+                f"cannot resume {node.id} ({reason or 'its checkpoint is missing'}): "
+                "restore the checkpoint or use another NODE_ID"
+            )
 
 
 def load_checkpoint(run: Run, t: int) -> None:
@@ -1192,10 +1205,10 @@ def load_checkpoint(run: Run, t: int) -> None:
     for saved in about["nodes"].values():
         drive_store.require(saved, {"total_reward": float, "trained": list, "held_out": dict})
         saved["trained"] = {tuple(key) for key in saved["trained"]}
-    made_with = [about["round"], about["model_name"], *sorted(about["nodes"])]
-    if made_with != [t, run.config.MODEL_NAME, *sorted(run.config.node_ids)]:
-        text = coordinator.join_names([str(value) for value in made_with])
-        raise drive_store.InvalidFileError(f"it was saved with round, MODEL_NAME, nodes = {text}")
+    saved_with = [about["round"], about["model_name"], *sorted(about["nodes"])]
+    if saved_with != [t, run.config.MODEL_NAME, *sorted(run.config.node_ids)]:
+        text = coordinator.join_names([str(value) for value in saved_with])
+        raise drive_store.InvalidFileError(f"its round, MODEL_NAME and nodes are {text}")
     copy_tensors(tensors, ours)
     for node in run.nodes:
         saved = about["nodes"][node.id]
@@ -1225,8 +1238,11 @@ def check_local_room(run: Run) -> None:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if free < needed:
-        text = f"TMPDIR={folder} has {free / 1e9:.2f} GB, a checkpoint needs {needed / 1e9:.2f} GB"
-        raise drive_store.StoreError(f"{text}: make room or set TMPDIR to another local folder")
+        raise drive_store.StoreError(
+            f"TMPDIR={folder} has {free / 1e9:.2f} GB, "
+            f"but a checkpoint needs {needed / 1e9:.2f} GB: "
+            "free some space or set TMPDIR to another local folder"
+        )
 
 
 def write_tensors(store, path: str, tensors: dict, text: str, replaces: bool = True) -> None:
@@ -1244,9 +1260,9 @@ def write_tensors(store, path: str, tensors: dict, text: str, replaces: bool = T
 
 
 def read_tensors(store, path: str, ours: dict) -> tuple[dict, str]:
-    """Return the tensors and the text that `write_tensors` wrote for tensors like ours.
+    """Return the tensors and the text of a file that `write_tensors` wrote.
 
-    Raise one of UNUSABLE if the file cannot be used.
+    Raise one of UNUSABLE if the file cannot be used or is much larger than our tensors.
     """
     max_bytes = sum(tensor.nbytes for tensor in ours.values()) + 10**8  # for names and text
     with tempfile.TemporaryDirectory() as folder:
@@ -1261,13 +1277,13 @@ def read_tensors(store, path: str, ours: dict) -> tuple[dict, str]:
 def copy_tensors(saved: dict, ours: dict) -> None:
     """Copy the saved tensors into our tensors of the same names.
 
-    Raise InvalidFileError, and change none of them, if a tensor is missing or does not fit.
+    If a tensor is missing or does not fit, raise InvalidFileError and change nothing.
     """
     for name, tensor in ours.items():
         fits = name in saved and saved[name].shape == tensor.shape
         if not fits or saved[name].dtype != tensor.dtype or not saved[name].isfinite().all():
             raise drive_store.InvalidFileError(
-                f"{name} is missing, is not finite, or has another shape or dtype"
+                f"{name} is missing, is not finite, or has a different shape or dtype"
             )
     for name, tensor in ours.items():
         tensor.copy_(saved[name])
@@ -1279,7 +1295,7 @@ def copy_tensors(saved: dict, ours: dict) -> None:
 def export_models(run: Run) -> None:
     """Write each node's model as a standard Hugging Face folder, and log how to try it.
 
-    If there is a token, also push the models to the Hub.
+    With an access token, push the models to the Hub as well.
     """
     question = make_questions(run, [1])[0]
     script = grpo.try_script(run.codec, question, run.config)
@@ -1288,7 +1304,7 @@ def export_models(run: Run) -> None:
             try:
                 grpo.save_model(node.model, run.codec, model_card(run, node), folder)
             except Exception as error:  # a library may fail to save a model that it has loaded
-                run.log.event("export", f"the model of {node.id} cannot be written: {error!r}")
+                run.log.event("export", f"{node.id}'s model cannot be written ({error!r})")
                 continue
             Path(folder, "try.py").write_text(script, encoding="utf-8")
             target = f"nodes/{node.id}/model"
@@ -1303,14 +1319,14 @@ def export_models(run: Run) -> None:
 
 
 def push_model(run: Run, node: Node, folder: str) -> None:
-    """Push a model to the Hub. If that fails, log the command to retry it."""
+    """Push a model to the Hub. If this fails, log a command that retries it."""
     repo = f"{run.config.HF_REPO or run.config.EXPERIMENT_NAME}-{node.id}"
     try:
         hub = huggingface_hub.HfApi(token=run.config.HUGGINGFACE_ACCESS_TOKEN)
         repo_id = hub.create_repo(repo, private=True, exist_ok=True).repo_id
         hub.upload_folder(repo_id=repo_id, folder_path=folder)
-        run.log.event("hub", f"pushed to {repo_id} (private, unless it already existed)")
-    except Exception as error:  # its text may contain the token
+        run.log.event("hub", f"pushed to {repo_id} (a new repository is private)")
+    except Exception as error:  # the error's text may contain the token
         target = shlex.quote(str(run.store.dir.absolute() / f"nodes/{node.id}/model"))
         command = f"hf upload --private {repo} {target}"
         run.log.event("hub", f"push failed ({type(error).__name__}); to retry, run:\n  {command}")
@@ -1319,17 +1335,17 @@ def push_model(run: Run, node: Node, folder: str) -> None:
 def model_card(run: Run, node: Node) -> str:
     """Return the README.md of a final model, in the Hub's format."""
     config = run.config
-    # Metadata for the Hub. A local path would be meaningless there.
+    # Write metadata for the Hub, where a local path would be meaningless.
     head = {"library_name": "transformers", "tags": ["grpo", "sapo", "reasoning-gym"]}
     is_folder = os.path.exists(config.MODEL_NAME)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", config.MODEL_NAME) and not is_folder:
         head["base_model"] = config.MODEL_NAME
     yaml = "\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items())
 
-    # The text for humans.
+    # Write the text for humans.
     held_out = ", ".join(f"{value:.2f} {when}" for when, value in node.held_out.items())
     manner = (
-        f"plain text after {run.codec.num_shots} few-shot examples, sampled from the full softmax"
+        f"plain text with {run.codec.num_shots} few-shot examples, sampled from the full softmax"
     )
     if run.codec.tokenizer.chat_template:
         manner = "reasoning-gym's system prompt, thinking off, sampled from the full softmax"
@@ -1341,14 +1357,15 @@ def model_card(run: Run, node: Node) -> str:
 Trained with SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721), which is GRPO on the
 node's own rollouts and on rollouts that its peers shared.
 
-- rounds: {config.MAX_ROUNDS}, each with I = {config.NUM_TRAIN_SAMPLES} own questions,
-  J = {config.NUM_TRANSPLANT_TREES} external groups (from peers)
-  and G = {config.NUM_GENERATIONS} completions per question
+- rounds: {config.MAX_ROUNDS}
+- per stage of a round: I = {config.NUM_TRAIN_SAMPLES} own questions,
+  J = {config.NUM_TRANSPLANT_TREES} external groups (from peers),
+  G = {config.NUM_GENERATIONS} completions per question
 - tasks (reasoning-gym): {", ".join(config.tasks)}
 - cumulative reward: {node.total_reward:.2f}
 - held-out accuracy (pass@1): {held_out or "not measured"}
 
-`python try.py "What is 2 + 2?"` prompts the model as in training ({manner}).
+`python try.py "Calculate 2 + 2."` prompts the model as in training ({manner}).
 """
 
 
@@ -1361,7 +1378,7 @@ def main(environ=None) -> int:
     """Run the role that the environment selects, and return the exit code.
 
     0: finished, 1: failed, 2: cannot run (settings, model, folder or memory), 3: superseded by a
-    newer process with the same NODE_ID, 130: stopped. The environment is read only here.
+    newer process with the same NODE_ID, 130: stopped. Only this function reads the environment.
     """
     environ = os.environ if environ is None else environ
     environ = {name: str(value) for name, value in environ.items()}
@@ -1388,15 +1405,17 @@ def main(environ=None) -> int:
 def say_failure(log: "Log", error: BaseException) -> int:
     """Log the error that ended this process, and return the exit code.
 
-    A bug is logged with its traceback. Unusable settings, models and folders, and a lack of memory,
-    are logged as one sentence.
+    Unusable settings, models and folders, and a lack of memory, are logged as one sentence. Any
+    other error is a bug, which is logged with its traceback.
     """
     if grpo.is_out_of_memory(error):
-        advice = "lower LOCAL_NODES or use a smaller MODEL_NAME"
-        error = grpo.ModelError(f"this run does not fit into memory ({error}): {advice}")
-    is_refused = isinstance(error, (ConfigError, grpo.ModelError, drive_store.StoreError))
-    log.info(str(error) if is_refused else "".join(traceback.format_exception(error)))
-    return 2 if is_refused else 1
+        error = grpo.ModelError(
+            f"this run does not fit into memory ({error}): "
+            "lower LOCAL_NODES or use a smaller MODEL_NAME"
+        )
+    is_expected = isinstance(error, (ConfigError, grpo.ModelError, drive_store.StoreError))
+    log.info(str(error) if is_expected else "".join(traceback.format_exception(error)))
+    return 2 if is_expected else 1
 
 
 def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
@@ -1426,8 +1445,8 @@ def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
         else:
             status, state = 130, "stopped"
             log.info(f"stopped; to resume, run:\n  {start_command(config)}")
-    except KeyboardInterrupt:  # during startup or an outage, or a second Ctrl-C
-        log.info(f"stopped without a checkpoint; to resume, run:\n  {start_command(config)}")
+    except KeyboardInterrupt:  # Ctrl-C during startup or an outage, or pressed a second time
+        log.info(f"stopped without saving a checkpoint; to resume, run:\n  {start_command(config)}")
         status, state = 130, "stopped"
         store.on_event = None  # from now on, no call waits for the folder
     except BaseException as error:  # even sys.exit() in the user's own code
@@ -1444,7 +1463,8 @@ def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
         if swarm.session:
             log.flush(store)
 
-    # Free the models, which are in reference cycles. The next run in a notebook needs their memory.
+    # Free the models, because the next run in a notebook needs their memory. They are in reference
+    # cycles, which only gc.collect() frees at once.
     run.nodes.clear()
     if config.NODE_ROLE != "coordinator":
         gc.collect()
@@ -1465,7 +1485,7 @@ def prepare(run: Run, saved) -> int:
 
 
 def run_clock(run: Run, saved: dict | None) -> int:
-    """Run the coordinator. It does not create an experiment, but waits for a worker to do so."""
+    """Run the coordinator once a worker has created the experiment. Return the exit code."""
     if saved is None:
         command = start_command(run.config, NODE_ROLE="worker", NODE_ID="anna")
         run.log.info(f"waiting for the first worker, which creates the experiment:\n  {command}")
@@ -1475,10 +1495,10 @@ def run_clock(run: Run, saved: dict | None) -> int:
     if find_standing(run, saved) == "finished":
         return 0
     coordinator.run_coordinator(run)
-    exp = coordinator.read_experiment(run.swarm)  # includes rounds before this process
+    exp = coordinator.read_experiment(run.swarm)  # includes rounds of earlier processes
     curve = coordinator.sparkline(coordinator.reward_curve(exp.rows))
     run.log.event("end", f"{coordinator.diagnose(exp.rows)}\n  {curve}")
-    coordinator.write_picture(exp, run.store.root, run.log)
+    coordinator.write_plot(exp, run.store.root, run.log)
     folders = [f"nodes/{node_id}/rollouts" for node_id in exp.board.workers]
     return coordinator.check_test_run(run, exp.rows, exp.board.workers, folders)
 
@@ -1486,8 +1506,8 @@ def run_clock(run: Run, saved: dict | None) -> int:
 def run_worker(run: Run, saved: dict | None) -> int:
     """Load the model, create or join the experiment, resume, train and save. Return the exit code.
 
-    Raise Stopped if the process ends before the last round. If the model cannot be loaded or fails
-    a check, the folder is untouched. If the checkpoints cannot be used, the nodes' files are
+    Raise Stopped if the process should end before the last round. A model that cannot be loaded or
+    fails a check leaves the folder untouched, and unusable checkpoints leave the nodes' files
     unchanged.
     """
     config, log = run.config, run.log
@@ -1495,15 +1515,14 @@ def run_worker(run: Run, saved: dict | None) -> int:
         return 0
     model, run.codec = load_checked_model(run)
 
-    # Create the experiment. If another process has just created it, the settings of that process
-    # count.
+    # Create the experiment. If another process has just created it, that process's settings apply.
     if saved is None:
         settings = saved_settings(config)
         saved = run.store.begin(settings)
         if read_config(config.environ, saved) != config:
             raise ConfigError(
-                "another node has just created this experiment with other settings; "
-                "start this node again to use them"
+                "another node has just created this experiment with different settings: "
+                "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
         names = set(run.store.list_names("/experiments")) - {config.EXPERIMENT_NAME}
@@ -1545,19 +1564,19 @@ def run_worker(run: Run, saved: dict | None) -> int:
 def find_standing(run: Run, saved: dict) -> str:
     """Log and return whether this process is "finished", "resuming" or "joining".
 
-    saved: config.json of the experiment. Raise ConfigError if the node is new and no rounds are
-    left for it.
+    saved: the contents of config.json. Raise ConfigError if the node is new and no rounds are left
+    for it.
     """
     config, name = run.config, run.config.EXPERIMENT_NAME
     board = run.swarm.look()
 
     # The process is finished if each of its nodes (for a coordinator, each worker) either has
-    # submitted the last reward and is done, or is alive in a later round. A node that was stopped
-    # after its last reward is not done, because its model is missing.
+    # submitted the last reward and is done, or is alive and beyond MAX_ROUNDS. A node that was
+    # stopped after its last reward is not done, because its model is missing.
     last = drive_store.At(config.MAX_ROUNDS - 1, config.MAX_STAGES - 1)
     ended = [n for n in board.reached("rewards", last) if run.swarm.status(n) == "done"]
-    gone_on = board.reached("rewards", drive_store.At(config.MAX_ROUNDS))
-    ahead = [n for n in gone_on if run.swarm.is_alive(n)]
+    in_later_rounds = board.reached("rewards", drive_store.At(config.MAX_ROUNDS))
+    ahead = [n for n in in_later_rounds if run.swarm.is_alive(n)]
     node_ids = board.workers if config.NODE_ROLE == "coordinator" else config.node_ids
     if node_ids and {*ended, *ahead}.issuperset(node_ids):
         run.log.info(f"{name}: already finished ({config.MAX_ROUNDS} rounds); {RAISE_IT}")
@@ -1565,8 +1584,8 @@ def find_standing(run: Run, saved: dict) -> str:
 
     # A new node may still join in the last round, but not with a generated name.
     is_known = not {*board.sessions, str(saved.get("maker"))}.isdisjoint(config.node_ids)
-    is_made_up = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
-    rounds_left = config.MAX_ROUNDS - board.open_round - (1 if is_made_up else 0)
+    has_generated_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
+    rounds_left = config.MAX_ROUNDS - board.open_round - (1 if has_generated_name else 0)
     if rounds_left <= 0 and not is_known:
         raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
     standing = "resuming" if is_known else "joining"
@@ -1587,7 +1606,7 @@ def load_checked_model(run: Run):
     model, codec = grpo.load_model(config, config.tasks)
     for sentence in grpo.file_notes(codec, config, config.tasks):
         run.log.info(f"note: {sentence}")
-    if run.signals.requested:  # a stop while the model was loading must not create an experiment
+    if run.signals.requested:  # stopped during loading, so create no experiment
         raise KeyboardInterrupt
     return model, codec
 
@@ -1595,13 +1614,13 @@ def load_checked_model(run: Run):
 def apply_warm_start(run: Run, model) -> None:
     """Load this model's warm start (short SFT) from warmstart/, or create it and write it there.
 
-    All nodes therefore start with the same weights.
+    Nodes with the same model and warm-start settings therefore start with the same weights.
     """
     config, log = run.config, run.log
     if config.WARM_START_STEPS == 0:
         return
 
-    # The name of the file is a hash of everything that must be equal for nodes to share it.
+    # The file name is a hash of everything that must be equal for nodes to share the warm start.
     recipe = json.dumps(grpo.warm_start_recipe(model, run.codec, config, config.tasks))
     name = f"{hashlib.sha256(recipe.encode()).hexdigest()[:16]}.safetensors"
     was_there = name in run.store.list_names("/warmstart")
@@ -1646,7 +1665,7 @@ def load_weights(run: Run, name: str, model) -> bool:
         copy_tensors(tensors, ours)
     except UNUSABLE as error:
         text = drive_store.printable(error, 200)
-        run.log.info(f"warmstart/{name} cannot be used ({text}); rebuilding it")
+        run.log.info(f"warmstart/{name} cannot be used ({text})")
         return False
     return True
 
@@ -1691,37 +1710,36 @@ def join(run: Run) -> None:
 
 
 def finish_run(run: Run) -> int:
-    """Log what was learned, and write the models and the plot, after the last round.
-
-    Return the exit code.
-    """
+    """Log what was learned, and write the models and the plot. Return the exit code."""
     config = run.config
     if 0 <= run.last_round < config.MAX_ROUNDS - 1:  # it missed the last rounds
         save_checkpoint(run)
-    prune_rollouts(run)  # again, because a process may have been killed after its last checkpoint
+    prune_rollouts(run)  # again, in case an earlier process was killed before it did
     log_samples(run, is_last=True)
     rows = []  # from this and earlier processes
     for node in run.nodes:
         stages = run.store.list_stages("rewards", node.id)
-        rows += filter(None, [run.store.read_reward(node.id, at) for at in stages])
+        rows += run.store.read_rewards(node.id, stages)
     if rows:
         total = coordinator.mean(node.total_reward for node in run.nodes)
         num_rounds = len({row["round"] for row in rows})
         checkpoints = run.store.list_stages("checkpoints", run.nodes[0].id)
         verdict = coordinator.diagnose(rows, checkpoints=checkpoints)
-        trained = f"trained {num_rounds} of {config.MAX_ROUNDS} rounds"
         curve = coordinator.sparkline(coordinator.reward_curve(rows))
-        earned = f"cumulative reward {total:.2f} per node"
-        run.log.event("end", f"{verdict}\n  {curve} {trained}, {earned}")
+        run.log.event(
+            "end",
+            f"{verdict}\n  {curve} trained {num_rounds} of {config.MAX_ROUNDS} rounds, "
+            f"cumulative reward {total:.2f} per node",
+        )
     evaluate(run, "after training")
     export_models(run)
 
-    # One process draws the plot: the coordinator's or, without a coordinator, the first worker's.
+    # The plot is drawn by the coordinator or, if it never joined, by the first worker's process.
     board = run.swarm.board
     is_first = board.workers[0] in config.node_ids
     if is_first and drive_store.COORDINATOR_ID not in board.sessions:
         exp = coordinator.read_experiment(run.swarm)
-        coordinator.write_picture(exp, run.store.root, run.log)
+        coordinator.write_plot(exp, run.store.root, run.log)
 
     folders = [f"nodes/{run.nodes[0].id}/checkpoints"]
     for node in run.nodes:
@@ -1744,7 +1762,7 @@ class Log:
     def __init__(self, secret: str):
         self.node_id = ""  # set once the settings are known
         self.secret = secret
-        self.queued = defaultdict(list)  # path of a file -> its lines
+        self.queued = defaultdict(list)  # file path -> its new lines
         self.warned = set()  # texts logged by `once`
         self.bar = tqdm.tqdm(disable=True)
 
@@ -1755,7 +1773,7 @@ class Log:
     def event(self, kind: str, text: str) -> None:
         """Log a line, and queue a record for training_events.jsonl."""
         self.info(f"{self.node_id} {kind}: {text}")
-        text = self.mask(text)  # before JSON escapes its characters
+        text = self.mask(text)  # before JSON escapes the token's characters
         record = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text}
         self.queue(f"nodes/{self.node_id}/logs/training_events.jsonl", json.dumps(record))
 
@@ -1770,7 +1788,7 @@ class Log:
         return text.replace(self.secret, "***") if self.secret else text
 
     def queue(self, path: str, text: str) -> str:
-        """Queue a line for a file. Return it without the access token."""
+        """Queue a line for a file, and return it, both without the access token."""
         text = self.mask(text)
         self.queued[path].append(f"{text}\n")
         return text
@@ -1797,14 +1815,14 @@ class Log:
 class Signals:
     """The stop signals received so far. They take effect between rounds and in every wait.
 
-    A second signal exits immediately.
+    A second signal makes the process exit immediately.
     """
 
     def __init__(self):
         self.requested = 0
         self.last_at = 0.0
         self.old_handlers = {}
-        # Slurm can send SIGUSR1 before its time limit.
+        # Slurm can send SIGUSR1 before a job's time limit.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
             under_nohup = signal.getsignal(number) is signal.SIG_IGN and number == signal.SIGHUP
             if not under_nohup:
@@ -1841,12 +1859,12 @@ if __name__ == "__main__":
         coordinator.say(help_text())  # tolerates a closed pipe, as in `| head`
         sys.exit(0)
     if arguments:
-        print("settings are environment variables, such as MAX_ROUNDS=5 python sapo.py; see --help")
+        print("arguments are not supported: set environment variables (see python sapo.py --help)")
         sys.exit(2)
     status = main()
     if not coordinator.in_notebook():
-        with contextlib.suppress(OSError):  # on a full disk, Python would exit with 120
+        with contextlib.suppress(OSError):  # on a full disk, Python would exit with code 120
             sys.stdout.close()
         sys.exit(status)
     if status not in (0, 130):  # a failure must end "Run all"; a stop is not an error
-        raise RuntimeError(f"the run ended with exit code {status}, see above")
+        raise RuntimeError(f"the run ended with exit code {status} (see above)")

@@ -1,9 +1,10 @@
-"""Proofs of what this program promises. The name of a test begins with the promise that it proves:
-L learning, S the swarm, F the folder, X strangers who write into it, U people. .github/MANUAL.md,
-section "Guarantees", lists them.
+"""Tests of the program's guarantees, which double as examples of how to test RL code.
 
-The order is: mathematics; questions and rewards; the shared folder; settings; whole swarms. Proofs
-that take longer are in .ci/.
+The name of a test starts with the guarantees that it checks, such as L3, and then states the
+property. L stands for learning, S for the swarm, F for the folder, X for untrusted peers and U for
+users. All guarantees are listed in .github/MANUAL.md, and slower tests are in .ci/.
+
+The parts are the mathematics, questions and rewards, the shared folder, settings, and whole swarms.
 """
 
 import contextlib
@@ -40,12 +41,16 @@ torch.set_num_threads(1)
 
 
 # -------- The mathematics -------------------------------------------------------------------------
-# The reference_… functions compute the same things slowly: one sequence and one token at a time,
-# without a cache and without padding.
+# The reference_… functions are slow, simple versions of the program's functions. They handle one
+# sequence or one token at a time, without batches, padding or a KV cache.
 
 
 def small_gpt2(dropout: float = 0.0):
-    """A GPT-2 of 23 tokens with a peaked softmax. Other architectures: .ci/test_numbers.py."""
+    """Return a small random GPT-2 with a vocabulary of 23 tokens.
+
+    Because of its large weights, the softmax is peaked, so a wrong token or position changes the
+    result noticeably. For other architectures, see .ci/test_numbers.py.
+    """
     torch.manual_seed(1)
     sizes = {"vocab_size": 23, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
@@ -53,8 +58,10 @@ def small_gpt2(dropout: float = 0.0):
 
 
 def ragged_groups(sizes=(2, 3, 5, 4), uninformative=()) -> list[Group]:
-    """Groups of these sizes, with prompts and completions of unequal lengths and rewards of three
-    levels. All rewards are 1 in the groups whose indices are in `uninformative`."""
+    """Return groups of these sizes, with prompts and completions of different lengths.
+
+    The rewards are 0, 0.5 and 1. In the groups whose indices are in `uninformative`, all are 1.
+    """
     rng = random.Random(0)
     groups = []
     for i, size in enumerate(sizes):
@@ -71,7 +78,7 @@ def ragged_groups(sizes=(2, 3, 5, 4), uninformative=()) -> list[Group]:
 
 
 def flat_weights(model) -> torch.Tensor:
-    """All weights of a model in one vector."""
+    """Return all weights of a model as one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
@@ -80,15 +87,15 @@ def assert_close(ours, expected, atol=2e-5, rtol=1e-4) -> None:
 
 
 def reference_logprobs(model, prompt, completion, temperature: float = 1.0):
-    """Log-probability of each token of one completion, (T,), from the model's own logits."""
+    """Return each completion token's log-probability, (T,), from a plain forward pass."""
     logits = model(torch.tensor([prompt + completion])).logits
-    logits = logits[0, len(prompt) - 1 : -1].float()  # those that predict the completion
-    logprobs = torch.log_softmax(logits / temperature, -1)  # (T, V)
+    logits = logits[0, len(prompt) - 1 : -1].float()  # (T, V), which predict the completion
+    logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs[range(len(completion)), completion]
 
 
 def reference_loss(logprobs, old_logprobs, advantages, loss_type: str, max_new_tokens: int):
-    """The definition of the loss, token by token. Returns (loss, number of clipped tokens)."""
+    """Return (loss, number of clipped tokens), computed token by token from the definition."""
     num_rows = len(logprobs)
     num_tokens = sum(len(row) for row in logprobs)
     loss = 0.0
@@ -108,9 +115,9 @@ def reference_loss(logprobs, old_logprobs, advantages, loss_type: str, max_new_t
 
 
 def reference_update(model, groups, loss_type: str, num_steps: int):
-    """Gradient descent on `reference_loss`, with all groups, informative or not.
+    """Do gradient descent on `reference_loss` over all groups, informative or not.
 
-    Returns (new weights, loss of the first step, number of clipped tokens in all steps).
+    Return (new weights, loss of the first step, number of clipped tokens in all steps).
     """
     advantages = []
     for group in groups:
@@ -140,7 +147,7 @@ def reference_update(model, groups, loss_type: str, num_steps: int):
 
 
 def update_settings(**changes) -> SimpleNamespace:
-    """The settings that an update and sampling read, with the names that they have in Config."""
+    """Return the settings that updates and sampling read, under their names in Config."""
     settings = {
         "LOSS_TYPE": "dapo", "MAX_NEW_TOKENS": 9, "TEMPERATURE": 0.7, "CLIP_LOW": 0.2,
         "CLIP_HIGH": 0.28, "NUM_ITERATIONS": 1, "DTYPE": "float32",
@@ -149,14 +156,17 @@ def update_settings(**changes) -> SimpleNamespace:
 
 
 def small_codec(eos_ids=frozenset(), pad_id=0) -> grpo.Codec:
-    """The codec of a model without a tokenizer, of which only these ids matter."""
+    """Return a Codec without a tokenizer. Only its EOS ids and its padding id are used."""
     names = ("num_shots", "positions", "max_prompt", "max_completion", "vocabulary")
     sizes = dict.fromkeys(names, 0)
     return grpo.Codec(None, set(eos_ids), None, **sizes, pad_id=pad_id, dtype=torch.float32)
 
 
 def our_update(model, groups, lr=0.5, pad_id=0, at_once=99, **changes):
-    """`update_policy` with SGD. Returns the new weights and the metrics."""
+    """Run `update_policy` with SGD, whose step is proportional to the gradient.
+
+    Return the new weights and the metrics.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = update_settings(**changes)
     limit = grpo.Limit(at_once, "the update")
@@ -166,7 +176,7 @@ def our_update(model, groups, lr=0.5, pad_id=0, at_once=99, **changes):
 
 
 def our_generate(model, prompts, num_generations, config, seed, eos_ids, pad_id=0, at_once=99):
-    """`sample_in_batches` of a model without a tokenizer."""
+    """Run `sample_in_batches` with a model that has no tokenizer."""
     limit = grpo.Limit(at_once, "generation")
     codec = small_codec(eos_ids, pad_id)
     return grpo.sample_in_batches(model, codec, prompts, num_generations, config, seed, limit)
@@ -195,7 +205,7 @@ def test_L1_advantages_equal_the_reference_values_and_are_zero_if_all_rewards_ar
 def test_L1_loss_and_gradient_equal_the_reference_values(
     loss_type, expected_loss, expected_gradient, expected_on_policy_loss
 ):
-    # Made-up log-probabilities of four completions of at most five tokens.
+    # Use arbitrary log-probabilities for four completions of one to five tokens.
     row = torch.arange(4).double().unsqueeze(1)
     column = torch.arange(5).double()
     logprobs = (-0.5 - 0.1 * row - 0.05 * column).requires_grad_()
@@ -210,7 +220,7 @@ def test_L1_loss_and_gradient_equal_the_reference_values(
     assert_close(loss.item(), expected_loss, 1e-9, 0)
     assert_close(gradient.abs().sum().item(), expected_gradient, 1e-9, 0)
 
-    # On policy the ratio is 1: the gradient is REINFORCE's, and nothing is clipped.
+    # On policy, the ratio is 1, so the gradient equals REINFORCE's and no token is clipped.
     loss, num_clipped = grpo.grpo_loss(logprobs, logprobs.detach(), advantages, mask, weights)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     assert_close(loss.item(), expected_on_policy_loss, 1e-9, 0)
@@ -223,9 +233,9 @@ def test_L1_loss_and_gradient_equal_the_reference_values(
 def test_L1_the_update_equals_the_reference_for_any_micro_batch_size(
     loss_type, at_once, num_steps, monkeypatch
 ):
-    monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)  # clipping would hide a wrong scale
-    # Two of the groups are uninformative, and all have other sizes. Three completions at once are
-    # less than a group.
+    monkeypatch.setattr(grpo, "MAX_GRAD_NORM", 1e9)  # gradient clipping would hide a wrong scale
+    # The groups have different sizes, and two of them are uninformative. A limit of 3 completions
+    # at once splits the larger groups.
     groups = ragged_groups((4, 2, 7, 3, 5), uninformative=(0, 3))
     expected, loss, num_clipped = reference_update(small_gpt2(), groups, loss_type, num_steps)
 
@@ -237,9 +247,9 @@ def test_L1_the_update_equals_the_reference_for_any_micro_batch_size(
         NUM_ITERATIONS=num_steps,
     )
     assert_close(weights, expected, 1e-4, 1e-3)
-    assert_close(metrics["loss"], loss)  # that of the first step
+    assert_close(metrics["loss"], loss)  # both are losses of the first step
 
-    # Only later steps move away from the policy at the start, so only they clip.
+    # In the first step, every ratio is 1, so only later steps can clip.
     num_trained = 0
     for group in groups:
         if group.is_informative:
@@ -264,15 +274,20 @@ def test_L1_an_uninformative_group_costs_no_forward_pass_but_counts_in_the_dapo_
 
     model.base_model.register_forward_pre_hook(record_ids, with_kwargs=True)
     weights, _ = our_update(model, [informative, uninformative])
-    assert seen == {3, 4, 6}, "tokens of the uninformative group pass through the model"
+    assert seen == {3, 4, 6}, "tokens of the uninformative group passed through the model"
 
+    # The uninformative group's tokens still raise the divisor, from 3 to 12.
     alone, _ = our_update(small_gpt2(), [informative])
     assert_close(weights - start, (alone - start) * 3 / 12)
 
 
 @pytest.mark.parametrize("num_good_passes", [0, 4])
 def test_L8_memory_that_runs_out_halves_the_batch_at_last_to_one_completion(num_good_passes):
-    """The memory is too small from the beginning, or from the second step of an update on."""
+    """Memory is too small from the start, or only after four forward passes.
+
+    In the second case, it runs out in the third optimizer step, and the retry must still use the
+    old log-probabilities from the first step.
+    """
     config = update_settings()
     expected, metrics = our_update(small_gpt2(), ragged_groups(), NUM_ITERATIONS=3)
     completions = our_generate(small_gpt2(), [[3, 4], [5]], 4, config, 5, {2})
@@ -302,6 +317,8 @@ def test_L8_memory_that_runs_out_halves_the_batch_at_last_to_one_completion(num_
 def test_L1_log_probabilities_are_the_models_own_and_none_is_read_at_a_padding_position(
     temperature, pad_id
 ):
+    """Shorter prompts in a batch are padded. If the padding came after the prompt, a completion's
+    first token would be scored from a padding position."""
     model = small_gpt2()
     groups = ragged_groups()
     expected = []
@@ -316,6 +333,7 @@ def test_L1_log_probabilities_are_the_models_own_and_none_is_read_at_a_padding_p
 
 @pytest.mark.parametrize("pad_id", [0, 2])
 def test_L2_the_eos_is_in_the_mask_and_learned_even_when_it_is_the_pad_token(pad_id):
+    """If the EOS were masked out like padding, the model would never learn to stop."""
     model = small_gpt2()
     eos_id = 2
     group = Group([3, 4], [[9, eos_id], [9, 8, 7]], [1.0, 0.0])
@@ -325,7 +343,7 @@ def test_L2_the_eos_is_in_the_mask_and_learned_even_when_it_is_the_pad_token(pad
     assert before[0, 1] < 0, "the EOS is not scored"
     assert before[0, 2] == 0, "padding is scored"
 
-    # The completion that ended was rewarded, so the EOS becomes more likely.
+    # The completion with the EOS was rewarded, so the EOS becomes more likely.
     our_update(model, [group], lr=0.1, pad_id=pad_id)
     assert reference_logprobs(model, [3, 4], [9, eos_id])[1] > before[0, 1]
 
@@ -342,8 +360,9 @@ def test_L1_log_softmax_of_bfloat16_logits_is_computed_in_float32():
 
 def test_L1_dropout_and_recomputation_are_off_even_if_the_model_was_left_in_train_mode():
     left_in_train_mode = small_gpt2(dropout=0.5)
-    recompute = getattr(left_in_train_mode, "activation_checkpointing_enable", None)  # its new name
-    (recompute or left_in_train_mode.gradient_checkpointing_enable)()  # switches the KV cache off
+    # Recomputation disables the KV cache. Newer versions of transformers have renamed the method.
+    recompute = getattr(left_in_train_mode, "activation_checkpointing_enable", None)
+    (recompute or left_in_train_mode.gradient_checkpointing_enable)()
     clean = small_gpt2()
 
     draws = []
@@ -362,11 +381,11 @@ def test_L2_sampling_uses_the_distribution_that_is_scored_the_full_softmax_at_th
     num_draws = 20_000
     hidden = torch.randn(1, 16, generator=torch.Generator().manual_seed(0))
 
-    # The probability of each token as the loss sees it.
+    # Compute each token's log-probability as the loss does.
     logprobs = grpo.token_logprobs(model, hidden.expand(23, -1), torch.arange(23), 0.7)
 
-    # With evenly spaced random numbers every frequency is exact to one draw. Top-k or top-p would
-    # show.
+    # With evenly spaced random numbers, each frequency is exact to within one draw, so this detects
+    # top-k or top-p sampling.
     uniforms = (torch.arange(num_draws) + 0.5) / num_draws
     logits = grpo.scaled_logits(model, hidden, 0.7).expand(num_draws, -1)
     tokens = grpo.sample_tokens(logits, uniforms)
@@ -381,7 +400,7 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(a
     max_tokens = 10
     prompts = [group.prompt for group in ragged_groups((2,) * 5)]
 
-    # Four completions of each prompt, one after another, without a cache.
+    # Sample four completions of each prompt, one after another, without a KV cache.
     uniforms = torch.rand(max_tokens, 20, generator=torch.Generator().manual_seed(5))
     expected = []
     for row in range(20):
@@ -398,7 +417,8 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(a
     ours = our_generate(model, prompts, 4, config, 5, eos_ids, at_once=at_once)
     assert ours == [expected[i : i + 4] for i in range(0, 20, 4)]
 
-    # The case is a hard one: completions end at once, late or never, and with several EOS ids.
+    # Make sure that all hard cases occur: a completion of one token, completions that end with
+    # different EOS ids, and a completion that reaches the length limit.
     last_ids = {completion[-1] for completion in expected}
     assert min(len(completion) for completion in expected) == 1
     assert len(last_ids & eos_ids) > 1
@@ -406,13 +426,13 @@ def test_L2_generate_equals_a_token_by_token_loop_with_the_same_random_numbers(a
 
 
 def test_U12_the_page_in_the_readme_and_the_program_compute_the_same(monkeypatch):
-    # The page's functions, without the loop that follows them.
+    # Define the page's functions, without running the loop that follows them.
     text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
     code = text.split("<!-- page -->\n```python\n")[1].split("\ntokenizer = ")[0]
     page = ModuleType("page")
     exec(code, vars(page))
 
-    # In float64, with a group that is not informative.
+    # Compare advantages and log-probabilities in float64. One group is uninformative.
     model, twin = small_gpt2().double(), small_gpt2().double()
     groups = ragged_groups(uninformative=(2,))
     on_page = [(g.prompt, g.completions, torch.tensor(g.rewards).double()) for g in groups]
@@ -424,12 +444,13 @@ def test_U12_the_page_in_the_readme_and_the_program_compute_the_same(monkeypatch
         theirs = [page.completion_logprobs(model, group.prompt, ids) for ids in group.completions]
         assert_close(logprobs[mask], torch.cat(theirs), **exact)
 
-    # The page divides by the number of all tokens, as the weights of the default loss do.
+    # The page divides by the total number of tokens, like the weights of the default loss.
     lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
     weights = grpo.loss_weights(lengths, "dapo", 10)
     assert_close(weights, torch.full(weights.shape, 1 / lengths.sum().item()).double(), **exact)
 
-    # The same weights after an update, and after one without information.
+    # Compare the weights after an update with all groups, and after an update with only the
+    # uninformative group.
     optimizer = torch.optim.SGD(twin.parameters(), lr=0.5)
     for part in (slice(None), slice(2, 3)):
         page.update_policy(twin, optimizer, on_page[part])
@@ -441,7 +462,7 @@ def test_U12_the_page_in_the_readme_and_the_program_compute_the_same(monkeypatch
 
 
 def make_config(**environ) -> Config:
-    """The Config of a process with these environment variables."""
+    """Return the Config of a process with these environment variables."""
     return read_config({"NODE_ID": "n", **environ})
 
 
@@ -455,7 +476,7 @@ def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeat
     assert len(set(seeds)) == len(seeds)
     assert not any(seed in HELD_OUT_SEEDS for seed in seeds)
 
-    # There is no hidden state: equal arguments give equal seeds, in every process.
+    # A seed depends only on these arguments and on SEED, so any process derives the same seed.
     in_another_process = make_config(NODE_ID="another")
     assert seeds == [derive_seed(in_another_process, *key) for key in keys]
 
@@ -465,16 +486,17 @@ def test_L3_no_two_nodes_rounds_or_stages_ask_the_same_and_a_resumed_node_repeat
 
 @pytest.mark.parametrize("start", [0, HELD_OUT_SEEDS.start])
 def test_L3_in_a_mixture_each_tasks_questions_are_distributed_as_the_tasks_own(start, monkeypatch):
-    """If one stream chose the task and made the question, a mixture would ask only a slice of each
-    task: of its sums, for example, nine in ten with two terms."""
+    """If the random numbers that choose the task also generated the question, each task would be
+    limited to a subset of its questions. For example, nine of ten sums would have two terms."""
     lines = [(str(line), "1") for line in range(4)]
     monkeypatch.setitem(grpo.FILE_TASKS, "file:mine", (lines, lines))
 
     def kind(question):
         about = question.entry["metadata"]
-        return about.get("num_terms") or about.get("task") or question.text  # of a file: the line
+        # A file has no such metadata, so each of its lines counts as a kind.
+        return about.get("num_terms") or about.get("task") or question.text
 
-    # Eight tasks, three of which have questions of several kinds.
+    # Use eight tasks. The first three have questions of several kinds.
     tasks = ["basic_arithmetic", "calendar_arithmetic", "file:mine"]
     tasks += ["gcd", "lcm", "products", "chain_sum", "count_bits"]
     codec = SimpleNamespace(fits=lambda question: True)
@@ -504,7 +526,7 @@ def test_L3_garbage_earns_nothing_although_the_verifier_alone_pays_a_little_for_
         (total, f"<answer>{right}.00</answer>", 1, 1),
         (total, right, 0, 0),  # without tags
         (total, f"<answer>it is {right}</answer>", 0, partial),
-        (total, f"<answer>{right}</answer> or <answer>x</answer>", 0, 0),  # the last one counts
+        (total, f"<answer>{right}</answer> or <answer>x</answer>", 0, 0),  # the last answer counts
         (fraction, "<answer>1/999983</answer>", 0, 0.05),
         (fraction, "<answer>x</answer>", 0, 0.01),
         (logic, "<answer>(P ∨ ¬P)</answer>", 0, 0.25),
@@ -517,6 +539,8 @@ def test_L3_garbage_earns_nothing_although_the_verifier_alone_pays_a_little_for_
 def test_L3_an_answer_is_never_evaluated_and_no_text_makes_scoring_fail(
     task, tmp_path, monkeypatch
 ):
+    """Some of reasoning-gym's verifiers evaluate the answer. With these, a peer's rollout could
+    execute code on this machine."""
     monkeypatch.chdir(tmp_path)
     question = make_question(task, 5)
     payload = '__import__("os").system("touch PWNED")'
@@ -526,15 +550,17 @@ def test_L3_an_answer_is_never_evaluated_and_no_text_makes_scoring_fail(
         for kind in ("exact", "verifier"):
             reward = grpo.compute_reward(question, f"<answer>{answer}</answer>", kind)
             assert 0 <= reward < 1, answer
-    assert os.listdir(tmp_path) == [], "the payload was run"
+    assert os.listdir(tmp_path) == [], "the payload was executed"
 
 
 # -------- The shared folder -----------------------------------------------------------------------
 
 
 def group_by_hand(seed, task="small_products", right=1, **changes) -> dict:
-    """A group as a rollout file holds it: four completions, the first `right` of them correct,
-    whatever its rewards claim."""
+    """Return a group as in a rollout file, with four completions. The first `right` are correct.
+
+    The rewards in it are arbitrary, because nodes must not trust them.
+    """
     question = make_question(task, seed)
     texts = [f"<answer>{question.answer}</answer>"] * right + ["<answer>no</answer>"] * (4 - right)
     completions = []
@@ -545,7 +571,7 @@ def group_by_hand(seed, task="small_products", right=1, **changes) -> dict:
 
 
 def new_store(folder, owner="n1") -> DriveStore:
-    """The store of the experiment x, with all folders of its node `owner`."""
+    """Create the experiment x and the folders of its node `owner`. Return the store."""
     store = DriveStore(folder, "x", [owner])
     store.begin({"layout": drive_store.LAYOUT, "maker": owner})
     for name in ("", *drive_store.NODE_DIRS):
@@ -554,7 +580,7 @@ def new_store(folder, owner="n1") -> DriveStore:
 
 
 def put(store, path, content=b"{}") -> Path:
-    """Write a file into the experiment by hand, as a stranger would. Returns its full path."""
+    """Write a file into the experiment, as an untrusted peer could. Return its full path."""
     path = store.dir / path
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
@@ -562,7 +588,7 @@ def put(store, path, content=b"{}") -> Path:
 
 
 def contents(folder) -> dict:
-    """{path: bytes} of all files below a folder."""
+    """Return {path: bytes} of all files below a folder."""
     files = {}
     for path in Path(folder).rglob("*"):
         if path.is_file():
@@ -571,8 +597,10 @@ def contents(folder) -> dict:
 
 
 def dies_before_file_call(nth: int, work, *args) -> bool:
-    """Call work(*args) in a forked child that dies just before its nth call to the file system.
-    Returns whether there was such a call."""
+    """Call work(*args) in a forked child process that dies just before its nth file-system call.
+
+    Return False if the work was finished before that.
+    """
     child = os.fork()
     if child != 0:
         exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -582,7 +610,7 @@ def dies_before_file_call(nth: int, work, *args) -> bool:
     calls = itertools.count(1)
 
     def profile(frame, event, function):
-        # Functions of os, open, and methods of open files.
+        # Count functions of os, open(), and methods of open files.
         if event == "c_call" and function.__name__ != "fspath":
             module = function.__module__ or type(function.__self__).__module__
             if module in ("posix", "_io") and next(calls) == nth:
@@ -602,8 +630,8 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
     path = stage_file("rewards", "n1", At(0))
     marker = "board/rewards.n1.000000.0"
 
-    # Crash before the first call to the file system, then before the second, and so on, until the
-    # reward is published.
+    # Crash before the first file-system call, then before the second, and so on, until the reward
+    # is published without a crash.
     nth = 0
     died = True
     while died:
@@ -615,9 +643,9 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
         left = contents(store.dir)
         is_published = left.get(path, old) != old
         assert not is_published or json.loads(left[path])["reward"] == 0.25
-        assert is_published or marker not in left, "a marker stands there without its file"
+        assert is_published or marker not in left, "there is a marker without its file"
 
-        # The process is started again, and this time it would publish something else.
+        # Restart the process with a different reward. A reward that is already published must stay.
         store = new_store(tmp_path / str(nth))
         store.publish("rewards", "n1", At(0), {"reward": 0.75})
         store.remove_leftovers()
@@ -625,7 +653,7 @@ def test_F1_a_crash_leaves_a_whole_file_or_none_and_what_is_published_never_chan
         assert now.keys() == {"config.json", path, marker}
         assert store.read_reward("n1", At(0))["reward"] == (0.25 if is_published else 0.75)
         assert not is_published or now[path] == left[path]
-    assert nth > 4, "no crash came in the middle"
+    assert nth > 4, "no crash happened in the middle"
 
 
 def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_path):
@@ -637,7 +665,7 @@ def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_
     store.move_marker("rewards", "n1", At(1))
     store.move_marker("rewards", "n1", At(2))
 
-    # Sync clients and interrupted copies leave such files in a folder.
+    # Sync clients and interrupted copies leave files with such names in a folder.
     for marker in ("rewards.n1.000007.0", "open.n1.000007.0", f"session.n2.{session}"):
         for stray in (f"{marker} (1)", f".{marker}", f"{marker}.tmp"):
             put(store, f"board/{stray}")
@@ -651,7 +679,9 @@ def test_F1_the_board_is_read_from_names_and_copies_and_strays_are_no_names(tmp_
 
 @pytest.mark.parametrize("has_links", [True, False])
 def test_L6_of_two_warm_starts_that_are_made_at_once_one_counts(tmp_path, monkeypatch, has_links):
-    # The storage has hard links or, like FAT, none.
+    """All nodes must load the same warm start, so the first upload counts."""
+
+    # Some file systems, such as FAT, do not support hard links.
     def refuse(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -674,7 +704,7 @@ def test_S1_who_waits_posts_its_marker_again_in_case_it_was_lost_on_its_way(tmp_
     marker = store.dir / "board/rewards.n1.000000.0"
     marker.unlink()
 
-    # It looks at the board once more, and then after a minute and after two.
+    # The marker is posted again once the board has not changed for 75 s (stale_after / 4).
     signals = SimpleNamespace(requested=0)
     started = time.monotonic()
     for seconds, is_there in ((0, False), (60, False), (120, True)):
@@ -690,8 +720,8 @@ def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_pat
     now = 0.0
 
     def sleep(seconds):
-        # The folder is away for 20 s of a simulated time, which only sleeping advances. If it were
-        # made anew meanwhile, it could not come back.
+        # The folder is unavailable for 20 s of simulated time, which advances only during sleeps.
+        # If the store created the folder again in the meantime, this rename would fail.
         nonlocal now
         now += seconds
         if now >= 20 and away.exists():
@@ -700,13 +730,13 @@ def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_pat
     store.sleep = sleep
     store.on_event = lambda kind, text: events.append(kind)
     assert store.read("nodes/n1/0.json", 99) is None
-    assert events == [], "a missing file is no outage"
+    assert events == [], "a missing file is not an outage"
 
     store.dir.rename(away)
     for i in range(3):
         store.append("nodes/n1/logs/order", f"{i}\n")
         store.write(f"nodes/n1/{i}.json", b"{}")
-    assert 20 <= now <= 25.5, "a pause is longer than 5 s"
+    assert 20 <= now <= 25.5, "a pause was longer than 5 s"
     assert (store.dir / "nodes/n1/logs/order").read_text().split() == ["0", "1", "2"]
     assert [store.read(f"nodes/n1/{i}.json", 99) for i in range(3)] == [b"{}"] * 3
     assert events == ["outage", "outage over"]
@@ -716,6 +746,8 @@ def test_F2_a_node_waits_for_the_folder_says_so_once_and_keeps_the_order(tmp_pat
 def test_F2_what_never_passes_is_a_sentence_for_a_process_that_starts_and_later_an_outage(
     tmp_path, monkeypatch, number
 ):
+    """Errors such as missing permissions do not pass, so they end a process that is starting. Once
+    the process has joined, the same errors count as an outage, so that a long run is not lost."""
     store = new_store(tmp_path)
     swarm = Swarm(store, 300)
     events = []
@@ -745,7 +777,7 @@ def test_F2_what_never_passes_is_a_sentence_for_a_process_that_starts_and_later_
 
 def test_F2_a_local_disk_that_is_full_is_named_as_what_it_is(tmp_path, monkeypatch, capsys):
     store = new_store(tmp_path / "drive")
-    store.on_event = store.sleep = Mock(side_effect=AssertionError("it waits for the folder"))
+    store.on_event = store.sleep = Mock(side_effect=AssertionError("it waited for the folder"))
     store.write("nodes/n1/x", b"12345")
     with pytest.raises(StoreError, match="TMPDIR.*/dev/full"):
         store.download("nodes/n1/x", Path("/dev/full"), 99)
@@ -755,7 +787,7 @@ def test_F2_a_local_disk_that_is_full_is_named_as_what_it_is(tmp_path, monkeypat
     with pytest.raises(StoreError, match="TMPDIR"):
         sapo.write_tensors(store, "nodes/n1/y", {"x": torch.ones(2)}, "")
 
-    # Room is looked at before a process joins.
+    # A process checks the free space before it joins.
     monkeypatch.undo()
     monkeypatch.setattr(sapo.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     assert run_swarm(tmp_path, "full", WARM_START_STEPS=0, NODE_ID="n") == 2
@@ -771,7 +803,7 @@ def test_F6_the_first_config_counts_and_one_that_is_damaged_or_older_is_an_error
         settings = {"layout": drive_store.LAYOUT, "maker": "n1", "SEED": seed}
         assert DriveStore(tmp_path, "x").begin(settings)["SEED"] == 1
 
-    # Whatever another version of this program has made is refused and stays as it was.
+    # A folder with a damaged config.json or from an older version is rejected and left unchanged.
     for name, path, content in [
         ("damaged", "config.json", b'{"SEED": '),
         ("older", "config.json", {"layout": 4}),
@@ -787,7 +819,7 @@ def test_F6_the_first_config_counts_and_one_that_is_damaged_or_older_is_an_error
 
 @pytest.mark.parametrize("planted", ["link", "fifo"])
 def test_X2_what_a_stranger_planted_is_never_followed_and_never_written_through(tmp_path, planted):
-    # A file outside all experiments, which must stay as it is.
+    # This file is outside all experiments and must not change.
     thesis = tmp_path / "home/round_000000.stage_0.json"
     thesis.parent.mkdir()
     thesis.write_bytes(b'{"thesis": 1}')
@@ -799,7 +831,7 @@ def test_X2_what_a_stranger_planted_is_never_followed_and_never_written_through(
         ("delete", path, True),
         ("prune_rollouts", "n1", 9, False),
     ]:
-        # Plant something in place of the file.
+        # Plant a link or a FIFO in place of the file.
         store = new_store(tmp_path / operation)
         full = store.dir / path
         if planted == "link":
@@ -807,12 +839,12 @@ def test_X2_what_a_stranger_planted_is_never_followed_and_never_written_through(
         else:
             os.mkfifo(full)
 
-        # A written file takes its place, one that is deleted is gone.
+        # Writing must replace the link or FIFO itself, and deleting must remove it.
         result = None
         with contextlib.suppress(InvalidFileError):
             result = getattr(store, operation)(*args)
         assert contents(thesis.parent) == {thesis.name: b'{"thesis": 1}'}, operation
-        assert not result or operation == "write", "it was read"
+        assert not result or operation == "write", "the planted file was read"
         if operation == "write":
             assert full.read_bytes() == b"{}"
         if operation in ("delete", "prune_rollouts"):
@@ -841,15 +873,14 @@ def test_X3_a_strangers_broken_file_is_rejected_with_a_reason_and_costs_no_time(
             store.fetch("rollouts", "p", At(1))
     assert time.monotonic() - started < 2
 
-    # Keys that a newer program may add do no harm.
+    # Unknown keys, which a newer program may add, do no harm.
     put(store, stage_file("rollouts", "p", At(1)), good | {"new": 1})
     assert [group["key"] for group in store.fetch("rollouts", "p", At(1))] == [(1, 0, "p", 0)]
 
 
 # -------- Settings --------------------------------------------------------------------------------
 
-# Variables that are checked, but not against a list of words: a good value, a bad one, and a part
-# of the message.
+# Settings with checks of their own, as (valid value, invalid value, part of the error message).
 CHECKED = {
     "TASKS": ("gcd,bf", "gdc", "did you mean gcd?"),
     "EXPERIMENT_NAME": ("e-1", "a/b", "letters"),
@@ -860,7 +891,7 @@ CHECKED = {
 
 
 def config_error(**environ) -> str:
-    """The message with which these environment variables are refused."""
+    """Return the message of the ConfigError that these environment variables raise."""
     with pytest.raises(ConfigError) as caught:
         read_config(environ)
     return str(caught.value)
@@ -868,7 +899,7 @@ def config_error(**environ) -> str:
 
 @pytest.mark.parametrize("row", TABLE.values(), ids=lambda row: row.name)
 def test_U1_a_bad_value_is_refused_with_its_name_the_value_and_what_is_allowed(row):
-    # Good values as {text: value}, bad ones, and a part of the message.
+    # Collect valid values as {text: value}, invalid values, and a part of the error message.
     allowed = row.metadata["allowed"]
     good = {"some-name": "some-name"}
     bad = []
@@ -902,9 +933,9 @@ def test_U1_a_bad_value_is_refused_with_its_name_the_value_and_what_is_allowed(r
 
 
 def test_U1_all_mistakes_are_reported_together_and_a_blank_value_counts_as_unset():
-    mistakes = {"SEED": "x", "TEST_MODE": "maybe", "LOSS_TYPE": "ppo", "NODE_ID": "../x"}
-    message = config_error(**mistakes)
-    for name, value in mistakes.items():
+    wrong_values = {"SEED": "x", "TEST_MODE": "maybe", "LOSS_TYPE": "ppo", "NODE_ID": "../x"}
+    message = config_error(**wrong_values)
+    for name, value in wrong_values.items():
         assert name in message
         assert value in message
 
@@ -929,7 +960,8 @@ def test_U1_near_misses_are_named_with_the_correction_and_other_programs_variabl
         assert text.startswith(f"{wrong} ")
         assert f"mean {right}?" in text
 
-    # These two are errors, because the node would otherwise join another experiment.
+    # Near misses of these two names are errors, because the node would otherwise join a different
+    # experiment.
     for name in ("EXPERIMENT_NAME", "GDRIVE_PATH"):
         assert f"mean {name}?" in config_error(**{name[:-1]: "mine"})
 
@@ -945,18 +977,18 @@ def test_F6_a_joining_node_inherits_the_swarms_settings_and_may_not_change_the_e
     began = {"MODEL_NAME": "tiny", "SEED": 7, "NUM_TRAIN_SAMPLES": 4, "LEARNING_RATE": 1e-3}
     saved = sapo.saved_settings(make_config(**began, EVAL_INTERVAL=5))
     joining = read_config({"NODE_ID": "late", "NUM_GENERATIONS": "16"}, saved)
-    assert joining.NUM_GENERATIONS == 16, "what is set counts"
+    assert joining.NUM_GENERATIONS == 16, "a setting that the node sets has priority"
     for name, value in began.items():
         assert getattr(joining, name) == value
-    assert joining.EVAL_INTERVAL == 0, "a node's own settings are not inherited"
+    assert joining.EVAL_INTERVAL == 0, "settings with scope 'node' are not inherited"
     inherited = "SEED=7 NUM_TRAIN_SAMPLES=4 LEARNING_RATE=0.001"
-    assert joining.notes == [f"from the experiment: {inherited}"]
+    assert joining.notes == [f"inherited from the experiment: {inherited}"]
 
-    # A model's settings go to the same model alone.
+    # Settings with scope "model" are inherited only if MODEL_NAME is the same.
     other = read_config({"MODEL_NAME": "gpt2"}, saved | {"TASKS": "gcd"})
     assert (other.SEED, other.TASKS, other.LEARNING_RATE) == (7, "gcd", 1e-6)
 
-    # The name that was made up stays when the settings are read again.
+    # A generated NODE_ID is kept when the settings are read again.
     config = read_config({})
     assert read_config(config.environ, saved).NODE_ID == config.NODE_ID != read_config({}).NODE_ID
 
@@ -991,7 +1023,7 @@ def test_U6_test_mode_names_what_a_run_lacks(tmp_path):
     good = {"node_id": "n", "reward": 0.5, "informative_groups": 1, "external_groups": 1}
     rows = [good | {"round": 0}, good | {"round": 1}]
     assert check(rows) == (0, "passed")
-    assert check(rows[1:]) == (0, "passed"), "it has joined late"
+    assert check(rows[1:]) == (0, "passed"), "a node that joined late must pass"
 
     flat = [row | {"informative_groups": 0} for row in rows]
     alone = [row | {"external_groups": 0} for row in rows]
@@ -1001,7 +1033,7 @@ def test_U6_test_mode_names_what_a_run_lacks(tmp_path):
         ((rows, "checkpoints"), "checkpoints is empty"),
         ((flat,), "no group gave a gradient"),
         ((alone,), "no external group"),
-        ((alone, "model", 1), "^saw only 1 of 2 workers$"),
+        ((alone, "model", 1), "^only 1 of 2 workers joined$"),
     ]:
         status, said = check(*arguments)
         assert status == 1 and re.search(problem, said), said
@@ -1012,7 +1044,8 @@ def test_U3_a_policy_that_is_worse_than_before_training_is_told_so_and_noise_is_
         rows = [{"round": t, "reward": r, "completions": 64} for t, r in enumerate(rewards)]
         return coordinator.diagnose(rows, **more)
 
-    # The first twenty rounds hide the fall.
+    # The policy collapses in the first rounds. Comparing only the first 20 rounds (mean 0.03) with
+    # the last 20 (mean 0.10) would suggest that it has learned.
     fallen = [0.4, 0.2, *[0.0] * 30, *[0.1] * 20]
     text = verdict(fallen, checkpoints=[At(39), At(49)])
     assert text.startswith("worse than before training (0.40 -> 0.10): lower LEARNING_RATE")
@@ -1023,6 +1056,7 @@ def test_U3_a_policy_that_is_worse_than_before_training_is_told_so_and_noise_is_
 
 
 def test_U3_who_came_and_who_left_is_said_and_who_is_slow_has_not_left():
+    """The log reports each node that joins or leaves, because the mean reward then changes."""
     said = []
     log = SimpleNamespace(event=lambda kind, text: said.append(text))
     swarm = SimpleNamespace(is_alive=lambda node: node == "slow", status=lambda node: "stopped")
@@ -1065,13 +1099,13 @@ def test_U7_a_gain_is_over_equal_seeds_and_unlike_runs_are_never_averaged(tmp_pa
     assert rewards == pytest.approx([27.2 / 3, 12.8 / 3, 0.4, 0.2])
     assert any("differ in LOSS_TYPE" in note for note in notes)
 
-    # By hand: Student's t of three values is 4.30.
+    # Compute the gain and its 95% CI by hand. With three seeds, Student's t is 4.30.
     gains = [8 / 4 - 1, 10.4 / 4.8 - 1, 8.8 / 4 - 1]
     gain, margin = statistics.mean(gains), 4.30 * statistics.stdev(gains) / 3**0.5
     assert [row["gain"] for row in rows] == pytest.approx([gain, None, None, None])
     assert rows[0]["interval"] == pytest.approx([gain - margin, gain + margin])
 
-    # Two seeds have no interval, a single one has no gain, and it is said why.
+    # Two seeds give no confidence interval and a single seed gives no gain. A note explains this.
     for num_seeds in (1, 2):
         rows, notes = coordinator.compare_arms(runs[: 2 * num_seeds])
         assert rows[0]["interval"] is None
@@ -1079,7 +1113,7 @@ def test_U7_a_gain_is_over_equal_seeds_and_unlike_runs_are_never_averaged(tmp_pa
         assert any(f"4/4 has {num_seeds} seed" in note for note in notes)
 
 
-# -------- Whole swarms in this process, judged by the files that they leave -----------------------
+# -------- Whole swarms in this process, judged by the files that they leave behind ----------------
 
 SMALL = {
     "MODEL_NAME": "tiny", "TASKS": "small_products,small_count_bits", "LOCAL_NODES": 2,
@@ -1088,39 +1122,42 @@ SMALL = {
     "CHECKPOINT_INTERVAL": 2, "FETCH_TIMEOUT_SECONDS": 0.1,
 }  # fmt: skip
 TASKS = SMALL["TASKS"].split(",")
-# Without a warm start no answer is right. Own groups are uninformative then, and only peers' groups
-# change the weights.
+# Without a warm start, no answer is correct. A node's own groups are then uninformative, and only
+# external groups change the weights.
 UNTRAINED = {"WARM_START_STEPS": 0}
 
 
 @pytest.fixture(scope="session")
 def drive(tmp_path_factory):
-    """The shared folder of all these swarms. The first one makes the warm start for the others."""
+    """Return the shared folder of these swarms. The first swarm creates the others' warm start."""
     return tmp_path_factory.mktemp("drive")
 
 
 @pytest.fixture(scope="session")
 def uninterrupted(drive):
-    """The folder of an experiment that ran from beginning to end."""
+    """Run an experiment without interruption, and return its folder."""
     assert run_swarm(drive, "uninterrupted") == 0
     return drive / "experiments" / "uninterrupted"
 
 
 def run_swarm(drive, name, program=sapo, **settings) -> int:
-    """Run sapo.main with SMALL and these settings. Returns its exit status."""
+    """Run sapo.main with SMALL and these settings. Return its exit code."""
     return program.main({"GDRIVE_PATH": drive, "EXPERIMENT_NAME": name, **SMALL, **settings})
 
 
 def read_rewards(drive, name, node_id="*") -> list[dict]:
-    """The reward files of an experiment by round, stage and node, of all nodes or of one."""
+    """Return the reward files of one or all nodes, sorted by round, stage and node."""
     paths = drive.glob(f"experiments/{name}/nodes/{node_id}/rewards/*.json")
     paths = sorted(paths, key=lambda path: (path.name, path.parent.parent.name))
     return [json.loads(path.read_text()) for path in paths]
 
 
 def read_results(drive, name) -> tuple:
-    """All rewards, and the bytes of the last checkpoint: weights, optimizer, total rewards, and the
-    external groups used."""
+    """Return all rewards and the bytes of the last checkpoint.
+
+    The checkpoint contains the weights, the optimizer state, the total rewards and the keys of the
+    external groups used.
+    """
     rewards = []
     for row in read_rewards(drive, name):
         rewards.append((row["round"], row["node_id"], row["reward"]))
@@ -1129,25 +1166,25 @@ def read_results(drive, name) -> tuple:
 
 
 def read_log(drive, name, log) -> list[dict]:
-    """The rows of a log of node_0, or of the process whose first node it is."""
+    """Return the rows of one of node_0's logs. training_events covers node_0's whole process."""
     path = drive / f"experiments/{name}/nodes/node_0/logs/{log}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def read_events(drive, name, kind) -> list[str]:
-    """The texts of the events of one kind."""
+    """Return the texts of all events of one kind."""
     rows = read_log(drive, name, "training_events")
     return [row["text"] for row in rows if row["event"] == kind]
 
 
 def read_teachers(drive, name) -> list[list[str]]:
-    """The peers whose groups node_0 was trained on, round by round."""
+    """Return the peers whose groups node_0 trained on, round by round."""
     rows = read_log(drive, name, "metrics")
     return [sorted(peer for peer, _ in row["teachers"]) for row in rows]
 
 
 def write_peer(drive, name, peer, groups, round_=0) -> None:
-    """Publish groups as `peer`, which any program and any human can do."""
+    """Publish groups as `peer`, as any program or human can."""
     store = DriveStore(drive, name)
     store.begin({"layout": drive_store.LAYOUT, "maker": peer})
     store.make_dir(f"nodes/{peer}")
@@ -1157,8 +1194,7 @@ def write_peer(drive, name, peer, groups, round_=0) -> None:
 
 
 def at_call(monkeypatch, step, number, action) -> None:
-    """Do `action` just before the `number`th call (from 1) of a function of sapo, such as one of
-    the steps of `train`."""
+    """Call `action` just before the `number`th call (from 1) of sapo's function `step`."""
     original = getattr(sapo, step)
     calls = itertools.count(1)
 
@@ -1171,18 +1207,18 @@ def at_call(monkeypatch, step, number, action) -> None:
 
 
 def test_L6_a_swarm_learns_far_more_than_chance_explains(drive):
-    """Measured with six seeds: the mean reward of the last third of the rounds is 0.21 to 0.28
-    above that of the first third."""
+    """Over six seeds, the mean reward rose by 0.21 to 0.28 from the first third of the rounds to
+    the last third."""
     larger = {"LOCAL_NODES": 4, "NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4}
     assert run_swarm(drive, "learns", **larger, NUM_GENERATIONS=8, MAX_ROUNDS=24) == 0
     rewards = [row["reward"] for row in read_rewards(drive, "learns")]
     assert len(rewards) == 4 * 24
     gain = statistics.mean(rewards[-32:]) - statistics.mean(rewards[:32])
-    assert gain > 0.12, "tiny learns as much as it comes; a smaller model learns less"
+    assert gain > 0.12, "this threshold is for tiny as shipped; a smaller model learns less"
 
 
 def test_L4_external_groups_change_the_weights_even_if_all_own_groups_are_uninformative(drive):
-    # The same node twice, alone and with two groups of a peer.
+    # Run the same node alone, and with two groups from a peer.
     write_peer(drive, "taught", "human", [group_by_hand(1), group_by_hand(2, TASKS[1])])
     for name in ("alone", "taught"):
         assert run_swarm(drive, name, MAX_ROUNDS=1, **UNTRAINED) == 0
@@ -1193,7 +1229,7 @@ def test_L4_external_groups_change_the_weights_even_if_all_own_groups_are_uninfo
     assert taught["external_groups"] == taught["informative_groups"] == 2
     assert taught["grad_norm"] > 0
 
-    # A node's reward is that of its own completions.
+    # A node's reward covers only its own completions.
     assert alone["reward"] == taught["reward"] == 0
 
     start = flat_weights(grpo.build_tiny_model(TASKS)[0])
@@ -1204,13 +1240,13 @@ def test_L4_external_groups_change_the_weights_even_if_all_own_groups_are_uninfo
 
 
 def test_L4_X4_strangers_are_verified_and_lies_gain_nothing(drive):
-    # A human who helps, one who lies about rewards and answers, and one who floods the folder.
+    # One peer helps, one lies about rewards and answers, and one floods the folder.
     peers = {
         "human": [group_by_hand(1), group_by_hand(2, TASKS[1], right=3)],
         "liar": [group_by_hand(seed, right=0, answer="no") for seed in range(10, 14)],
         "flood": [group_by_hand(seed) for seed in range(100, 600)],
     }
-    # Four whose groups must be rejected, and a part of the reason.
+    # Four other peers each publish a group that must be rejected, listed with a part of the reason.
     rejected = {
         "rewriter": (group_by_hand(20, prompt="What is 1 + 1?"), "prompt"),
         "cheat": (group_by_hand(HELD_OUT_SEEDS.start + 5), "held-out"),
@@ -1225,12 +1261,13 @@ def test_L4_X4_strangers_are_verified_and_lies_gain_nothing(drive):
     settings = {"NUM_TRANSPLANT_TREES": 100, "ROLLOUT_MAX_AGE": 3}
     assert run_swarm(drive, "strangers", **settings, **UNTRAINED) == 0
 
-    # In round 0 each peer's fair share is I = 2 groups, and those of the liar teach nothing. Old
-    # groups fill gaps for a while, and none is used twice.
+    # In round 0, each peer's fair share is I = 2 groups, and the liar's groups are uninformative.
+    # The flood's groups fill gaps until they are more than three rounds old. A group is never used
+    # twice, so the human's two groups are used only once.
     flood = ["flood"] * 2
     assert read_teachers(drive, "strangers") == [flood + ["human"] * 2, flood, flood, flood, [], []]
 
-    # Each rejection is counted and named.
+    # Each rejection is counted, and its reason is logged.
     first = read_rewards(drive, "strangers", "node_0")[0]
     assert first["reward"] == 0
     assert first["rejected"] == len(rejected)
@@ -1241,7 +1278,8 @@ def test_L4_X4_strangers_are_verified_and_lies_gain_nothing(drive):
 
 
 def test_L4_of_the_groups_of_one_age_each_is_drawn_equally_often(monkeypatch):
-    # Three groups of this round and six of the one before. Their rewards spread unequally.
+    # Three groups are from this round and six are from the previous round. The spread of their
+    # rewards differs, but must not affect which groups are drawn.
     groups = [SimpleNamespace(key=i, rewards=[0.0] * i + [1.0]) for i in range(9)]
     of_age = {0: groups[:3], 1: groups[3:]}
     monkeypatch.setattr(sapo, "wait_for_peers", lambda *_: None)
@@ -1288,7 +1326,7 @@ def test_L8_a_process_holds_one_model_for_each_node_and_too_little_memory_is_a_s
         at_call(patch, "policy_gradient", 1, lambda: counts.append(count_models()))
         assert run_swarm(drive, "models", MAX_ROUNDS=1, **UNTRAINED) == 0
     assert counts == [before + 2]
-    assert count_models() == before, "in a notebook the next run would find no room"
+    assert count_models() == before, "in a notebook, the next run would lack memory"
 
     monkeypatch.setattr(grpo, "make_optimizer", run_out)
     assert run_swarm(drive, "memory", **UNTRAINED) == 2
@@ -1299,8 +1337,8 @@ def test_L8_a_process_holds_one_model_for_each_node_and_too_little_memory_is_a_s
 
 
 def test_L2_own_groups_are_trained_on_with_the_ids_that_were_sampled(drive, monkeypatch):
-    """Decoded and encoded again they would differ: "<answer>" is one token, but eight when it was
-    sampled letter by letter."""
+    """Decoding and re-encoding could change the ids. "<answer>" is one token, but a model can also
+    sample it as eight single characters."""
     tokenizer = grpo.build_tiny_model(TASKS)[1]
     spelled = [*tokenizer.convert_tokens_to_ids([*"<answer>5"]), tokenizer.eos_token_id]
     assert len(tokenizer("<answer>5").input_ids) == 2
@@ -1323,7 +1361,7 @@ def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive,
     assert run_swarm(drive, "again") == 0
     assert read_results(drive, "again") == read_results(drive, "uninterrupted")
     rewards = {row["reward"] for row in read_rewards(drive, "again")}
-    assert len(rewards) > 2, "there was nothing to learn from"
+    assert len(rewards) > 2, "the rewards hardly differ, so equality proves little"
 
     seeds = []
     for path in uninterrupted.glob("nodes/*/rollouts/*.json"):
@@ -1338,12 +1376,13 @@ def test_L5_local_nodes_repeat_bit_for_bit_and_never_ask_a_question_twice(drive,
 def test_F3_a_killed_run_resumes_as_if_nothing_had_happened(
     drive, uninterrupted, monkeypatch, step
 ):
-    """If optimizer, totals, used external groups or the place in a random stream were lost, some
-    number would differ."""
+    """If the optimizer state, the totals, the used external groups or the position in a random
+    stream were lost, the results would differ from the uninterrupted run's."""
     name = f"killed_in_{step}"
     call = 2 if step == "save_checkpoint" else 6
 
-    # SystemExit stands for a kill, of which the program cannot leave a record.
+    # SystemExit simulates a kill. `say_failure` raises it again, so that the process cannot write
+    # its last heartbeat and log lines.
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         patch.setattr(sapo, "say_failure", lambda *_: sys.exit())
         at_call(patch, step, call, sys.exit)
@@ -1364,13 +1403,13 @@ def test_U2_a_stop_finishes_the_round_and_prints_a_command_that_resumes_the_run(
     def press_ctrl_c():
         os.kill(os.getpid(), signal.SIGINT)
 
-    # In the middle of round 3.
+    # Press Ctrl-C in the middle of round 3.
     with monkeypatch.context() as patch:
         at_call(patch, "publish_groups", 8, press_ctrl_c)
         assert run_swarm(drive, "stopped") == 130
     assert len(read_rewards(drive, "stopped", "node_1")) == 4
 
-    # The command is a list of settings and the program.
+    # The printed command consists of settings and "python sapo.py".
     command = capfd.readouterr().out.split("to resume, run:\n")[1]
     words = shlex.split(command.split("python sapo.py")[0])
     assert sapo.main(dict(word.split("=", 1) for word in words)) == 0
@@ -1394,7 +1433,7 @@ def test_U5_U8_readers_change_nothing_and_the_final_model_is_an_ordinary_folder(
 
 
 def test_U9_pasted_into_one_cell_the_four_modules_do_the_same(drive, uninterrupted, monkeypatch):
-    # The cell is one module, in the order in which they are pasted. It has no file.
+    # A cell is one module without a file. The four modules are pasted into it in this order.
     modules = (drive_store, grpo, coordinator, sapo)
     text = "\n".join(Path(module.__file__).read_text() for module in modules)
     cell = ModuleType("cell")
@@ -1404,13 +1443,13 @@ def test_U9_pasted_into_one_cell_the_four_modules_do_the_same(drive, uninterrupt
     assert run_swarm(drive, "pasted", program=cell) == 0
     assert read_results(drive, "pasted") == read_results(drive, "uninterrupted")
 
-    # It has no source whose hash a report could compare.
+    # A cell has no source file, so its code hash is None.
     codes = []
     for name in ("pasted", "uninterrupted"):
         codes.append(json.loads((drive / f"experiments/{name}/config.json").read_text())["code"])
     assert codes[0] is None and codes[1] == sapo.hash_code()
 
-    # There, a name that two modules define would silently mean the later thing.
+    # In a cell, if two modules defined the same name, the later definition would silently win.
     for one, other in itertools.combinations(modules, 2):
         for name in vars(one).keys() & vars(other).keys():
             is_same = vars(one)[name] is vars(other)[name]

@@ -427,7 +427,7 @@ def test_U5_reports_compare_over_seeds_without_matplotlib_too(tmp_path, monkeypa
     # metrics are a list.
     table = (tmp_path / "reports/report_all.md").read_text()
     assert table in output and all(text in table for text in ("9.20", "4.40", "+108%"))
-    assert "an interval 3" in table, "two seeds give no interval"
+    assert "a 95% CI needs 3" in table, "two seeds give no interval"
     assert json.loads((tmp_path / "reports/report_all.json").read_text()) == rows
     assert (tmp_path / "reports/report_all.png").exists() == has_packages
     assert ("pip install matplotlib" in output) == (not has_packages)
@@ -643,9 +643,9 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
     colab = "import sys; from types import SimpleNamespace as S; drive = S(mount=print)"
     kernel.run_cell(f"{colab}\nsys.modules |= {{'google': S(), 'google.colab': S(drive=drive)}}")
 
-    # Run the four modules in one cell. The stop button lets the round finish and saves a checkpoint.
-    # The same cell then resumes the run. With a SEED that differs from the experiment's, it raises an
-    # error, so that "Run all" stops there.
+    # Run the four modules in one cell. The stop button lets the round finish and saves a
+    # checkpoint, and the same cell then resumes the run. With a SEED that differs from the
+    # experiment's, the cell raises an error, so that "Run all" stops there.
     def press_stop():
         wait_until(lambda: len(rounds_of(tmp_path, "n", name="pasted")) >= 2)
         kernel.interrupt()
@@ -740,7 +740,7 @@ def test_U10_a_mistake_of_any_type_and_place_shows_its_traceback_and_says_goodby
 
 
 @pytest.mark.parametrize("module, name, words", [
-    (grpo, "save_model", "export: the model of n_0"), (coordinator, "plot", "no plot ("),
+    (grpo, "save_model", "export: n_0's model"), (coordinator, "plot", "no plot ("),
 ])  # fmt: skip
 def test_U10_a_model_or_a_picture_that_cannot_be_made_is_a_sentence_and_ends_no_run(
     tmp_path, monkeypatch, module, name, words

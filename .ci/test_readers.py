@@ -86,7 +86,8 @@ def test_U5_at_80x24_what_looks_wrong_comes_first(tmp_path, monkeypatch, num_nod
     assert lines[0].startswith("! coordinator failed, w000 failed") and "4 more" in lines[0]
     for words in ("round 2 of 2000", f"{num_nodes - 7} of {num_nodes} workers alive", "by task"):
         assert words in screen
-    assert f" 2: {num_nodes}/{num_nodes - 1}" in screen, "number of rollouts and rewards in round 2"
+    counts = f"round 2: {num_nodes} nodes published rollouts, {num_nodes - 1} submitted rewards"
+    assert counts in screen
     shown = {line.split()[0] for line in lines if line.endswith("▅")}
     assert {"w000", "w007", nodes[-1]} <= shown, "a failed node, the slowest and the newest"
     assert num_nodes == 8 or f"and {128 - len(shown)} more: " in screen
