@@ -38,9 +38,10 @@ def wait_for_round(run, next_own: int) -> int:
 
     `next_own` is the round after the last round that this process has finished. Return
     - the open round, if it is `next_own` or later and nodes of other processes have ever joined;
-    - otherwise `next_own`, as soon as no coordinator has been alive for `opening_delay` seconds.
+    - otherwise `next_own`, once `opening_delay` seconds have passed without a live coordinator.
 
-    Thus, after a crash, a process that was always alone repeats the rounds since its checkpoint.
+    A process that was always alone ignores the open round. After a crash, it thus repeats the
+    rounds since its checkpoint.
     """
     swarm = run.swarm
     while True:
@@ -70,8 +71,8 @@ def opening_delay(run) -> float:
     if drive_store.COORDINATOR_ID in run.swarm.board.sessions:
         return 2.0
 
-    # A coordinator can join only after a worker has created the experiment, so before round 1, give
-    # it half a second from the time when this process joined.
+    # A coordinator can join only after a worker has created the experiment. Give it half a second
+    # from when this process joined, which can only delay round 1.
     return 0.5 if run.last_round == 0 else 0.0
 
 
@@ -92,6 +93,7 @@ def run_coordinator(run) -> None:
     first_reward = drive_store.At(0, run.config.MAX_STAGES - 1)  # for the last stage of round 0
     last_round = run.config.MAX_ROUNDS - 1
     t = -1  # the last round that this process has entered
+    interval_start = 0.0  # when the interval of round t started
 
     while True:
         run.log.flush(run.store)
@@ -125,25 +127,22 @@ def run_coordinator(run) -> None:
 def round_is_over(run, t: int, elapsed: float) -> bool:
     """Return whether round t is over, `elapsed` seconds after its interval started.
 
-    The workers in step are expected to submit a reward. ROUND_ADVANCE decides when the round is
-    over:
+    ROUND_ADVANCE selects the rule. The workers in step are expected to submit a reward.
     time        after COORDINATOR_ROUND_INTERVAL, if an expected worker is alive or a reward was
                 submitted; otherwise, the round stays open
     completion  when a reward was submitted, and every live expected worker has submitted
     hybrid      whichever comes first (the default)
-
-    Two rounds may stay open longer. This process's first round stays open until NUM_WORKERS workers
-    are alive, but for at most one interval. The last round stays open until every live worker has
-    submitted, but for at most one interval + STALE_AFTER_SECONDS.
     """
     config = run.config
     board = run.swarm.board
     interval = config.COORDINATOR_ROUND_INTERVAL
-    is_last = t >= config.MAX_ROUNDS - 1
+
+    # This process's first round waits for NUM_WORKERS live workers, for at most one interval.
     if elapsed < interval and lacks_workers(run):
         return False
 
     # In the last round, or if no worker is in step, all workers are expected.
+    is_last = t >= config.MAX_ROUNDS - 1
     expected = board.in_step("rewards", t, config.MAX_STAGES)
     if is_last or not expected:
         expected = set(board.workers)
@@ -152,6 +151,8 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
     submitted = submitted_workers(run, t, elapsed)
     pending = expected - submitted
     is_pending = any(map(run.swarm.is_alive, sorted(pending)))
+
+    # The last round waits for every live worker, for at most interval + STALE_AFTER_SECONDS.
     if is_last and is_pending:
         return elapsed > interval + config.STALE_AFTER_SECONDS
 

@@ -8,17 +8,17 @@ follow these rules:
    a reader sees no file, the older file or the complete new file, even if the writer is killed.
 3. A *marker* is an empty file in board/ whose name records how far a node has progressed. The node
    renames it to advance, so one listing of board/ shows the state of the swarm.
-4. A node writes a file before it moves the marker. On a local disk, a reader that sees the marker
-   therefore finds the file.
+4. A node writes a file before it moves the marker, so a reader that sees the marker finds the file.
 
-On a mounted drive, changes may reach other machines late, incompletely or out of order. A reader
-therefore tries a missing or damaged file again later. A file that is rewritten often may never
-arrive, so a valid rollout or reward file is never rewritten.
+On a local disk, these rules are exact. On a mounted drive, changes may reach other machines late,
+incompletely or out of order. A reader therefore looks for a missing file again, and reads a damaged
+file again in the next round. A file that is rewritten often may never arrive, so a valid rollout or
+reward file is never rewritten.
 
 experiments/NAME/    (next to experiments/: warmstart/, reports/, archives/)
     config.json      the settings at creation
     board/           the state of the swarm, encoded in file names
-        session.anna.1795300037123-ab12cd34      a process of anna; the highest number is the newest
+        session.anna.1795300037123-ab12cd34      registers a process of anna; the highest is newest
         open.anna.000012.0                       anna has entered round 12
         open.coordinator.000012.0                … and so has the coordinator
         rollouts.anna.000012.0                   anna has published up to round 12, stage 0
@@ -31,8 +31,9 @@ The first node to enter a round opens it. The *open round* is the newest round t
 entered.
 
 A node has *exited* if the last heartbeat of its newest process contains the state "done", "stopped"
-or "failed". Otherwise, it is *alive* if that process registered, the last heartbeat was written or
-one of its markers was last seen to move within STALE_AFTER_SECONDS (300) of now, and *dead* if not.
+or "failed". Otherwise, it is *alive* if, within the last STALE_AFTER_SECONDS (300), that process
+registered, its last heartbeat was written, or one of its markers was seen to move. If not, it is
+*dead*.
 """
 
 import contextlib
@@ -78,13 +79,13 @@ class Board:
         return sorted(n for (k, n), last in self.progress.items() if k == kind and last >= at)
 
     def in_step(self, kind: str, t: int, num_stages: int) -> set[str]:
-        """Return the workers that are in step with round t. In round 0, all workers are.
+        """Return the workers that have finished round t - 1 or entered round t; in round 0, all.
 
-        A worker that neither finished round t - 1 nor entered round t is out of step, and nodes
-        need not wait for it. A worker that dies thus usually delays only one round.
+        Nodes wait for these workers while they are alive. A worker that dies does not finish the
+        round, so it usually delays only this round.
 
-        kind: the marker that counts as finishing a round, which is "rollouts" for a worker that
-        waits for peers and "rewards" for the coordinator.
+        kind: the marker that shows that a round is finished: "rollouts" if a worker waits for
+        peers' rollouts, and "rewards" if the coordinator waits.
         """
         if t == 0:
             return set(self.workers)
@@ -146,7 +147,7 @@ class Folder:
         """Return a node's groups as dicts (kind "rollouts") or its metrics ("rewards") for a stage.
 
         Return None if the file does not exist. Raise InvalidFileError if it is unreadable, damaged,
-        too large or a link.
+        too large or a link. A peer then skips and counts the file.
         """
         data = self.read(stage_file(kind, node_id, at), MAX_JSON_BYTES)
         parse = parse_rollouts if kind == "rollouts" else parse_reward

@@ -7,8 +7,8 @@ from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1) in four ways. T
 1. There is no KL penalty, so there is no reference model.
 2. The clip range of the ratio is asymmetric, from 1 - 0.2 to 1 + 0.28 (clip-higher, DAPO,
    arXiv:2503.14476, section 3.1).
-3. By default, the loss is averaged over all tokens of the update (DAPO, section 3.3). The textbook
-   averages over the tokens of each completion first (LOSS_TYPE=grpo).
+3. By default (LOSS_TYPE=dapo), the loss is averaged over all tokens of the update (DAPO, section
+   3.3). The textbook averages over the tokens of each completion first (LOSS_TYPE=grpo).
 4. The old log-probabilities are computed by the *current* model at the start of the update, even
    for completions that another model wrote.
 
@@ -20,8 +20,8 @@ Recurring arguments:
     config  the settings (`Config` in sapo.py)
     codec   the tokenizer and the model's conventions, such as EOS ids
     limit   how many completions fit in memory. `limit.split(groups)` returns batches of at most
-            this size. `limit.retry(f)` calls f and, if memory runs out, calls it again with a
-            lower limit.
+            this size. `limit.retry(f, …)` calls f(…) and, if memory runs out, calls it again
+            with a lower limit.
 
 Shapes in comments:
     N  prompts in a batch                    P  tokens in the longest prompt
@@ -123,7 +123,7 @@ def loss_weights(lengths: torch.Tensor, loss_type: str, max_new_tokens: int) -> 
     lengths = lengths.to(torch.float64)
     divisors = {
         "dapo": lengths.sum(),  # every token weighs the same
-        "grpo": len(lengths) * lengths,  # number x own length; every completion weighs the same
+        "grpo": len(lengths) * lengths,  # every completion weighs the same
         "dr_grpo": len(lengths) * max_new_tokens,  # independent of the lengths
     }
     return torch.ones_like(lengths) / divisors[loss_type]
@@ -195,8 +195,8 @@ def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: 
         with autocast(config.DTYPE, model):
             logprobs, mask = completion_logprobs(model, batch, config.TEMPERATURE, codec.pad_id)
 
-        # The first step writes its log-probabilities into the groups' own tensors. They are the old
-        # log-probabilities of every step.
+        # The first step's log-probabilities are the old log-probabilities of every step. They are
+        # kept in the groups, which share these tensors with their parts in `batch`.
         old_rows = [row for group in batch for row in group.old_logprobs]
         if step == 0:
             for old_row, row in zip(old_rows, logprobs.detach(), strict=True):
@@ -236,9 +236,9 @@ def completion_logprobs(model, groups: list[Group], temperature: float = 1.0, pa
     targets, mask = pad(completions, pad_id, model.device)  # (B, T)
     hidden = last.unsqueeze(1)  # (B, 1, H)
     if targets.shape[1] > 1:
-        # The last token predicts nothing, so it is not an input. Completions are padded on the
-        # right, where no real token can see the padding, so their part of the mask is all 1.
-        inputs = targets[:, :-1]  # (B, T-1)
+        inputs = targets[:, :-1]  # (B, T-1); the last token predicts nothing
+        # Completions are padded on the right, where no real token can see the padding, so the
+        # attention mask is 1 for all their positions.
         attention_mask = F.pad(attention_mask, (0, inputs.shape[1]), value=1)  # (B, P+T-1)
         rest, _ = forward_hidden(model, inputs, attention_mask, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
@@ -270,7 +270,7 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
     max_tokens, num_rows = uniforms.shape
     tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: not sampled
 
-    # `rows` lists the rows that are not finished (R of them; at first, all B). The other values in
+    # `rows` lists the unfinished rows of `tokens` (R of them; at first, all B). The other values in
     # the loop have one entry per unfinished row.
     rows = torch.arange(num_rows, device=model.device)  # (R,)
     sizes = [num_rows // len(prompts)] * len(prompts)

@@ -4,14 +4,11 @@
 # ///
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721).
 
-Several nodes each train their own language model with GRPO on reasoning-gym questions. They share
-their rollouts, as plain text, through one folder (see drive_store.py). A group is one question with
-G completions (NUM_GENERATIONS, 8), and it is informative if its rewards differ.
-
-In each stage (by default, one per round), a node trains on I groups of its own (NUM_TRAIN_SAMPLES,
-8) and J external groups from its peers, the other nodes (NUM_TRANSPLANT_TREES, by default 0, which
-is plain GRPO). Before it uses an external group, it verifies the group by regenerating the question
-and scoring the completions itself.
+Several nodes each train their own language model with GRPO on reasoning-gym questions, and share
+their rollouts as plain text through one folder (see drive_store.py). In each stage of a round, a
+node trains on I groups of its own (NUM_TRAIN_SAMPLES, 8) and J external groups from its peers
+(NUM_TRANSPLANT_TREES, by default 0, which is plain GRPO). A group is one question with its
+completions (see `Group` in grpo.py).
 
 Settings are environment variables (see `python sapo.py --help`):
 
@@ -59,8 +56,8 @@ else:
 def train(run: "Run") -> None:
     """Run Algorithm 1 of the paper with this process's nodes until the last round.
 
-    In each stage, all nodes finish step 3 before any node starts step 4, so they share
-    synchronously, and a swarm in one process is bit-for-bit reproducible on a CPU.
+    In each stage, all nodes of this process finish step 3 before any of them starts step 4. They
+    thus share synchronously, and a swarm in one process is bit-for-bit reproducible on a CPU.
 
     `run` is the state of this process. Its main parts are:
         config, codec   as in grpo.py; `run.update_limit` is `limit` there
@@ -155,8 +152,7 @@ def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[gr
     config = run.config
     stages = [at.stage] if age == 0 else range(config.MAX_STAGES)
     sources = [drive_store.At(at.round - age, stage) for stage in stages]
-    first_source = sources[0]  # a peer that has published any of them has reached the first
-    publishers = run.swarm.board.reached("rollouts", first_source)
+    publishers = run.swarm.board.reached("rollouts", sources[0])  # or a later stage
 
     candidates = []
     for peer in choose_peers(run, node, at, publishers):
@@ -177,7 +173,8 @@ def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[gr
 def verify(run: "Run", record: dict) -> "grpo.Group":
     """Return a peer's group with its question, token ids and rewards computed locally.
 
-    Raise Rejected or grpo.QuestionError for
+    Of the record, only task, seed, response and finished are used, and the prompt is compared. The
+    peer's own answer and rewards are ignored. Raise Rejected or grpo.QuestionError for
     - a task that is not one of TASKS, or a seed that has no question;
     - a held-out seed, which is reserved for evaluation;
     - a prompt that differs from the regenerated question, or a question too long for this model;
@@ -187,7 +184,7 @@ def verify(run: "Run", record: dict) -> "grpo.Group":
     """
     question = checked_question(run, record)
     prompt = run.codec.encode_prompt(question)
-    shared = record["completions"][: run.config.NUM_GENERATIONS]  # dicts: response, finished, …
+    shared = record["completions"][: run.config.NUM_GENERATIONS]  # at most G dicts
     token_ids = checked_ids(run.codec, prompt, shared)
     finished = [completion["finished"] for completion in shared]
 
@@ -242,13 +239,13 @@ def wait_for_peers(run: "Run", node: "Node", at) -> None:
             give_up(run, late, at)
             return
         run.swarm.beat()
-        run.seconds_to_wait -= run.swarm.sleep()  # the last poll (at most 2 s) and the sleep
+        run.seconds_to_wait -= run.swarm.sleep()  # the seconds of the last poll and this sleep
 
 
 def late_peers(run: "Run", node: "Node", at) -> set[str]:
-    """Return the expected peers that have not published this stage, if any of them is alive.
+    """Return the expected peers that have not published this stage.
 
-    At most FETCH_MAX_PEERS (10) of the expected peers are checked.
+    The set is empty unless at least one of them is alive.
     """
     board = run.swarm.look()
     late = set()
@@ -261,22 +258,23 @@ def late_peers(run: "Run", node: "Node", at) -> set[str]:
 
 
 def expected_workers(run: "Run", board, t: int) -> set[str]:
-    """Return the workers whose rollouts of round t are worth waiting for.
+    """Return the workers whose rollouts of round t this process waits for.
 
-    These are the workers in step (see `Board.in_step`) and, so that a slow worker can catch up,
-    those that are still in round t - 1. If the wait for such a worker times out, it is given up
-    until it is in step again.
+    These are the workers in step (see `Board.in_step`) and, so that slow workers can catch up, the
+    workers still in round t - 1. The latter are excluded if a wait for them has timed out since
+    they were last in step.
     """
     in_step = board.in_step("rollouts", t, run.config.MAX_STAGES)
     run.given_up -= in_step
-    has_entered_previous = set(board.reached("open", drive_store.At(t - 1))) & set(board.workers)
-    return in_step | (has_entered_previous - run.given_up)
+    entered_previous = set(board.reached("open", drive_store.At(t - 1))) & set(board.workers)
+    return in_step | (entered_previous - run.given_up)
 
 
 def next_round(run: "Run") -> int | None:
     """Enter the next round and return it, or return None after the last round.
 
-    In a swarm, this is the open round, so a process that was slow or unavailable skips rounds.
+    If other nodes have opened later rounds, this is the open round, so a process that was slow or
+    unavailable skips rounds.
     """
     next_own = run.last_round + 1
     if next_own >= run.config.MAX_ROUNDS:
