@@ -283,9 +283,8 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
     last = statistics.fmean(curve[-part:])
     change = f"mean reward {first:.2f} -> {last:.2f}"
 
-    # Is the reward lower than in the first round, by more than chance explains? That round's
-    # completions were generated before any update. If the policy collapsed at once, the mean of the
-    # first 20 rounds would hide it.
+    # Is the reward lower than in the first round, by more than chance explains? If the policy
+    # collapsed at once, the mean of the first 20 rounds would hide it.
     history = history or rows
     untrained = [row for row in history if row["round"] == history[0]["round"]]
     before = mean_of("reward", untrained) or 0.0
@@ -1061,7 +1060,7 @@ def in_notebook() -> bool:
 
 
 def mean(values) -> float | None:
-    """Return the mean of the values that are not None, or None if all are. [1, None, 2] -> 1.5."""
+    """Return the mean of the values, without any that are None. [1, None, 2] -> 1.5, [] -> None."""
     numbers = [value for value in values if value is not None]
     return statistics.fmean(numbers) if numbers else None
 

@@ -713,7 +713,7 @@ def group_from_json(data, key: tuple) -> dict:
     training.
     """
     require(data, {"task": str, "seed": int, "prompt": str, "completions": list})
-    # Other languages' JSON parsers round integers above 2**53.
+    # JavaScript, for example, rounds integers above 2**53.
     if not 0 <= data["seed"] < 2**53 or not 2 <= len(data["completions"]) <= 64:
         raise InvalidFileError("seed or number of completions out of range")
 
@@ -810,7 +810,7 @@ class Swarm:
         self.node_ids = store.node_ids
         self.stale_after = stale_after
         self.board = Board()  # as of the last poll
-        self.statuses = {}  # node -> status, cached until the next poll, because it reads a file
+        self.statuses = {}  # node -> status, cached until the next poll (`status` reads a file)
         self.moved_at = {}  # node -> when one of its markers was last seen to move
         self.beats = {}  # node -> the time in the last heartbeat that was read
         self.has_other_clock = set()  # nodes whose clock difference was already logged
@@ -928,7 +928,7 @@ class Swarm:
         if session is None or node_id in self.statuses:
             return self.statuses.get(node_id, "dead")
 
-        # When was the node active?
+        # When was the node last active?
         heartbeat = self.store.read_valid(f"nodes/{node_id}/heartbeat.json") or {}
         signs = [int(session[:13]) / 1000, self.moved_at.get(node_id, 0.0)]
         if is_finite_number(heartbeat.get("time")):

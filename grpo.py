@@ -8,7 +8,7 @@ from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1) in four ways. T
 2. The clip range of the ratio is asymmetric, from 1 - 0.2 to 1 + 0.28 (clip-higher, DAPO,
    arXiv:2503.14476, section 3.1).
 3. By default (LOSS_TYPE=dapo), the loss is averaged over all tokens of the update (DAPO, section
-   3.3). The textbook averages over the tokens of each completion first (LOSS_TYPE=grpo).
+   3.3). Textbook GRPO averages over the tokens of each completion first (LOSS_TYPE=grpo).
 4. The old log-probabilities are computed by the *current* model at the start of the update, even
    for completions that another model wrote.
 
@@ -270,8 +270,8 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
     max_tokens, num_rows = uniforms.shape
     tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: not sampled
 
-    # `rows` lists the unfinished rows of `tokens` (R of them; at first, all B). The other values in
-    # the loop have one entry per unfinished row.
+    # `rows` lists the unfinished rows of `tokens` (R of them; at first, all B). The other tensors
+    # in the loop, except `uniforms`, have one entry per unfinished row.
     rows = torch.arange(num_rows, device=model.device)  # (R,)
     sizes = [num_rows // len(prompts)] * len(prompts)
     last, cache, attention_mask = prefill(model, prompts, sizes, codec.pad_id)
@@ -304,7 +304,7 @@ def sample_tokens(logits, uniforms):
     """Draw one token id per row from the softmax: logits (R, V), uniforms (R,) -> (R,).
 
     It is the first token whose cumulative probability exceeds the row's random number. Top-k and
-    top-p are not used, because the loss scores the full softmax.
+    top-p are not used, because the loss uses probabilities from the full softmax.
     """
     cumulative = torch.softmax(logits, dim=-1).cumsum(-1)  # (R, V)
     # Rounding may leave the total at 0.9999, so scale the random number by the total. If the
@@ -863,7 +863,7 @@ def is_safe_formula(question: Question, answer: str) -> bool:
     The verifier's work doubles with each distinct variable; an answer of 69 characters took 9 s.
     Its parser decides what a variable is, and reads "P ¬P", "P()" and "PP" as one variable each.
     """
-    # The conjunction of a question's premises has up to 88 characters and 30 of these signs.
+    # The conjunction of a question's premises has up to 88 characters and 30 of the signs below.
     num_signs = sum(char in "∧∨¬→↔(" for char in answer)
     if len(answer) > 160 or num_signs > 40:
         return False

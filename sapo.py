@@ -329,8 +329,8 @@ class Run:
     log: "Log"
     signals: "Signals"
     history: list[dict] = field(default_factory=list)  # the metrics of each stage and node
-    round_ends: list[float] = field(default_factory=list)  # by the monotonic clock
-    present: set = field(default_factory=set)  # the nodes in the swarm now (coordinator)
+    round_ends: list[float] = field(default_factory=list)  # times of the monotonic clock
+    present: set = field(default_factory=set)  # in the coordinator: the nodes now in the swarm
 
     nodes: list[Node] = field(default_factory=list)
     codec: "grpo.Codec | None" = None
@@ -853,7 +853,7 @@ class Config:
         "seconds without activity after which a node counts as dead", (1, 86400))
     ROLLOUT_CLEANUP_ENABLED: bool = setting(False, "remove old rollouts", None, "swarm")
     ROLLOUT_KEEP_LAST_N_ROUNDS: int = setting(10,
-        "rounds of rollouts to keep, at least CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE",
+        "rounds of rollouts to keep, or CHECKPOINT_INTERVAL + ROLLOUT_MAX_AGE if that is more",
         (1, 10**6), "swarm")
     ROLLOUT_ARCHIVE_OLD: bool = setting(False,
         "move old rollouts to archives/ instead of deleting them", None, "swarm")
@@ -1353,9 +1353,9 @@ def model_card(run: Run, node: Node) -> str:
 # {config.EXPERIMENT_NAME}-{node.id}
 
 Trained with SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721), which is GRPO on the
-node's own rollouts and on rollouts that its peers shared.
+node's own rollouts and, if J > 0, on rollouts that its peers shared.
 
-- rounds: {config.MAX_ROUNDS}
+- rounds of the run: {config.MAX_ROUNDS}
 - per stage of a round: I = {config.NUM_TRAIN_SAMPLES} own questions,
   J = {config.NUM_TRANSPLANT_TREES} external groups (from peers),
   G = {config.NUM_GENERATIONS} completions per question
