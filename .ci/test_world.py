@@ -923,7 +923,7 @@ def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_se
             config = json.loads((scene.dir / "config.json").read_text())
             assert first.status == (0 if config["SEED"] == 77 else 2), "a different SEED"
             for other in others:
-                if other.status == 2:  # this node and another tried to create the experiment, with different settings
+                if other.status == 2:  # another node created it first, with different settings
                     assert "restart this node" in other.output
                     other.start()
                     scene.run()
