@@ -1576,7 +1576,7 @@ def orthogonalize_gradients(optimizer, args, kwargs) -> None:
     """Replace each matrix's gradient with Muon's step (K. Jordan, 2024).
 
     This is the gradient's moving average with all singular values near 1. torch's Muon computes in
-    bfloat16, which takes five times as long as the rest of a step on an AVX2 CPU.
+    bfloat16, which takes more than half of a warm-start step's time on an AVX2 CPU.
     """
     for p in optimizer.param_groups[0]["params"]:
         average = optimizer.state[p].setdefault("average", torch.zeros_like(p))

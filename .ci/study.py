@@ -272,7 +272,7 @@ def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
     reported = runs_of(folder, study)
     for arm, runs in reported.items():
         row = row_of(arm, runs)
-        row["against 8/0 (95%)"] = format_gain(*paired_gain(runs, reported.get("8/0", [])))
+        row["against 8/0 (95% CI)"] = format_gain(*paired_gain(runs, reported.get("8/0", [])))
         row["completions"] = f"{mean_of('completions', runs):,.0f}"
         row["tokens"] = f"{mean_of('tokens', runs):,.0f}"
         for level in LEVELS:
@@ -359,8 +359,8 @@ def show_gains(folder: Path, file: str) -> None:
                 same_cost.append(run | {"cumulative": run["rounds"] * mean_reward})
             gains = (paired_gain(runs, baseline), paired_gain(runs, same_cost))
             row = {"at the start": study, "reward": f"{start:.3f}"} | row_of(arm, runs)
-            row["gain, same rounds (95%)"] = format_gain(*gains[0])
-            row["gain, same completions (95%)"] = format_gain(*gains[1])
+            row["gain, same rounds (95% CI)"] = format_gain(*gains[0])
+            row["gain, same completions (95% CI)"] = format_gain(*gains[1])
             rows.append(row)
             for axis, (gain, low, high) in zip(axes, gains, strict=True):
                 x, style = (place, "C0o") if arm == "4/4" else (place + 0.1, "C1s")
