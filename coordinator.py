@@ -37,11 +37,9 @@ def wait_for_round(run, next_own: int) -> int:
     """Wait until this process may enter a round, and return that round.
 
     `next_own` is the round after the last round that this process has finished. Return
-    - the open round, if it is `next_own` or later and nodes of other processes have ever joined;
+    - the open round, if it is `next_own` or later and nodes of other processes have ever joined
+      (a process that was always alone repeats the rounds since its checkpoint after a crash);
     - otherwise `next_own`, once `opening_delay` seconds have passed without a live coordinator.
-
-    A process that was always alone ignores the open round. After a crash, it thus repeats the
-    rounds since its checkpoint.
     """
     swarm = run.swarm
     while True:
@@ -71,8 +69,8 @@ def opening_delay(run) -> float:
     if drive_store.COORDINATOR_ID in run.swarm.board.sessions:
         return 2.0
 
-    # A coordinator can join only after a worker has created the experiment. Give it half a second
-    # from when this process joined, which can only delay round 1.
+    # A coordinator can join only after a worker has created the experiment, which means during
+    # round 0. Before round 1, give it half a second from when this process joined.
     return 0.5 if run.last_round == 0 else 0.0
 
 
@@ -90,7 +88,7 @@ def run_coordinator(run) -> None:
     """Open one round after another. Raise Stopped if the process should end."""
     swarm = run.swarm
     swarm.join({"role": "coordinator"}, folders=["logs"])
-    first_reward = drive_store.At(0, run.config.MAX_STAGES - 1)  # for the last stage of round 0
+    end_of_round_0 = drive_store.At(0, run.config.MAX_STAGES - 1)
     last_round = run.config.MAX_ROUNDS - 1
     t = -1  # the last round that this process has entered
     interval_start = 0.0  # when the interval of round t started
@@ -108,7 +106,7 @@ def run_coordinator(run) -> None:
 
         # In round 0, the interval starts with the first reward, because models may take minutes to
         # download.
-        if t == 0 and not board.reached("rewards", first_reward):
+        if t == 0 and not board.reached("rewards", end_of_round_0):
             interval_start = swarm.looked_at
 
         if round_is_over(run, t, swarm.looked_at - interval_start):
@@ -137,7 +135,7 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
     board = run.swarm.board
     interval = config.COORDINATOR_ROUND_INTERVAL
 
-    # This process's first round waits for NUM_WORKERS live workers, for at most one interval.
+    # This process's first round waits for NUM_WORKERS live workers until the interval is over.
     if elapsed < interval and lacks_workers(run):
         return False
 
@@ -147,8 +145,8 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
     if is_last or not expected:
         expected = set(board.workers)
 
-    # Is there an expected worker that is alive but has not submitted?
-    submitted = submitted_workers(run, t, elapsed)
+    # Is an expected worker still alive without having submitted?
+    submitted = submitted_workers(run, t, elapsed)  # after a long time, this reads files as well
     pending = expected - submitted
     is_pending = any(map(run.swarm.is_alive, sorted(pending)))
 
@@ -424,7 +422,7 @@ class Experiment:
 
     @property
     def arm(self) -> str:
-        """The run's arm by I/J, such as "4/4", "8/0 x4" (LOCAL_OVERSAMPLE) or "4/4 unfiltered"."""
+        """The I/J part of the arm's name, such as "4/4", "8/0 x4" or "4/4 unfiltered"."""
         own, external, is_filtered, factor = map(self.config.get, ARM)
         name = f"{own}/{external}" if factor == 1 else f"{own}/{external} x{factor}"
         return name if is_filtered else f"{name} unfiltered"
@@ -623,8 +621,8 @@ def run_reader(config, signals) -> int:
 def format_screen(exp: Experiment, swarm) -> str:
     """Return the monitor's text, cropped to the size of the screen.
 
-    Warnings come first, so that they are not cropped. The run's state follows, and then its nodes,
-    last rounds, tasks and a group.
+    Warnings come first, so that they are not cropped. Then come the state of the run, its nodes,
+    its last rounds, its tasks and a sample group.
     """
     width, height = shutil.get_terminal_size((80, 24))
     board, current = exp.board, exp.board.open_round
@@ -704,7 +702,7 @@ def find_warnings(exp: Experiment, swarm) -> list[str]:
     if recent and (diagnosis.startswith("worse") or not has_signal(recent)):
         warnings.append(diagnosis)
     for reason, count in swarm.store.invalid_files.most_common(3):
-        warnings.append(f"unusable file (read {count} times): {drive_store.printable(reason)}")
+        warnings.append(f"unusable files ({count} failed reads): {drive_store.printable(reason)}")
     return warnings
 
 

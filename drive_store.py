@@ -79,13 +79,12 @@ class Board:
         return sorted(n for (k, n), last in self.progress.items() if k == kind and last >= at)
 
     def in_step(self, kind: str, t: int, num_stages: int) -> set[str]:
-        """Return the workers that have finished round t - 1 or entered round t; in round 0, all.
+        """Return the workers that are in step with round t; in round 0, all of them.
 
-        Nodes wait for these workers while they are alive. A worker that dies does not finish the
+        A worker is in step if it has published the rollouts of round t - 1 (kind "rollouts", used
+        by workers) or submitted its reward (kind "rewards", used by the coordinator), or if it has
+        entered round t. Others wait for it while it is alive. If it dies, it does not complete the
         round, so it usually delays only this round.
-
-        kind: the marker that shows that a round is finished: "rollouts" if a worker waits for
-        peers' rollouts, and "rewards" if the coordinator waits.
         """
         if t == 0:
             return set(self.workers)
@@ -99,8 +98,8 @@ class Folder:
     """The folder of one experiment, with the rules above as code.
 
     A path is relative to this folder or, if it starts with "/", to the shared folder. During an
-    outage, methods raise OSError. The subclass `DriveStore`, below, waits instead. It also provides
-    `read`, `list_names` and `post` (put a file on the board), which are called here.
+    outage, methods raise OSError. The subclass `DriveStore`, below, waits instead, and provides
+    `read`, `list_names` and `post` (put a file on the board).
     """
 
     def __init__(self, root, experiment: str, node_ids=()):
@@ -134,7 +133,7 @@ class Folder:
         content = dump_json(header(kind, node_id, at) | data)
 
         older = None
-        if not self.write(path, content, replaces=False):
+        if not self.write(path, content, replaces=False):  # there is an older file
             with contextlib.suppress(InvalidFileError):
                 older = self.fetch(kind, node_id, at)
             if older is None:  # invalid or gone
@@ -154,7 +153,7 @@ class Folder:
         return None if data is None else parse(parse_json(data), node_id, at)
 
     def write(self, path: str, data: bytes, replaces: bool = True) -> bool:
-        """Write a file. With replaces=False, keep an older file. Return whether it wrote `data`."""
+        """Write a file. With replaces=False, return False if there is an older file, and keep it."""
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)  # in the same folder, so the rename is atomic
         with open(temp, "wb", opener=open_no_link) as file:
@@ -173,7 +172,7 @@ class Folder:
         return True
 
     def rename(self, path: str, new_path: str) -> bool:
-        """Rename a file. Return False if it is missing (perhaps an earlier attempt renamed it)."""
+        """Rename a file. Return False if it is missing (perhaps it was renamed in an outage)."""
         try:
             os.replace(self.resolve(path), self.resolve(new_path))
             return True
@@ -336,7 +335,7 @@ def waits(operation):
 
 
 class DriveStore(Folder):
-    """A `Folder` that waits during an outage, with all other operations on the shared folder.
+    """A `Folder` that waits during an outage. It also provides the other folder operations.
 
     on_event(kind, text) logs an outage. Without it, as in the report, an outage raises OSError.
     sleep(seconds) may raise KeyboardInterrupt.
@@ -409,7 +408,7 @@ class DriveStore(Folder):
             return None
 
     def read_reward(self, node_id: str, at: At) -> dict | None:
-        """Return a node's reward and metrics for a stage, or None without a valid file."""
+        """Return a node's reward and metrics for a stage, or None if there is no valid file."""
         path = stage_file("rewards", node_id, at)
         return self.read_valid(path, lambda data: parse_reward(data, node_id, at))
 
@@ -499,7 +498,7 @@ class DriveStore(Folder):
         except OSError as error:
             if error.errno == errno.ENOSPC:  # reading needs no space, so the local disk is full
                 raise StoreError(
-                    f"cannot use TMPDIR (no space left for {local}): set it to another local folder"
+                    f"cannot use TMPDIR (no space left for {local}): use a different local folder"
                 ) from error
             check_read_error(self, path, error)
             raise InvalidFileError("the file is missing") from error
@@ -586,7 +585,7 @@ class DriveStore(Folder):
 
         if config.get("layout") != LAYOUT:
             raise StoreError(
-                f"cannot use {self.dir} (created by another version or program): {ANOTHER_NAME}"
+                f"cannot use {self.dir} (created by a different version or program): {ANOTHER_NAME}"
             )
         return config
 

@@ -13,15 +13,15 @@ from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1) in four ways. T
    for completions that another model wrote.
 
 By default, an update is a single optimizer step (NUM_ITERATIONS=1). The ratio is then exactly 1, no
-token is clipped, and the loss has the same gradient as -A log p (REINFORCE). Watch the reward, not
-the loss. A group's advantages sum to 0, so its loss is 0 if its completions are equally long.
+token is clipped, and the loss has the same gradient as -A log p (REINFORCE). A group's advantages
+sum to 0, so its loss is 0 if its completions are equally long: watch the reward, not the loss.
 
 Recurring arguments:
     config  the settings (`Config` in sapo.py)
     codec   the tokenizer and the model's conventions, such as EOS ids
     limit   how many completions fit in memory. `limit.split(groups)` returns batches of at most
-            this size. `limit.retry(f, …)` calls f(…) and, if memory runs out, calls it again
-            with a lower limit.
+            this size, and cuts large groups into parts. `limit.retry(f, …)` calls f(…) and, if
+            memory runs out, calls it again with a lower limit.
 
 Shapes in comments:
     N  prompts in a batch                    P  tokens in the longest prompt
@@ -84,7 +84,7 @@ class Group:
 
     # `update_policy` fills in these fields.
     advantages: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # loss weight per token
+    weights: list[float] = field(default_factory=list)  # the loss weight of each of its tokens
     old_logprobs: list[torch.Tensor] = field(default_factory=list)  # one value per token
 
     @property
@@ -163,7 +163,7 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
         # EXERCISE (DAPO, section 3.4): give truncated completions no gradient.
         group.advantages = group_advantages(group.rewards)
         group.weights = group_weights.tolist()
-        # The first step fills in these values. float64 holds any dtype's values exactly.
+        # The first step fills these tensors. float64 holds any dtype's values exactly.
         group.old_logprobs = [torch.zeros(len(ids)).double() for ids in group.completions]
 
     # Uninformative groups skip the forward pass. Sorting by prompt length reduces padding.
@@ -237,8 +237,7 @@ def completion_logprobs(model, groups: list[Group], temperature: float = 1.0, pa
     hidden = last.unsqueeze(1)  # (B, 1, H)
     if targets.shape[1] > 1:
         inputs = targets[:, :-1]  # (B, T-1); the last token predicts nothing
-        # Completions are padded on the right, where no real token can see the padding, so the
-        # attention mask is 1 for all their positions.
+        # No token can see padding on its right, so all these positions of the mask may be 1.
         attention_mask = F.pad(attention_mask, (0, inputs.shape[1]), value=1)  # (B, P+T-1)
         rest, _ = forward_hidden(model, inputs, attention_mask, cache)  # (B, T-1, H)
         hidden = torch.cat([hidden, rest], dim=1)  # (B, T, H)
@@ -270,8 +269,8 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
     max_tokens, num_rows = uniforms.shape
     tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: not sampled
 
-    # `rows` lists the unfinished rows of `tokens` (R of them; at first, all B). The other tensors
-    # in the loop, except `uniforms`, have one entry per unfinished row.
+    # `rows` lists the unfinished rows of `tokens` (R of them; at first, all B). `last`, `cache`,
+    # `attention_mask` and `new_tokens` have one entry per unfinished row.
     rows = torch.arange(num_rows, device=model.device)  # (R,)
     sizes = [num_rows // len(prompts)] * len(prompts)
     last, cache, attention_mask = prefill(model, prompts, sizes, codec.pad_id)

@@ -152,7 +152,7 @@ def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[gr
     config = run.config
     stages = [at.stage] if age == 0 else range(config.MAX_STAGES)
     sources = [drive_store.At(at.round - age, stage) for stage in stages]
-    publishers = run.swarm.board.reached("rollouts", sources[0])  # or a later stage
+    publishers = run.swarm.board.reached("rollouts", sources[0])  # at this stage or later
 
     candidates = []
     for peer in choose_peers(run, node, at, publishers):
@@ -173,13 +173,15 @@ def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[gr
 def verify(run: "Run", record: dict) -> "grpo.Group":
     """Return a peer's group with its question, token ids and rewards computed locally.
 
-    Of the record, only task, seed, response and finished are used, and the prompt is compared. The
-    peer's own answer and rewards are ignored. Raise Rejected or grpo.QuestionError for
+    Only the record's task, seed, response and finished are used, and its prompt is compared with
+    the regenerated question. Its answer and rewards are ignored.
+
+    Raise Rejected or grpo.QuestionError for
     - a task that is not one of TASKS, or a seed that has no question;
     - a held-out seed, which is reserved for evaluation;
     - a prompt that differs from the regenerated question, or a question too long for this model;
-    - a completion that is empty, too long for this model or longer than 2 * MAX_NEW_TOKENS (the
-      peer's tokenizer may need fewer tokens);
+    - a completion that is empty, too long for this model or longer than 2 * MAX_NEW_TOKENS (this
+      model's tokenizer may need more tokens than the peer's);
     - an EOS before the end of a completion, or a token that this model does not have.
     """
     question = checked_question(run, record)
@@ -212,8 +214,8 @@ def policy_gradient(run: "Run", node: "Node") -> None:
 def submit_reward(run: "Run", node: "Node", at) -> None:
     """Submit and log the stage's metrics (step 6).
 
-    The reward is the mean over the node's own completions, because external groups or a filter
-    would bias it. With I = 0, it is None.
+    The reward is the mean over all of the node's own completions, because external groups, or a
+    choice of informative groups, would bias it. With I = 0, it is None.
     """
     reward = coordinator.mean(reward for group in node.groups for reward in group.rewards)
     metrics = {"reward": reward, **node.metrics, **held_out_metrics(run, node, at)}
@@ -239,13 +241,13 @@ def wait_for_peers(run: "Run", node: "Node", at) -> None:
             give_up(run, late, at)
             return
         run.swarm.beat()
-        run.seconds_to_wait -= run.swarm.sleep()  # the seconds of the last poll and this sleep
+        run.seconds_to_wait -= run.swarm.sleep()  # seconds since the last poll began
 
 
 def late_peers(run: "Run", node: "Node", at) -> set[str]:
     """Return the expected peers that have not published this stage.
 
-    The set is empty unless at least one of them is alive.
+    If none of them is alive, return an empty set, because dead peers alone are not waited for.
     """
     board = run.swarm.look()
     late = set()
@@ -260,9 +262,9 @@ def late_peers(run: "Run", node: "Node", at) -> set[str]:
 def expected_workers(run: "Run", board, t: int) -> set[str]:
     """Return the workers whose rollouts of round t this process waits for.
 
-    These are the workers in step (see `Board.in_step`) and, so that slow workers can catch up, the
-    workers still in round t - 1. The latter are excluded if a wait for them has timed out since
-    they were last in step.
+    These are the workers in step (see `Board.in_step`) and, so that slow workers can catch up,
+    workers that have entered round t - 1 but not published it. After a wait for such a worker has
+    timed out, it is not expected again until it is in step.
     """
     in_step = board.in_step("rollouts", t, run.config.MAX_STAGES)
     run.given_up -= in_step
@@ -281,9 +283,8 @@ def next_round(run: "Run") -> int | None:
         return None
     t = coordinator.wait_for_round(run, next_own)
 
-    # `t` may be MAX_ROUNDS or more, because other processes may have a larger MAX_ROUNDS.
     log_skipped(run, next_own, min(t, run.config.MAX_ROUNDS))
-    if t >= run.config.MAX_ROUNDS:
+    if t >= run.config.MAX_ROUNDS:  # other processes may have a larger MAX_ROUNDS
         return None
     run.swarm.enter(t)
     run.seconds_to_wait = run.config.FETCH_TIMEOUT_SECONDS
@@ -868,7 +869,7 @@ class Config:
     HF_REPO: str = setting("",
         "name of the Hub repositories, to which -<node> is appended; default: EXPERIMENT_NAME")
     NUM_WORKERS: int = setting(0,
-        "workers that run_swarm.sh starts (4 if unset); before its first round, a process waits "
+        "workers that run_swarm.sh starts (4 if unset); a process that opens rounds first waits "
         "until this many are alive, for at most one interval", (0, 10**4))
     CONFIGS: str = setting("", "for run_swarm.sh: I/J pairs to compare, such as 8/0 4/4")
     SEEDS: str = setting("", "for run_swarm.sh: seeds of the comparison, such as 1 2 3")
@@ -1047,7 +1048,7 @@ def parse_value(row, text: str, may_read_files: bool = False):
 
 
 def choose_model(given: dict, known: dict, device: str) -> tuple[str, list[str]]:
-    """Return (MODEL_NAME, notes that explain the choice if it is auto).
+    """Return (MODEL_NAME, notes that explain an automatic choice of the model to train).
 
     auto selects tiny if no model is needed, in TEST_MODE, and in an experiment created with tiny.
     Otherwise, it selects a real model only on an accelerator with enough memory for all nodes.
@@ -1237,9 +1238,9 @@ def check_local_room(run: Run) -> None:
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise drive_store.StoreError(
-            f"TMPDIR={folder} has {free / 1e9:.2f} GB, "
+            f"TMPDIR={folder} has only {free / 1e9:.2f} GB free, "
             f"but a checkpoint needs {needed / 1e9:.2f} GB: "
-            "free some space or set TMPDIR to another local folder"
+            "free some space or set TMPDIR to a different local folder"
         )
 
 
@@ -1252,7 +1253,7 @@ def write_tensors(store, path: str, tensors: dict, text: str, replaces: bool = T
             safetensors.torch.save_file(saved, local, {"about": text})
         except (OSError, safetensors.SafetensorError) as error:
             raise drive_store.StoreError(
-                f"cannot write to {folder} ({error}): set TMPDIR to another local folder"
+                f"cannot write to {folder} ({error}): set TMPDIR to a different local folder"
             ) from error
         store.upload(local, path, replaces)
 
@@ -1504,9 +1505,9 @@ def run_clock(run: Run, saved: dict | None) -> int:
 def run_worker(run: Run, saved: dict | None) -> int:
     """Load the model, create or join the experiment, resume, train and save. Return the exit code.
 
-    Raise Stopped if the process should end before the last round. A model that cannot be loaded or
-    fails a check leaves the folder untouched, and unusable checkpoints leave the nodes' files
-    unchanged.
+    Raise Stopped if the process should end before the last round. If the model cannot be loaded or
+    fails a check, the folder remains untouched. If the checkpoints are unusable, the nodes' files
+    remain unchanged.
     """
     config, log = run.config, run.log
     if saved is not None and find_standing(run, saved) == "finished":

@@ -230,7 +230,7 @@ def format_gain(gain: float, low: float, high: float) -> str:
 
 
 def format_spread(values: list[float]) -> str:
-    """Return mean and standard deviation, with one decimal, or with two if the mean is below 1."""
+    """Return the mean and standard deviation as text, with 1 decimal, or 2 if the mean is below 1."""
     mean = fmean(values)
     decimals = 1 if mean >= 1 else 2
     text = f"{mean:.{decimals}f}"

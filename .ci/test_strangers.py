@@ -196,7 +196,7 @@ def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_pa
     for path in paths:
         assert path.is_file() and not path.is_symlink() and path.stat().st_size < 2**30, path
 
-    # Each of p's bad files is logged once, and counted each time it is read.
+    # Each reason to reject p's files is logged once, and each failed read is counted.
     rejections = events_of(drive, "n_0", "reject")
     assert len(rejections) == len({*rejections})
     assert {text[:3] for text in rejections} == {"p: "}

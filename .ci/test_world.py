@@ -354,7 +354,9 @@ class Oracle:
                 f"F3: {process.name} resumes after round {past.round}, not after {saved}",
             )
         follows = past.round <= t and (past.round + 1 >= t or not self.is_alone)
-        self.require(follows, f"F3: {process.name} trains in round {t} after {past.round}")
+        self.require(
+            follows, f"F3: {process.name} trains in round {t} right after round {past.round}"
+        )
 
         # Its own groups are groups that it has published in this stage.
         own = [id for id, _, is_own in groups if is_own]
