@@ -153,7 +153,10 @@ class Folder:
         return None if data is None else parse(parse_json(data), node_id, at)
 
     def write(self, path: str, data: bytes, replaces: bool = True) -> bool:
-        """Write a file. With replaces=False, return False if there is an older file, and keep it."""
+        """Write a file and return True.
+
+        With replaces=False, keep an older file and return False.
+        """
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)  # in the same folder, so the rename is atomic
         with open(temp, "wb", opener=open_no_link) as file:
