@@ -896,14 +896,11 @@ class Config:
 
 
 TABLE = {row.name: row for row in fields(Config) if row.metadata}
-FOREIGN_NAMES = {  # names in other programs -> names here
+FOREIGN_NAMES = {  # names in other programs, which may set them for their own use -> names here
     "LR": "LEARNING_RATE", "BATCH_SIZE": "NUM_TRAIN_SAMPLES", "STEPS": "MAX_ROUNDS",
-    "EPOCHS": "MAX_ROUNDS", "MODEL": "MODEL_NAME",
+    "EPOCHS": "MAX_ROUNDS", "MODEL": "MODEL_NAME", "TASK": "TASKS", "CONFIG": "CONFIGS",
+    "DEVICES": "DEVICE", "TYPE": "DTYPE",
 }  # fmt: skip
-FORMER = {  # roles of earlier versions -> their replacements
-    "validate": "use TEST_MODE=True, which checks the run and exits with code 1 if it fails",
-    "auto": "set NODE_ROLE and NODE_ID from the rank in the shell (see .github/MANUAL.md)",
-}
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 
 
@@ -919,21 +916,19 @@ def read_config(environ, saved=None) -> Config:
     known, more_errors = parse_settings(saved or {}, " (in config.json)")
     errors += more_errors
 
-    # Report near misses of names. A typo in EXPERIMENT_NAME or GDRIVE_PATH is an error, because the
-    # run would write to a different folder.
-    near_misses = {}  # message -> the setting that was probably meant
-    for name in sorted(set(environ) - set(TABLE)):
-        close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
-        for intended in [FOREIGN_NAMES[name]] if name in FOREIGN_NAMES else close:
-            text = f"{name} is not a setting of this program; did you mean {intended}?"
-            near_misses[text] = intended
-    fatal = {"EXPERIMENT_NAME", "GDRIVE_PATH"} - given.keys()
-    errors += [text for text, intended in near_misses.items() if intended in fatal]
-
     devices = grpo.available_devices()
     device = given.get("DEVICE", next(iter(devices)))
     model, notes = choose_model(given, known, device)
-    notes += near_misses
+
+    # A near miss of a name is an error, because the run would use a different value for hours.
+    for name in sorted(set(environ) - set(TABLE)):
+        text = f"{name} is not a setting of this program; did you mean"
+        close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
+        if name in FOREIGN_NAMES:
+            notes.append(f"{text} {FOREIGN_NAMES[name]}?")
+        elif close:
+            errors.append(f"{text} {close[0]}? Otherwise, unset it")
+
     defaults = default_values(given, model, devices[device])
     if given.get("NODE_ROLE") == "coordinator":
         given["NODE_ID"] = drive_store.COORDINATOR_ID
@@ -960,7 +955,7 @@ def read_config(environ, saved=None) -> Config:
         notes.append("ROLLOUT_ARCHIVE_OLD has no effect without ROLLOUT_CLEANUP_ENABLED=True")
     errors += check_together(config)
     if errors:
-        listed = "\n  ".join(dict.fromkeys([*errors, *near_misses]))
+        listed = "\n  ".join(dict.fromkeys(errors))
         raise ConfigError(f"invalid settings:\n  {listed}")
     return config
 
@@ -1012,7 +1007,7 @@ def parse_settings(source, where: str = "") -> tuple[dict, list[str]]:
     errors = []
     for name, row in TABLE.items():
         text = str(source.get(name, "")).strip()
-        # NODE_ROLE=auto is an error, because it was a role in earlier versions (see FORMER).
+        # NODE_ROLE=auto is an error, because it was a role in earlier versions.
         if text in ("", "None") or (text == "auto" and name != "NODE_ROLE"):
             continue
         try:
@@ -1035,7 +1030,7 @@ def parse_value(row, text: str, may_read_files: bool = False):
         return text.lower() in ("1", "true", "yes", "on")
     if row.type is str:
         if allowed and text not in allowed:
-            raise ValueError(FORMER.get(text, f"expected {', '.join(allowed)}"))
+            raise ValueError(f"expected {', '.join(allowed)}")
         return os.path.expanduser(text)
 
     with contextlib.suppress(ValueError):
