@@ -1557,8 +1557,8 @@ def run_worker(run: Run, saved: dict | None) -> int:
 def find_standing(run: Run, saved: dict) -> str:
     """Log and return whether this process is "finished", "resuming" or "joining".
 
-    saved: the contents of config.json. Raise ConfigError if the node is new and no rounds are left
-    for it.
+    saved: the contents of config.json. Raise ConfigError if the node is new, and no rounds are left
+    for it or the user probably meant to resume a stopped node.
     """
     config, name = run.config, run.config.EXPERIMENT_NAME
     board = run.swarm.look()
@@ -1575,9 +1575,19 @@ def find_standing(run: Run, saved: dict) -> str:
         run.log.info(f"{name}: already finished ({config.MAX_ROUNDS} rounds); {RAISE_IT}")
         return "finished"
 
-    # A new node may still join in the last round, but not with a generated name.
+    # A new node may still join a swarm that has stopped or is in its last round, but not with a
+    # generated name, because the user probably meant to resume a node.
     is_known = not {*board.sessions, str(saved.get("maker"))}.isdisjoint(config.node_ids)
     has_generated_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
+    stopped = [n for n in board.workers if n not in ended]
+    has_live_node = any(map(run.swarm.is_alive, stopped))
+    if has_generated_name and stopped and not is_known and not has_live_node:
+        commands = dict.fromkeys(resume_command(run, node_id) for node_id in stopped[:5])
+        raise ConfigError(
+            f"{name}: cannot add a node without a NODE_ID, because the swarm has stopped "
+            f"({coordinator.join_names(stopped, 5)}): set NODE_ID to add a new node, or resume:\n  "
+            + "\n  ".join(commands)
+        )
     rounds_left = config.MAX_ROUNDS - board.open_round - (1 if has_generated_name else 0)
     if rounds_left <= 0 and not is_known:
         raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
@@ -1586,6 +1596,14 @@ def find_standing(run: Run, saved: dict) -> str:
     where = f"round {max(0, board.open_round)} of {config.MAX_ROUNDS}"
     run.log.info(f"{name}: {standing}, {where}, nodes: {names}")
     return standing
+
+
+def resume_command(run: Run, node_id: str) -> str:
+    """Return the command that resumes this node's process, which may run several nodes."""
+    sessions = run.swarm.board.sessions
+    num_nodes = list(sessions.values()).count(sessions[node_id])  # with the same process
+    name = node_id if num_nodes == 1 else node_id.rpartition("_")[0]
+    return start_command(run.config, NODE_ID=name, LOCAL_NODES=str(num_nodes))
 
 
 def load_checked_model(run: Run):

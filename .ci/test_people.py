@@ -153,6 +153,38 @@ def test_F6_U1_a_start_that_is_refused_says_why_and_touches_nothing(tmp_path, ro
     assert not (tmp_path / "drive").exists()
 
 
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_U2_the_same_command_without_a_name_trains_no_new_node_in_a_stopped_swarm(
+    tmp_path, monkeypatch, num_nodes
+):
+    settings = {"LOCAL_NODES": 1, "NODE_ID": None, "MAX_ROUNDS": 6, "NUM_TRANSPLANT_TREES": 0}
+    stop = {"LOCAL_NODES": num_nodes} | ({"NODE_ID": "anna"} if num_nodes > 1 else {})
+    with monkeypatch.context() as patch:
+        at_call(patch, "finish_round", 2, lambda: os.kill(os.getpid(), SIGINT))
+        output_of(tmp_path, settings, stop, status=130)
+    before = contents(tmp_path)
+
+    # The same command fails and prints the command that resumes the node.
+    output = output_of(tmp_path, settings, status=2)
+    assert contents(tmp_path) == before, "a new node has joined"
+    names = [path.name for path in folder_of(tmp_path).iterdir()]
+    assert len(names) == num_nodes and all(name in output for name in names)
+    (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)
+
+    # A node with a name of its own may join and so, while a node is alive, may any node.
+    for live, name in ((False, "ben"), (True, None)):
+        copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}_{live}"))
+        for path in folder_of(copy).glob("*/heartbeat.json") if live else ():
+            beat = json.loads(path.read_bytes()) | {"time": time.time(), "state": "running"}
+            path.write_text(json.dumps(beat))
+        more = {"NODE_ID": name, "MAX_ROUNDS": 4, "FETCH_TIMEOUT_SECONDS": 0}
+        assert "joining, round 1 of 4" in output_of(copy, settings, more)
+
+    words = shlex.split(command)
+    assert sapo.main(dict(word.split("=", 1) for word in words)) == 0
+    assert all(rounds_of(tmp_path, name) == [*range(6)] for name in names)
+
+
 def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, monkeypatch):
     def press_twice():
         for _ in range(2):
