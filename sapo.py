@@ -728,11 +728,16 @@ def sample_answers(run: Run) -> list[dict]:
     return [drive_store.group_to_json(group) for group in groups]
 
 
-def log_samples(run: Run, is_last: bool = False) -> None:
-    """Log the first node's current sample answers and, if is_last, its answers before training."""
-    for before, now in zip(run.samples, sample_answers(run), strict=True):
+def log_samples(run: Run, is_last: bool = False) -> list[dict]:
+    """Log the first node's current sample answers and, if is_last, its answers before training.
+
+    Return the current sample answers.
+    """
+    answers = sample_answers(run)
+    for before, now in zip(run.samples, answers, strict=True):
         lines = coordinator.format_sample(now, before if is_last else None)
         run.log.info("\n".join(lines))
+    return answers
 
 
 # -------- Settings --------------------------------------------------------------------------------
@@ -1285,12 +1290,14 @@ def copy_tensors(saved: dict, ours: dict) -> None:
 # -------- The final model -------------------------------------------------------------------------
 
 
-def export_models(run: Run) -> None:
+def export_models(run: Run, samples: list[dict]) -> None:
     """Write each node's model as a standard Hugging Face folder, and log how to try it.
 
-    With an access token, push the models to the Hub as well.
+    The script that tries a model asks the sample question that the first node answers best. With an
+    access token, push the models to the Hub as well.
     """
-    question = make_questions(run, [1])[0]
+    best = max(samples, key=lambda sample: sum(c["reward"] for c in sample["completions"]))
+    question = grpo.make_question(best["task"], best["seed"])
     script = grpo.try_script(run.codec, question, run.config)
     for node in run.nodes:
         with tempfile.TemporaryDirectory() as folder:
@@ -1337,11 +1344,6 @@ def model_card(run: Run, node: Node) -> str:
 
     # Write the text for humans.
     held_out = ", ".join(f"{value:.2f} {when}" for when, value in node.held_out.items())
-    manner = (
-        f"plain text with {run.codec.num_shots} few-shot examples, sampled from the full softmax"
-    )
-    if run.codec.tokenizer.chat_template:
-        manner = "reasoning-gym's system prompt, thinking off, sampled from the full softmax"
     return f"""---
 {yaml}
 ---
@@ -1358,7 +1360,9 @@ node's own rollouts and on rollouts that its peers shared.
 - cumulative reward: {node.total_reward:.2f}
 - held-out accuracy (pass@1): {held_out or "not measured"}
 
-`python try.py "Calculate 2 + 2."` prompts the model as in training ({manner}).
+`python try.py` asks the model one of the tasks' questions, prompted and sampled as in training, and
+prints the correct answer with it. To ask your own question, add it in quotes, and word it like the
+questions of the tasks.
 """
 
 
@@ -1726,7 +1730,7 @@ def finish_run(run: Run) -> int:
     if 0 <= run.last_round < config.MAX_ROUNDS - 1:  # it missed the last rounds
         save_checkpoint(run)
     prune_rollouts(run)  # again, in case an earlier process was killed before it did
-    log_samples(run, is_last=True)
+    samples = log_samples(run, is_last=True)
     rows = []  # from this and earlier processes
     for node in run.nodes:
         stages = run.store.list_stages("rewards", node.id)
@@ -1743,7 +1747,7 @@ def finish_run(run: Run) -> int:
             f"cumulative reward {total:.2f} per node",
         )
     evaluate(run, "after training")
-    export_models(run)
+    export_models(run, samples)
 
     # The plot is drawn by the coordinator or, if it never joined, by the first worker's process.
     board = run.swarm.board

@@ -554,6 +554,19 @@ def test_U8_a_final_model_has_the_same_logits_and_the_printed_line_tries_it(fini
     assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
 
 
+def test_U3_try_py_asks_the_better_known_sample_question_and_prints_its_answer(finished):
+    # The last lines about samples show both questions, each with answers of before and now.
+    command = re.findall(r"(?m)try it: python (.*)$", finished.output)[-1]
+    done = subprocess.run([sys.executable, command], capture_output=True, text=True)
+    asked = re.match(r"(.* \(correct: .*?\))\n", done.stdout)[1]
+    rewards = {}
+    for text in re.split(r"(?m)^\? ", finished.output)[-2:]:
+        question = re.match(r".* \(correct: .*?\)", " ".join(text.split()))[0]
+        rewards[question] = sum(map(float, re.findall(r"(?m)^  now +([\d.]+)  ", text)))
+    assert len(rewards) == 2 and rewards[asked] == max(rewards.values())
+    assert "python try.py" in (Path(command).parent / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     "chat", ["", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}A: "]
 )
