@@ -1616,7 +1616,11 @@ def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
 # ==================================================================================================
 
 
-TRY_SCRIPT = '''"""Prompt this model exactly as in training: python try.py "Calculate 2 + 2." """
+TRY_SCRIPT = '''"""Prompt this model exactly as in training.
+
+python try.py             asks the question below, and prints the correct answer with it
+python try.py "QUESTION"  asks your own question, which should be worded like the question below
+"""
 
 import pathlib
 import sys
@@ -1624,6 +1628,7 @@ import sys
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 BEFORE, QUESTION, AFTER = {before!r}, {question!r}, {after!r}
+ANSWER = {answer!r}
 
 folder = pathlib.Path(__file__).parent
 tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -1632,6 +1637,8 @@ prompt = BEFORE + (sys.argv[1] if len(sys.argv) > 1 else QUESTION) + AFTER
 inputs = tokenizer(prompt, add_special_tokens={is_plain}, return_tensors="pt")
 how = {{"do_sample": True, "top_k": 0, "temperature": {temperature}, "max_new_tokens": {length}}}
 output = model.generate(input_ids=inputs.input_ids, attention_mask=inputs.attention_mask, **how)
+if len(sys.argv) == 1:
+    print(QUESTION, f"(correct: {{ANSWER}})")
 print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True))
 '''
 
@@ -1647,6 +1654,7 @@ def try_script(codec: Codec, question: Question, config) -> str:
     return TRY_SCRIPT.format(
         before=before,
         question=asked,
+        answer=question.answer,
         after=after,
         is_plain=not codec.tokenizer.chat_template,
         temperature=config.TEMPERATURE,

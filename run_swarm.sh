@@ -5,7 +5,7 @@
 #   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     one run per I/J and seed, then the report
 #   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process
 #                                     (u: EXTERNAL_FILTER=False, xK: LOCAL_OVERSAMPLE=K)
-# The screen shows the coordinator and worker_0. All output is in LOG_DIR (default: a new folder).
+# The screen shows the coordinator and worker_0. LOG_DIR (default: a new folder) keeps all output.
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -30,9 +30,15 @@ case ${TEST_MODE:-0} in  # TEST_MODE has its own defaults
 esac
 
 # Divide the threads evenly. If each worker started a thread per core, all would be very slow.
-count='import os, torch
+count='import os, sys
+try:
+    import torch
+except ModuleNotFoundError as error:
+    sys.exit(f"{error}: activate the environment with the packages (such as `. venv/bin/activate`), "
+             "or install them with the command in README.md")
 print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)), torch.cuda.device_count())'
-read -r cores gpus < <("$python" -c "$count")
+found=$("$python" -c "$count") || exit 2
+read -r cores gpus <<< "$found"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NUM_WORKERS ? cores / NUM_WORKERS : 1))}
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false} PYTHONUNBUFFERED=1
 logs=${LOG_DIR:-$(mktemp -d "${TMPDIR:-/tmp}/swarm.XXXX")}
@@ -59,7 +65,7 @@ trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: Slurm's t
 start() {  # NAME VAR=VALUE…: start a process in the background, and report it if it fails
   local name=$1
   shift
-  : > "$logs/$name.log"
+  echo "---- ${EXPERIMENT_NAME:-default}, $(date '+%Y-%m-%d %H:%M:%S')" >> "$logs/$name.log"
   (
     trap : INT TERM HUP USR1
     status=0
@@ -67,7 +73,7 @@ start() {  # NAME VAR=VALUE…: start a process in the background, and report it
     if [ $status != 0 ] && [ $status != 130 ]; then
       tail -n 5 "$logs/$name.log" | sed "s/^/[$name] /"
       say "$name ended with exit code $status ($logs/$name.log)"
-      grep -m1 "to resume: " "$logs/$name.log" || true  # the command that resumes it
+      grep "to resume: " "$logs/$name.log" | tail -n 1 || true  # the command that resumes it
     fi
     if [ $status -gt 130 ]; then  # killed; mark it as failed, so that the others do not wait
       beat=${GDRIVE_PATH:-rl-swarm}/experiments/${EXPERIMENT_NAME:-default}/nodes/$name/heartbeat.json
@@ -114,6 +120,7 @@ run_experiment() {  # run prepare, then the coordinator and the workers, until a
   local i device
   # Load the model once, and create its warm start. If that fails, no other process is started.
   pids=()
+  say "preparing the model (python takes a while to load its libraries)"
   start prepare NODE_ROLE=prepare
   wait_for "${pids[@]}" || exit 1
 
@@ -123,7 +130,7 @@ run_experiment() {  # run prepare, then the coordinator and the workers, until a
     wait_for "${pids[@]}" || exit 1
     return
   fi
-  say "starting $((NUM_WORKERS + 1)) processes"
+  say "starting $((NUM_WORKERS + 1)) processes (with few cores, this takes up to a minute)"
   start coordinator NODE_ROLE=coordinator
   for ((i = 0; i < NUM_WORKERS; i++)); do
     device=${DEVICE:-}

@@ -40,17 +40,23 @@ from collections import defaultdict
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-import huggingface_hub  # comes with transformers, like safetensors and tqdm
-import safetensors.torch
-import torch
-import tqdm
+try:
+    import huggingface_hub  # comes with transformers, like safetensors and tqdm
+    import safetensors.torch
+    import torch
+    import tqdm
 
-if "DriveStore" in globals():  # the four modules were pasted into one notebook cell
-    coordinator = drive_store = grpo = sys.modules[__name__]
-else:
-    import coordinator
-    import drive_store
-    import grpo
+    if "DriveStore" in globals():  # the four modules were pasted into one notebook cell
+        coordinator = drive_store = grpo = sys.modules[__name__]
+    else:
+        import coordinator
+        import drive_store
+        import grpo
+except ModuleNotFoundError as error:  # in a notebook, sys.exit must not be called
+    raise (ImportError if "ipykernel" in sys.modules else SystemExit)(
+        f"{error}: activate the environment with the packages (such as `. venv/bin/activate`), "
+        "or install them with the command in README.md"
+    ) from None
 
 
 def train(run: "Run") -> None:
@@ -513,6 +519,7 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
         return
     missed = f"rounds {next_own} to {end - 1}" if end > next_own + 1 else f"round {next_own}"
     run.log.event("skip", f"the swarm ran {missed} without this process")
+    run.log.show_bar(run.config.MAX_ROUNDS, end, "round")  # its rate counts only trained rounds
 
     # A node may have submitted rewards in these rounds before a crash. Add them to its total.
     for node in run.nodes:
@@ -729,11 +736,16 @@ def sample_answers(run: Run) -> list[dict]:
     return [drive_store.group_to_json(group) for group in groups]
 
 
-def log_samples(run: Run, is_last: bool = False) -> None:
-    """Log the first node's current sample answers and, if is_last, its answers before training."""
-    for before, now in zip(run.samples, sample_answers(run), strict=True):
+def log_samples(run: Run, is_last: bool = False) -> list[dict]:
+    """Log the first node's current sample answers and, if is_last, its answers before training.
+
+    Return the current sample answers.
+    """
+    answers = sample_answers(run)
+    for before, now in zip(run.samples, answers, strict=True):
         lines = coordinator.format_sample(now, before if is_last else None)
         run.log.info("\n".join(lines))
+    return answers
 
 
 # -------- Settings --------------------------------------------------------------------------------
@@ -755,8 +767,8 @@ def setting(default, help: str, allowed=None, scope="node", **presets):
         "model"       like "swarm", but only if the node has the experiment's MODEL_NAME
         "node"        never
     """
-    columns = {"help": help, "allowed": allowed, "scope": scope}
-    return field(default=default, metadata=columns | presets)
+    metadata = {"help": help, "allowed": allowed, "scope": scope, **presets}
+    return field(default=default, metadata=metadata)
 
 
 # fmt: off
@@ -897,14 +909,11 @@ class Config:
 
 
 TABLE = {row.name: row for row in fields(Config) if row.metadata}
-FOREIGN_NAMES = {  # names in other programs -> names here
+FOREIGN_NAMES = {  # names in other programs, which may set them for their own use -> names here
     "LR": "LEARNING_RATE", "BATCH_SIZE": "NUM_TRAIN_SAMPLES", "STEPS": "MAX_ROUNDS",
-    "EPOCHS": "MAX_ROUNDS", "MODEL": "MODEL_NAME",
+    "EPOCHS": "MAX_ROUNDS", "MODEL": "MODEL_NAME", "TASK": "TASKS", "CONFIG": "CONFIGS",
+    "DEVICES": "DEVICE", "TYPE": "DTYPE",
 }  # fmt: skip
-FORMER = {  # roles of earlier versions -> their replacements
-    "validate": "use TEST_MODE=True, which checks the run and exits with code 1 if it fails",
-    "auto": "set NODE_ROLE and NODE_ID from the rank in the shell (see .github/MANUAL.md)",
-}
 DEFAULT_MODEL = "Gensyn/Qwen2.5-0.5B-Instruct"
 
 
@@ -920,21 +929,19 @@ def read_config(environ, saved=None) -> Config:
     known, more_errors = parse_settings(saved or {}, " (in config.json)")
     errors += more_errors
 
-    # Report near misses of names. A typo in EXPERIMENT_NAME or GDRIVE_PATH is an error, because the
-    # run would write to a different folder.
-    near_misses = {}  # message -> the setting that was probably meant
-    for name in sorted(set(environ) - set(TABLE)):
-        close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
-        for intended in [FOREIGN_NAMES[name]] if name in FOREIGN_NAMES else close:
-            text = f"{name} is not a setting of this program; did you mean {intended}?"
-            near_misses[text] = intended
-    fatal = {"EXPERIMENT_NAME", "GDRIVE_PATH"} - given.keys()
-    errors += [text for text, intended in near_misses.items() if intended in fatal]
-
     devices = grpo.available_devices()
     device = given.get("DEVICE", next(iter(devices)))
     model, notes = choose_model(given, known, device)
-    notes += near_misses
+
+    # A near miss of a name is an error, because the run would use a different value for hours.
+    for name in sorted(set(environ) - set(TABLE)):
+        text = f"{name} is not a setting of this program; did you mean"
+        close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
+        if name in FOREIGN_NAMES:
+            notes.append(f"{text} {FOREIGN_NAMES[name]}?")
+        elif close:
+            errors.append(f"{text} {close[0]}? Otherwise, unset it")
+
     defaults = default_values(given, model, devices[device])
     if given.get("NODE_ROLE") == "coordinator":
         given["NODE_ID"] = drive_store.COORDINATOR_ID
@@ -951,17 +958,25 @@ def read_config(environ, saved=None) -> Config:
                 "to change it, use another EXPERIMENT_NAME"
             )
     inherited = [name for name in theirs if name not in given and theirs[name] != defaults[name]]
-    if inherited:
-        settings = " ".join(f"{name}={theirs[name]}" for name in inherited)
-        notes.append(f"inherited from the experiment: {settings}")
+    settings = " ".join(f"{name}={theirs[name]}" for name in inherited)
 
     values = defaults | theirs | given | {"MODEL_NAME": model, "DEVICE": device}
     config = Config({**environ, "NODE_ID": values["NODE_ID"]}, notes, **values)
-    if config.ROLLOUT_ARCHIVE_OLD and not config.ROLLOUT_CLEANUP_ENABLED:
-        notes.append("ROLLOUT_ARCHIVE_OLD has no effect without ROLLOUT_CLEANUP_ENABLED=True")
     errors += check_together(config)
+    more_notes = {
+        f"inherited from the experiment: {settings}": bool(inherited),
+        "ROLLOUT_ARCHIVE_OLD has no effect without ROLLOUT_CLEANUP_ENABLED=True": (
+            config.ROLLOUT_ARCHIVE_OLD and not config.ROLLOUT_CLEANUP_ENABLED
+        ),
+        f"{config.GDRIVE_PATH} will disappear with this Colab session: to keep the run, mount "
+        'Google Drive first (from google.colab import drive; drive.mount("/content/drive"))': (
+            "COLAB_RELEASE_TAG" in environ
+            and not re.match("/content/g?drive/", os.path.abspath(config.GDRIVE_PATH))
+        ),
+    }
+    notes += [text for text, holds in more_notes.items() if holds]
     if errors:
-        listed = "\n  ".join(dict.fromkeys([*errors, *near_misses]))
+        listed = "\n  ".join(dict.fromkeys(errors))
         raise ConfigError(f"invalid settings:\n  {listed}")
     return config
 
@@ -1000,6 +1015,12 @@ def check_together(config: Config) -> list[str]:
             role != "coordinator" and config.NODE_ID.lower() == drive_store.COORDINATOR_ID
         ),
         f"GDRIVE_PATH={folder}: expected a folder whose parent directory exists": not has_place,
+        f"MODEL_NAME={config.MODEL_NAME!r}: expected tiny, a Hugging Face id (such as gpt2) or a "
+        "folder that exists": (
+            role in ("worker", "prepare")
+            and not os.path.isdir(config.MODEL_NAME)
+            and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", config.MODEL_NAME)
+        ),
     }
     return [text for text, holds in errors.items() if holds]
 
@@ -1013,7 +1034,7 @@ def parse_settings(source, where: str = "") -> tuple[dict, list[str]]:
     errors = []
     for name, row in TABLE.items():
         text = str(source.get(name, "")).strip()
-        # NODE_ROLE=auto is an error, because it was a role in earlier versions (see FORMER).
+        # NODE_ROLE=auto is an error, because it was a role in earlier versions.
         if text in ("", "None") or (text == "auto" and name != "NODE_ROLE"):
             continue
         try:
@@ -1036,7 +1057,7 @@ def parse_value(row, text: str, may_read_files: bool = False):
         return text.lower() in ("1", "true", "yes", "on")
     if row.type is str:
         if allowed and text not in allowed:
-            raise ValueError(FORMER.get(text, f"expected {', '.join(allowed)}"))
+            raise ValueError(f"expected {', '.join(allowed)}")
         return os.path.expanduser(text)
 
     with contextlib.suppress(ValueError):
@@ -1061,8 +1082,9 @@ def choose_model(given: dict, known: dict, device: str) -> tuple[str, list[str]]
     needed = 10 * num_nodes  # GB for weights, gradients, Adam's moments and activations
     has_room = device != "cpu" and grpo.available_memory(device) / 1e9 > needed
     model = DEFAULT_MODEL if has_room else "tiny"
-    reason = f"{DEFAULT_MODEL} needs an accelerator with {needed} GB"
-    return model, [f"MODEL_NAME=auto selected {model} ({reason})"]
+    return model, [
+        f"MODEL_NAME=auto selected {model} ({DEFAULT_MODEL} needs an accelerator with {needed} GB)"
+    ]
 
 
 def num_sharers(num_workers: int) -> int:
@@ -1121,8 +1143,11 @@ def help_text() -> str:
 def start_command(config: Config, **changes) -> str:
     """Return the command that restarts this process, without the access token."""
     shown = {name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET}
-    folder = os.path.abspath(config.GDRIVE_PATH)
-    shown |= {"EXPERIMENT_NAME": config.EXPERIMENT_NAME, "GDRIVE_PATH": folder, **changes}
+    shown |= {
+        "EXPERIMENT_NAME": config.EXPERIMENT_NAME,
+        "GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH),
+        **changes,
+    }
     words = [f"{name}={shlex.quote(text)}" for name, text in shown.items() if text.strip()]
     return " ".join([*words, "python sapo.py"])
 
@@ -1231,8 +1256,11 @@ def checkpoint_tensors(nodes: list[Node]) -> dict:
     return tensors
 
 
-def check_local_room(run: Run) -> None:
-    """Raise StoreError if TMPDIR has no room for a checkpoint, which is written there first."""
+def check_room(run: Run) -> None:
+    """Log how much room the shared folder has, and how much of it the checkpoints need.
+
+    Raise StoreError if TMPDIR has no room for a checkpoint, which is written there first.
+    """
     needed = sum(tensor.nbytes for tensor in checkpoint_tensors(run.nodes).values()) + 10**6
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
@@ -1241,6 +1269,15 @@ def check_local_room(run: Run) -> None:
             f"TMPDIR={folder} has only {free / 1e9:.2f} GB free, "
             f"but a checkpoint needs {needed / 1e9:.2f} GB: "
             "free some space or set TMPDIR to a different local folder"
+        )
+
+    # The oldest checkpoint is deleted after a new one was written.
+    with contextlib.suppress(OSError):  # some storage backends do not report their free space
+        run.log.info(
+            f"free space: {shutil.disk_usage(run.store.root).free / 1e9:.2f} GB in the shared "
+            f"folder; a checkpoint needs {needed / 1e9:.2f} GB, and this process needs "
+            f"{needed / 1e9 * (run.config.CHECKPOINT_KEEP + 1):.2f} GB for checkpoints "
+            f"(CHECKPOINT_KEEP={run.config.CHECKPOINT_KEEP}, and one more while it is written)"
         )
 
 
@@ -1291,13 +1328,14 @@ def copy_tensors(saved: dict, ours: dict) -> None:
 # -------- The final model -------------------------------------------------------------------------
 
 
-def export_models(run: Run) -> None:
+def export_models(run: Run, samples: list[dict]) -> None:
     """Write each node's model as a standard Hugging Face folder, and log how to try it.
 
-    With an access token, push the models to the Hub as well.
+    The script that tries a model asks the sample question that the first node answers best. With an
+    access token, push the models to the Hub as well.
     """
-    question = make_questions(run, [1])[0]
-    script = grpo.try_script(run.codec, question, run.config)
+    best = max(samples, key=lambda sample: sum(c["reward"] for c in sample["completions"]))
+    script = grpo.try_script(run.codec, grpo.make_question(best["task"], best["seed"]), run.config)
     for node in run.nodes:
         with tempfile.TemporaryDirectory() as folder:
             try:
@@ -1327,29 +1365,23 @@ def push_model(run: Run, node: Node, folder: str) -> None:
         run.log.event("hub", f"pushed to {repo_id} (a new repository is private)")
     except Exception as error:  # the error's text may contain the token
         target = shlex.quote(str(run.store.dir.absolute() / f"nodes/{node.id}/model"))
-        command = f"hf upload --private {repo} {target}"
-        run.log.event("hub", f"push failed ({type(error).__name__}); to retry, run:\n  {command}")
+        run.log.event(
+            "hub",
+            f"push failed ({type(error).__name__}); to retry, run:\n"
+            f"  hf upload --private {repo} {target}",
+        )
 
 
 def model_card(run: Run, node: Node) -> str:
     """Return the README.md of a final model, in the Hub's format."""
     config = run.config
-    # Write metadata for the Hub, where a local path would be meaningless.
-    head = {"library_name": "transformers", "tags": ["grpo", "sapo", "reasoning-gym"]}
-    is_folder = os.path.exists(config.MODEL_NAME)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", config.MODEL_NAME) and not is_folder:
-        head["base_model"] = config.MODEL_NAME
-    yaml = "\n".join(f"{name}: {json.dumps(value)}" for name, value in head.items())
-
-    # Write the text for humans.
+    # The Hub shows the base model, but a local path would be meaningless there.
+    is_on_hub = config.MODEL_NAME != "tiny" and not os.path.isdir(config.MODEL_NAME)
+    base_model = f"\nbase_model: {config.MODEL_NAME}" if is_on_hub else ""
     held_out = ", ".join(f"{value:.2f} {when}" for when, value in node.held_out.items())
-    manner = (
-        f"plain text with {run.codec.num_shots} few-shot examples, sampled from the full softmax"
-    )
-    if run.codec.tokenizer.chat_template:
-        manner = "reasoning-gym's system prompt, thinking off, sampled from the full softmax"
     return f"""---
-{yaml}
+library_name: transformers
+tags: [grpo, sapo, reasoning-gym]{base_model}
 ---
 # {config.EXPERIMENT_NAME}-{node.id}
 
@@ -1364,7 +1396,9 @@ node's own rollouts and, if J > 0, on rollouts that its peers shared.
 - cumulative reward: {node.total_reward:.2f}
 - held-out accuracy (pass@1): {held_out or "not measured"}
 
-`python try.py "Calculate 2 + 2."` prompts the model as in training ({manner}).
+`python try.py` asks the model one of the tasks' questions, prompted and sampled as in training, and
+prints the correct answer with it. To ask your own question, add it in quotes, and word it like the
+questions of the tasks.
 """
 
 
@@ -1465,8 +1499,7 @@ def run_role(config: "Config", log: "Log", signals: "Signals") -> int:
     # Free the models, because the next run in a notebook needs their memory. They are in reference
     # cycles, which only gc.collect() frees at once.
     run.nodes.clear()
-    if config.NODE_ROLE != "coordinator":
-        gc.collect()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return status
@@ -1540,7 +1573,7 @@ def run_worker(run: Run, saved: dict | None) -> int:
     run.update_limit = grpo.Limit(at_once, "the update", log.info)
     run.generation_limit = grpo.Limit(2**30, "generation", log.info)
 
-    check_local_room(run)
+    check_room(run)
 
     # Resume before joining, because a process that cannot resume must not supersede a running node.
     run.samples = sample_answers(run)
@@ -1563,8 +1596,8 @@ def run_worker(run: Run, saved: dict | None) -> int:
 def find_standing(run: Run, saved: dict) -> str:
     """Log and return whether this process is "finished", "resuming" or "joining".
 
-    saved: the contents of config.json. Raise ConfigError if the node is new and no rounds are left
-    for it.
+    saved: the contents of config.json. Raise ConfigError if the node is new, and no rounds are left
+    for it or the user probably meant to resume a stopped node.
     """
     config, name = run.config, run.config.EXPERIMENT_NAME
     board = run.swarm.look()
@@ -1581,17 +1614,34 @@ def find_standing(run: Run, saved: dict) -> str:
         run.log.info(f"{name}: already finished ({config.MAX_ROUNDS} rounds); {RAISE_IT}")
         return "finished"
 
-    # A new node may still join in the last round, but not with a generated name.
+    # A new node may join until the last round is over. A node with a generated name may only join
+    # live nodes, because otherwise, its user has probably run a command again to resume a node.
     is_known = not {*board.sessions, str(saved.get("maker"))}.isdisjoint(config.node_ids)
     has_generated_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
-    rounds_left = config.MAX_ROUNDS - board.open_round - (1 if has_generated_name else 0)
-    if rounds_left <= 0 and not is_known:
+    has_live_node = any(map(run.swarm.is_alive, board.workers))
+    if has_generated_name and board.workers and not is_known and not has_live_node:
+        statuses = [f"{node_id} is {run.swarm.status(node_id)}" for node_id in board.workers]
+        commands = dict.fromkeys(resume_command(run, node_id) for node_id in board.workers[:5])
+        raise ConfigError(
+            f"{name}: cannot join without a NODE_ID, because no node is alive "
+            f"({coordinator.join_names(statuses, 5)}): set NODE_ID to add a new node, or resume a "
+            "node with its command:\n  " + "\n  ".join(commands)
+        )
+    if board.open_round >= config.MAX_ROUNDS and not is_known:
         raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
     standing = "resuming" if is_known else "joining"
     names = coordinator.join_names(board.workers, 5) or "none yet"
     where = f"round {max(0, board.open_round)} of {config.MAX_ROUNDS}"
     run.log.info(f"{name}: {standing}, {where}, nodes: {names}")
     return standing
+
+
+def resume_command(run: Run, node_id: str) -> str:
+    """Return the command that resumes this node's process, which may run several nodes."""
+    sessions = run.swarm.board.sessions
+    num_nodes = list(sessions.values()).count(sessions[node_id])  # with the same process
+    name = node_id if num_nodes == 1 else node_id.rpartition("_")[0]
+    return start_command(run.config, NODE_ID=name, LOCAL_NODES=str(num_nodes))
 
 
 def load_checked_model(run: Run):
@@ -1601,7 +1651,7 @@ def load_checked_model(run: Run):
     if config.MODEL_NAME == "tiny":
         torch.set_num_threads(1)  # with 0.14M parameters, a second thread costs more than it saves
     else:
-        run.log.info(f"loading {config.MODEL_NAME} (a download may take minutes)")
+        run.log.info(f"loading {config.MODEL_NAME} (this may take minutes)")
     model, codec = grpo.load_model(config, config.tasks)
     for sentence in grpo.file_notes(codec, config, config.tasks):
         run.log.info(f"note: {sentence}")
@@ -1702,9 +1752,11 @@ def join(run: Run) -> None:
 
     sharing = "" if config.NUM_TRANSPLANT_TREES > 0 else "no learning from peers (J = 0), "
     nodes = "1 node" if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
-    what = f"{config.MODEL_NAME} on {device} ({config.DTYPE})"
     first = max(run.last_round + 1, run.swarm.board.open_round if run.swarm.others() else 0)
-    run.log.event("start", f"{nodes}, {what}, {sharing}round {first}")
+    run.log.event(
+        "start",
+        f"{nodes}, {config.MODEL_NAME} on {device} ({config.DTYPE}), {sharing}round {first}",
+    )
     run.log.info(f"to resume: {start_command(run.config)}")
 
 
@@ -1714,7 +1766,7 @@ def finish_run(run: Run) -> int:
     if 0 <= run.last_round < config.MAX_ROUNDS - 1:  # it missed the last rounds
         save_checkpoint(run)
     prune_rollouts(run)  # again, in case an earlier process was killed before it did
-    log_samples(run, is_last=True)
+    samples = log_samples(run, is_last=True)
     rows = []  # from this and earlier processes
     for node in run.nodes:
         stages = run.store.list_stages("rewards", node.id)
@@ -1731,7 +1783,7 @@ def finish_run(run: Run) -> int:
             f"cumulative reward {total:.2f} per node",
         )
     evaluate(run, "after training")
-    export_models(run)
+    export_models(run, samples)
 
     # The plot is drawn by the coordinator or, if it never joined, by the first worker's process.
     board = run.swarm.board
@@ -1747,9 +1799,6 @@ def finish_run(run: Run) -> int:
 
 
 # -------- Log and signals -------------------------------------------------------------------------
-
-if os.name == "nt":
-    raise SystemExit("native Windows is not supported: run this program in WSL")
 
 
 class Log:
@@ -1800,7 +1849,8 @@ class Log:
             store.append(path, "".join(lines))
 
     def show_bar(self, total: int, done: int, unit: str) -> None:
-        """Show a progress bar on a terminal. Files and notebooks get plain lines only."""
+        """Show a new progress bar on a terminal. Files and notebooks get plain lines only."""
+        self.bar.close()
         self.bar = tqdm.tqdm(
             total=total,
             initial=done,
@@ -1854,16 +1904,25 @@ class Signals:
 
 if __name__ == "__main__":
     arguments = [] if coordinator.in_notebook() else sys.argv[1:]
-    if {"--help", "-h", "help"} & set(arguments):
+    if arguments:  # there are no other arguments, because settings are environment variables
         coordinator.say(help_text())  # tolerates a closed pipe, as in `| head`
-        sys.exit(0)
-    if arguments:
-        print("arguments are not supported: set environment variables (see python sapo.py --help)")
-        sys.exit(2)
+        sys.exit(0 if {"--help", "-h", "help"} & set(arguments) else 2)
+
+    # A notebook would run this file with the modules of the copy that was run before.
+    own_folder = Path(inspect.getfile(main)).resolve().parent
+    folders = {
+        Path(inspect.getfile(function)).parent.resolve()
+        for function in (drive_store.printable, grpo.load_model, coordinator.say)
+    }
+    if folders != {own_folder}:
+        raise RuntimeError(
+            f"cannot run {own_folder}/sapo.py (this kernel has loaded the modules of "
+            f"{' and '.join(map(str, folders))}): restart the kernel to run another copy"
+        )
     status = main()
     if not coordinator.in_notebook():
         with contextlib.suppress(OSError):  # on a full disk, Python would exit with code 120
             sys.stdout.close()
         sys.exit(status)
-    if status not in (0, 130):  # a failure must end "Run all"; a stop is not an error
+    if status not in (0, 130):  # ends "Run all" if this is a pasted cell; a stop is not an error
         raise RuntimeError(f"the run ended with exit code {status} (see above)")

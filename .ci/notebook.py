@@ -31,8 +31,8 @@ cells = [
         """# SAPO in a notebook
 In Colab, copy the four modules and run_swarm.sh into a folder `sapo` on your Drive. Elsewhere,
 install the packages of the README's main command, matplotlib and pandas, and start Jupyter in the
-program's folder. Run the cells in order. `tiny`, the built-in model, needs no GPU. If you want to
-run the last cell, which trains GPT-2, select a GPU runtime before you start.
+program's folder. Run the cells in order. `tiny`, the built-in model, needs no GPU. If you want
+the last cell to train GPT-2, select a GPU runtime before you start.
 
 **Set up.** Colab asks for access to your Drive.""",
         printed(MANUAL, "cell: mount"),
@@ -71,10 +71,10 @@ metrics* of the manual explains the other columns.""",
         metrics,
     ),
     (
-        """**Compare four settings,** each with a coordinator and four workers on one GPU. 4/0 is plain GRPO.
-At 3/1, 2/2 and 1/3, one, two and three of the four groups come from peers. After each setting, a
-table compares all settings that have finished. With GPT-2, the cell needs up to 18 GB on Drive, and
-it was never run on a GPU. With MODEL_NAME=tiny, it takes a few minutes on a CPU.""",
+        """**Compare four settings,** each with a coordinator and four workers on one machine. 4/0 is plain
+GRPO. At 3/1, 2/2 and 1/3, one, two and three of the four groups come from peers. After each setting,
+a table compares all settings that have finished. Without a GPU, the cell trains `tiny` and takes a
+few minutes. With a GPU, it trains GPT-2 and needs up to 18 GB on Drive, which was never tried.""",
         printed(MANUAL, "cell: compare"),
     ),
 ]

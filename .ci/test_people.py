@@ -153,6 +153,92 @@ def test_F6_U1_a_start_that_is_refused_says_why_and_touches_nothing(tmp_path, ro
     assert not (tmp_path / "drive").exists()
 
 
+def test_U1_a_missing_package_is_one_sentence(tmp_path):
+    # -S hides the environment's packages.
+    for script in (ROOT / "sapo.py", ROOT / "run_swarm.sh"):
+        python = tmp_path / "python"
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+        python.chmod(0o755)
+        command = [python, script] if script.suffix == ".py" else ["bash", script]
+        environ = os.environ | {"PYTHON": str(python), "LOG_DIR": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+        text = done.stdout + done.stderr
+        assert done.returncode != 0 and text.count("\n") == 1, text
+        assert text.startswith("No module named ") and "README.md" in text
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./no_such_model", "runs/no/model", "model/"])
+def test_U1_a_model_folder_that_does_not_exist_is_reported_as_such(tmp_path, name):
+    output = output_of(tmp_path, status=2, MODEL_NAME=name)
+    assert f"MODEL_NAME='{name}'" in output and "folder that exists" in output
+    assert "loading" not in output and "download" not in output and "huggingface.co" not in output
+
+
+def test_U1_a_disk_that_disappears_with_the_colab_session_is_pointed_out(tmp_path):
+    colab = {"COLAB_RELEASE_TAG": "release-colab", "MODEL_NAME": "tiny"}
+    for path, is_said in ((tmp_path, True), ("/content/drive/MyDrive/rl-swarm", False)):
+        with contextlib.suppress(sapo.ConfigError):  # there is no such folder here
+            notes = sapo.read_config(colab | {"GDRIVE_PATH": str(path)}).notes
+            assert any("will disappear" in note for note in notes) == is_said
+    assert "will disappear" in output_of(tmp_path, colab, MAX_ROUNDS=1)
+    assert "will disappear" not in output_of(tmp_path, MAX_ROUNDS=1)
+
+
+def test_U3_the_free_space_and_the_space_for_checkpoints_are_logged_before_training(tmp_path):
+    output = output_of(tmp_path, MAX_ROUNDS=1, LOCAL_NODES=8, CHECKPOINT_KEEP=3)
+    (line,) = re.findall(r"(?m)^free space: .*", output)
+    free, checkpoint, needed = map(float, re.findall(r"([\d.]+) GB", line))
+    size = max(path.stat().st_size for path in folder_of(tmp_path).rglob("*.safetensors")) / 1e9
+    assert checkpoint == pytest.approx(size, abs=0.007)
+    assert needed == pytest.approx(4 * size, abs=0.01)
+    assert free == pytest.approx(shutil.disk_usage(tmp_path).free / 1e9, rel=0.5)
+    assert output.index("free space: ") < output.index("n_0 start: ")
+
+
+def test_U3_the_progress_bar_does_not_count_rounds_that_this_process_missed(monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    log = sapo.Log("")
+    log.show_bar(2000, 0, "round")
+    run = SimpleNamespace(log=log, config=SimpleNamespace(MAX_ROUNDS=2000), nodes=[])
+    sapo.log_skipped(run, 0, 400)
+    time.sleep(0.2)
+    log.bar.update(401 - log.bar.n)
+    assert log.bar.n == 401 and log.bar.format_dict["rate"] < 5.1, "one round took 0.2 s"
+    log.bar.close()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_U2_the_same_command_without_a_name_trains_no_new_node_in_a_stopped_swarm(
+    tmp_path, monkeypatch, num_nodes
+):
+    settings = {"LOCAL_NODES": 1, "NODE_ID": None, "MAX_ROUNDS": 6, "NUM_TRANSPLANT_TREES": 0}
+    stop = {"LOCAL_NODES": num_nodes} | ({"NODE_ID": "anna"} if num_nodes > 1 else {})
+    with monkeypatch.context() as patch:
+        at_call(patch, "finish_round", 2, lambda: os.kill(os.getpid(), SIGINT))
+        output_of(tmp_path, settings, stop, status=130)
+    before = contents(tmp_path)
+
+    # The same command fails and prints the command that resumes the node.
+    output = output_of(tmp_path, settings, status=2)
+    assert contents(tmp_path) == before, "a new node has joined"
+    names = [path.name for path in folder_of(tmp_path).iterdir()]
+    assert len(names) == num_nodes and all(name in output for name in names)
+    (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)
+
+    # A node with a name of its own may join and so, while a node is alive, may any node.
+    for live, name in ((False, "ben"), (True, None)):
+        copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}_{live}"))
+        for path in folder_of(copy).glob("*/heartbeat.json") if live else ():
+            beat = json.loads(path.read_bytes()) | {"time": time.time(), "state": "running"}
+            path.write_text(json.dumps(beat))
+        more = {"NODE_ID": name, "MAX_ROUNDS": 4, "FETCH_TIMEOUT_SECONDS": 0}
+        assert "joining, round 1 of 4" in output_of(copy, settings, more)
+
+    words = shlex.split(command)
+    assert sapo.main(dict(word.split("=", 1) for word in words)) == 0
+    assert all(rounds_of(tmp_path, name) == [*range(6)] for name in names)
+
+
 def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, monkeypatch):
     def press_twice():
         for _ in range(2):
@@ -201,6 +287,17 @@ def test_U2_L6_run_swarm_names_what_failed_ends_all_and_shares_out_the_gpus(
     gpus = {start["NODE_ID"]: start["DEVICE"] for start in workers}
     expected = {"worker_0": "cuda:0", "worker_1": "cuda:1", "worker_2": "cuda:0"}
     assert len(gpus) == num_workers and gpus.items() <= expected.items()
+
+
+def test_U4_run_swarm_keeps_the_output_of_earlier_launches_in_its_log_folder(tmp_path):
+    program = stand_in(tmp_path, "*) echo launch $LAUNCH, $EXPERIMENT_NAME ;;")
+    for launch in (1, 2):
+        more = {"LAUNCH": launch, "NUM_WORKERS": 1, "CONFIGS": "1/0 2/0", "SEEDS": 1}
+        done = run_command(tmp_path, *RUN_SWARM, **program, **more)
+        assert done.status == 0, done.screen
+    names = [f"{launch}, compare_{arm}-0_seed1" for launch in (1, 2) for arm in (1, 2)]
+    for name in ("prepare", "coordinator", "worker_0"):
+        assert re.findall(r"(?m)^launch (.*)$", done.logs[name]) == names
 
 
 def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_was_killed(tmp_path):
@@ -522,6 +619,19 @@ def test_U8_a_final_model_has_the_same_logits_and_the_printed_line_tries_it(fini
     assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
 
 
+def test_U3_try_py_asks_the_better_known_sample_question_and_prints_its_answer(finished):
+    # The last lines about samples show both questions, each with answers of before and now.
+    command = re.findall(r"(?m)try it: python (.*)$", finished.output)[-1]
+    done = subprocess.run([sys.executable, command], capture_output=True, text=True)
+    asked = re.match(r"(.* \(correct: .*?\))\n", done.stdout)[1]
+    rewards = {}
+    for text in re.split(r"(?m)^\? ", finished.output)[-2:]:
+        question = re.match(r".* \(correct: .*?\)", " ".join(text.split()))[0]
+        rewards[question] = sum(map(float, re.findall(r"(?m)^  now +([\d.]+)  ", text)))
+    assert len(rewards) == 2 and rewards[asked] == max(rewards.values())
+    assert "python try.py" in (Path(command).parent / "README.md").read_text()
+
+
 @pytest.mark.parametrize(
     "chat", ["", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}A: "]
 )
@@ -679,6 +789,27 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
     assert "already finished" in outputs and outputs.count("image/png") >= 2
     roles = [start["NODE_ROLE"] for start in starts_in(tmp_path) if "NODE_ROLE" in start]
     assert sorted(roles) == ["coordinator", "prepare", "report", *["worker"] * 4]
+
+
+def test_U9_a_second_copy_in_one_kernel_stops_instead_of_running_the_first_copys_modules(
+    tmp_path, kernel
+):
+    for name in ("original", "changed"):
+        (tmp_path / name).mkdir()
+        for module in ("drive_store", "grpo", "coordinator", "sapo"):
+            shutil.copy(ROOT / f"{module}.py", tmp_path / name)
+    settings = to_environ({**QUICK, "GDRIVE_PATH": tmp_path / "drive", "MAX_ROUNDS": 1})
+    kernel.run_cell(f"import os, sys\nos.environ.update({settings!r})\nerrors = []")
+    # `%run` prints an exception and does not raise it.
+    kernel.run_cell("keep = lambda *_, **__: errors.append(str(sys.exc_info()[1]))")
+    kernel.run_cell("get_ipython().showtraceback = keep")
+
+    for number, (name, is_run) in enumerate([("original", 1), ("changed", 0), ("original", 1)]):
+        code = f"os.environ['EXPERIMENT_NAME'] = 'e{number}'\n%run {name}/sapo.py\nprint(errors)"
+        output = kernel.run_cell(code)
+        assert (tmp_path / f"drive/experiments/e{number}").exists() == bool(is_run), output
+        assert "restart the kernel" not in output or number > 0
+    assert "changed/sapo.py" in output and output.count("restart the kernel") == 1
 
 
 # -------- U10: bugs in the program's own code -----------------------------------------------------
