@@ -873,26 +873,33 @@ def is_safe_formula(question: Question, answer: str) -> bool:
 
 # -------- Task names, and the user's own questions ------------------------------------------------
 
-NUMBER = r"[-+]?(\d{1,30}|\d{1,3}(,\d{3}){1,9})(\.\d{1,30})?"  # 7, -1.50, 12,000
+NUMBER = r"[-+]?(\d{1,30}|\d{1,3}(,\d{3}){1,9})(\.\d{1,30})?(e[-+]?\d{1,3})?"  # 7, 12,000, 5e-05
 
 
 def is_same_answer(answer: str, right: str) -> bool:
     """Return whether two answers to one of the user's own questions match.
 
     They match if they differ only in whitespace, or if both are numbers with the same value.
-    Expressions are not evaluated. ("1,000.0", "1000") -> True
+    Expressions are not evaluated. ("$1,000.0", "1000") -> True, but ("1 000", "1000") -> False
     """
-    texts = [plain_text(text).split() for text in (answer, right)]
-    numbers = [re.sub(r"\\boxed\{(.*)\}|\$", r"\1", "".join(text)).rstrip(".") for text in texts]
-    if not all(re.fullmatch(NUMBER, number, re.ASCII) for number in numbers):
+    texts = [plain_text(text) for text in (answer, right)]
+    # Remove "$", \boxed{} and a final period, but only at the ends of the whole answer.
+    inner = [re.sub(r"^[ $]*\\boxed\{(.*)\}[ $.]*$", r"\1", text) for text in texts]
+    numbers = [text.lstrip(" $").rstrip(" $.") for text in inner]
+    if not all(re.fullmatch(NUMBER, number, re.ASCII | re.IGNORECASE) for number in numbers):
         return texts[0] == texts[1]
     return len({decimal.Decimal(number.replace(",", "")) for number in numbers}) == 1
 
 
 def plain_text(text: str) -> str:
-    """Normalize text to composed letters (ä may be one or two code points) and ASCII digits."""
+    """Return the normal form of a text, in which questions and answers are compared.
+
+    It has composed letters (ä may be one or two code points), ASCII digits, and single spaces in
+    place of any other whitespace.
+    """
     text = unicodedata.normalize("NFC", text).replace("\N{MINUS SIGN}", "-")
-    return "".join(str(int(char)) if char.isdecimal() else char for char in text)
+    text = "".join(str(int(char)) if char.isdecimal() else char for char in text)
+    return " ".join(text.split())
 
 
 # Tasks from TASKS=file:mine.jsonl, as name -> (training questions, held-out questions). Each
@@ -949,7 +956,7 @@ def load_task_file(path: str) -> str:
     except (OSError, ValueError) as error:
         raise ValueError(f"file:{path} cannot be read: {error}") from error
 
-    answers = {}  # question -> answer
+    rows = {}  # normal form of a question -> (question, answer)
     errors = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines() may cut JSON strings
         if not line.strip():
@@ -967,17 +974,21 @@ def load_task_file(path: str) -> str:
         last = last_part(answer)
         if not last or extract_tagged_answer(f"<answer>{last}</answer>") != last:
             errors.append(f"line {number}: the answer is empty, contains tags or is too long")
-        if answers.setdefault(question, answer) != answer:
+        _, first_answer = rows.setdefault(plain_text(question), (question, answer))
+        if not is_same_answer(last_part(first_answer), last):
             errors.append(f"line {number}: conflicting answers to the same question")
-    if len(answers) < 2:
+    if len(rows) < 2:
         errors.append("expected at least two questions")
     if errors:
         raise ValueError(f"file:{path}: " + "; ".join(errors[:5]))
 
     # A hash selects the held-out questions, so that they do not depend on the order of the lines.
+    # The name covers the normal forms, which are hashed, and the questions as they are asked.
+    answers = {form: answer for form, (_, answer) in rows.items()} | dict(rows.values())
     digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
-    by_hash = sorted(answers.items(), key=lambda row: hashlib.sha256(row[0].encode()).digest())
-    num_held_out = max(1, len(answers) // 10)
+    forms = sorted(rows, key=lambda form: hashlib.sha256(form.encode()).digest())
+    by_hash = [rows[form] for form in forms]
+    num_held_out = max(1, len(rows) // 10)
     name = f"file:{re.sub('[ ,]', '_', os.path.basename(path))}#{digest[:8]}"
     FILE_TASKS[name] = (by_hash[num_held_out:], by_hash[:num_held_out])
     return name
@@ -1337,7 +1348,7 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         answers = [extract_tagged_answer(text) or "" for text in texts]
         is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
         texts_seen = [plain_text(text) for text in (question.text, codec.tokenizer.decode(prompt))]
-        asked, seen = ["".join(text.split()) for text in texts_seen]
+        asked, seen = [text.replace(" ", "") for text in texts_seen]
         is_whole = asked in seen
         has_eos = prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template
         # An id that is too high raises IndexError on a CPU and fails an opaque assertion on a GPU.
@@ -1387,7 +1398,11 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
     """Return notes about the user's own questions, as sentences."""
     sentences = []
     for task in filter(FILE_TASKS.get, tasks):
-        rows = list(itertools.chain(*FILE_TASKS[task]))
+        training, held_out = FILE_TASKS[task]
+        sentences.append(
+            f"{task}: {len(training)} questions for training, {len(held_out)} held out"
+        )
+        rows = training + held_out
         answers = [last_part(answer) for _, answer in rows]
 
         # Find questions too long for a prompt and answers too long for MAX_NEW_TOKENS.
