@@ -1010,6 +1010,16 @@ PROMPT_DATE = "1 January 2025"
 DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\n"
 
 
+# A SentencePiece tokenizer, as in Llama 2, puts a blank in front of a text and drops it again when
+# it decodes. These are the rules in its file that do so, and their replacements, which do not.
+BLANK_RULES = {
+    '"prepend":"▁"': '"prepend":""',
+    '"content":" ","start":1': '"content":" ","start":0',
+    '"prepend_scheme":"first"': '"prepend_scheme":"never"',
+    '"prepend_scheme":"always"': '"prepend_scheme":"never"',
+    '"add_prefix_space":true': '"add_prefix_space":false',
+}
+
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"  # the setting that holds the access token
 
 
@@ -1108,13 +1118,29 @@ class Codec:
 
     # -- Completions
 
+    @functools.cached_property
+    def completion_tokenizer(self):
+        """The tokenizer without BLANK_RULES, because a completion continues the prompt's text.
+
+        With these rules, a peer's text would start with a blank that was never sampled.
+        """
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        rules = backend.to_str() if backend else ""
+        changed = rules
+        for rule, replacement in BLANK_RULES.items():
+            changed = changed.replace(rule, replacement)
+        if changed == rules:
+            return self.tokenizer
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(changed))
+
     def encode_completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
         """Return the token ids of peers' completions, as if this model had sampled them.
 
         Text such as "<|im_end|>" stays plain text. A finished completion gets this model's EOS,
         unless its answer tag already ends it (see `is_finished`).
         """
-        rows = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True).input_ids
+        how = {"add_special_tokens": False, "split_special_tokens": True}
+        rows = self.completion_tokenizer(texts, **how).input_ids
         for ids, text, is_finished in zip(rows, texts, finished, strict=True):
             if is_finished and not (self.num_shots > 0 and "</answer>" in text):
                 ids.append(self.eos_id)
@@ -1124,7 +1150,9 @@ class Codec:
         """Decode ids without the EOS, which is not marked as a special token in some models."""
         if ids and ids[-1] in self.eos_ids:
             ids = ids[:-1]
-        return self.tokenizer.decode([token for token in ids if token not in self.silent_ids])
+        ids = [token for token in ids if token not in self.silent_ids]
+        # Spaces before punctuation were sampled, so they must remain.
+        return self.completion_tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     @functools.cached_property
     def silent_ids(self) -> set[int]:

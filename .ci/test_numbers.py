@@ -25,7 +25,7 @@ import pytest
 import torch
 import transformers
 from common import ROOT, rewards_of, time_limit
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -291,6 +291,57 @@ def test_L2_a_peers_completion_is_encoded_on_its_own_and_gets_our_eos_if_it_was_
         ids = encode(codec, hostile)
         assert not set(ids) & control_ids
         assert codec.decode(ids) == hostile
+
+
+def sentencepiece_tokenizer(kind):
+    """Return a tokenizer of characters that puts a blank, "▁", in front of every text."""
+    characters = [*map(chr, range(33, 127)), "\n", "▁"]
+    pairs = [("▁", char) for char in "4<a"] + [("4", "2")]  # "▁4" is a token, like "4"
+    words = ["<eos>", *characters, *("".join(pair) for pair in pairs)]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    if kind == "Llama 2":
+        rules = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        backend.normalizer = normalizers.Sequence(rules)
+        rules = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(rules)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=kind, split=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=True
+    )
+
+
+@pytest.mark.parametrize("kind", ["Llama 2", "first", "always"])
+@pytest.mark.parametrize("chat", [None, CHATML, "{{ messages[-1].content }}"])
+def test_L2_a_peer_with_equal_weights_computes_equal_log_probabilities(tmp_path, kind, chat):
+    tokenizer = sentencepiece_tokenizer(kind)
+    tokenizer.chat_template = chat
+    tokenizer.save_pretrained(tmp_path)
+    small_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    model, codec = grpo.load_model(
+        make_config(MODEL_NAME=tmp_path, MAX_NEW_TOKENS=32), ["small_gcd"]
+    )
+
+    # Some completions start with a blank, and some do not. A blank may also come before a period.
+    words = [
+        ["<", "a", "n", "s", "w", "e", "r", ">", "42"],
+        ["▁<", "a", "▁4", "▁", "."],
+        ["42"],
+        ["▁4", "2"],
+        ["▁", "▁4", "\n", "4"],
+        ["\n", "▁a"],
+    ]
+    own = [codec.tokenizer.convert_tokens_to_ids(row) for row in words]
+    texts = [codec.decode(ids) for ids in own]
+    peers = codec.encode_completions(texts, [False] * len(texts))
+    assert peers == own
+
+    prompt = codec.encode_prompt(make_question("small_gcd", 1))
+    for group in (own, peers):
+        logprobs, mask = logprobs_of(model, [Group(prompt, group, [])])
+        expected = torch.cat([reference_logprobs(model, prompt, ids) for ids in own])
+        assert_close(logprobs[mask], expected, 1e-4)
 
 
 def test_L2_a_model_without_a_chat_template_sees_solved_examples_and_stops_after_its_answer(
