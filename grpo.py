@@ -1122,16 +1122,13 @@ class Codec:
     def completion_tokenizer(self):
         """The tokenizer without BLANK_RULES, because a completion continues the prompt's text.
 
-        With these rules, a peer's text would start with a blank that was never sampled.
+        With these rules, a peer's text would start with a blank that was never sampled. This
+        tokenizer does not remove blanks before punctuation either.
         """
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        rules = backend.to_str() if backend else ""
-        changed = rules
+        rules = self.tokenizer.backend_tokenizer.to_str()
         for rule, replacement in BLANK_RULES.items():
-            changed = changed.replace(rule, replacement)
-        if changed == rules:
-            return self.tokenizer
-        return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(changed))
+            rules = rules.replace(rule, replacement)
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(rules))
 
     def encode_completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
         """Return the token ids of peers' completions, as if this model had sampled them.
@@ -1139,8 +1136,9 @@ class Codec:
         Text such as "<|im_end|>" stays plain text. A finished completion gets this model's EOS,
         unless its answer tag already ends it (see `is_finished`).
         """
-        how = {"add_special_tokens": False, "split_special_tokens": True}
-        rows = self.completion_tokenizer(texts, **how).input_ids
+        rows = self.completion_tokenizer(
+            texts, add_special_tokens=False, split_special_tokens=True
+        ).input_ids
         for ids, text, is_finished in zip(rows, texts, finished, strict=True):
             if is_finished and not (self.num_shots > 0 and "</answer>" in text):
                 ids.append(self.eos_id)
@@ -1151,8 +1149,7 @@ class Codec:
         if ids and ids[-1] in self.eos_ids:
             ids = ids[:-1]
         ids = [token for token in ids if token not in self.silent_ids]
-        # Spaces before punctuation were sampled, so they must remain.
-        return self.completion_tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        return self.completion_tokenizer.decode(ids)
 
     @functools.cached_property
     def silent_ids(self) -> set[int]:
@@ -1244,6 +1241,7 @@ def load_pretrained(config):
         f"its files contain {len(unexpected)} tensor(s) that the model does not use, such as "
         f"{', '.join(unexpected[:3])}": bool(unexpected),
         "it does not expose hidden states": model.base_model is model,
+        "its tokenizer is not based on the tokenizers library": not tokenizer.is_fast,
         "its weights are quantized or frozen: use the full-precision model": not is_trainable,
     }
     refuse(config, reasons)
@@ -1426,11 +1424,10 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
     """Return notes about the user's own questions, as sentences."""
     sentences = []
     for task in filter(FILE_TASKS.get, tasks):
-        training, held_out = FILE_TASKS[task]
+        rows = list(itertools.chain(*FILE_TASKS[task]))
         sentences.append(
-            f"{task}: {len(training)} questions for training, {len(held_out)} held out"
+            f"{task}: {len(FILE_TASKS[task][1])} of {len(rows)} questions are held out"
         )
-        rows = training + held_out
         answers = [last_part(answer) for _, answer in rows]
 
         # Find questions too long for a prompt and answers too long for MAX_NEW_TOKENS.

@@ -75,7 +75,7 @@ def test_L3_answers_that_a_model_can_hardly_repeat_are_named(tmp_path):
     config = make_config(MODEL_NAME="tiny", TASKS=write(tmp_path / "mine.jsonl", *rows))
     codec = grpo.load_model(config, config.tasks)[1]
     split, derived, odd = grpo.file_notes(codec, config, config.tasks)
-    assert "11 questions for training, 1 held out" in split
+    assert "1 of 12 questions are held out" in split
     assert "9 answers" in derived and "####" in derived
     assert "3 answers" in odd and "period" in odd
 
