@@ -344,7 +344,8 @@ if not sys.stderr.isatty():  # show download progress only in a terminal
 # -------- The forward pass ------------------------------------------------------------------------
 
 MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) per chunk, 512 MiB in float32
-# The name of the forward method's cache argument, which changed in transformers 5.24.
+# The name of the forward method's cache argument, which changed in transformers 5.24. The new
+# version accepts the old name, but prints a warning.
 HAS_NEW_NAME = hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache")
 CACHE_ARGUMENT = "cache" if HAS_NEW_NAME else "past_key_values"
 
@@ -1340,8 +1341,7 @@ def num_positions(text_config) -> int:
 
     # With dynamic RoPE and LongRoPE, a text longer than the original limit changes the rotation of
     # all its tokens, so cached keys would be wrong. Some models have one rule per layer type.
-    rope = getattr(text_config, "rope_parameters", None)
-    rope = rope or getattr(text_config, "rope_scaling", None) or {}  # its name in transformers 4
+    rope = getattr(text_config, "rope_parameters", None) or {}
     for rule in (rope, *rope.values()):
         if isinstance(rule, dict) and rule.get("rope_type") in ("dynamic", "longrope"):
             positions = rule.get("original_max_position_embeddings", positions)
@@ -1703,13 +1703,12 @@ def save_model(model, codec: Codec, card: str, folder) -> None:
     """
     transformers.utils.logging.disable_progress_bar()  # hides the bar "Writing model shards"
     model.generation_config.eos_token_id = sorted(codec.eos_ids)  # so that `generate` stops
+    # If two matrices differ in the original files, they are not tied, whatever their config.json
+    # says. The exported files must not be tied either.
+    model.config.tie_word_embeddings = (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
     model.to(codec.dtype).save_pretrained(folder)
     # Keep chat templates in tokenizer_config.json, because several files would need a subfolder.
     codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
     Path(folder, "README.md").write_text(card, encoding="utf-8")
-
-    # transformers 4 knows only the older name of this class.
-    file = Path(folder, "tokenizer_config.json")
-    settings = file.read_text(encoding="utf-8")
-    settings = settings.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-    file.write_text(settings, encoding="utf-8")

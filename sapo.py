@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9,<3", "transformers>=4.57,<5.25", "reasoning-gym>=0.1.25,<0.2"]
+# dependencies = ["torch>=2.9,<3", "transformers>=5.0,<5.25", "reasoning-gym>=0.1.25,<0.2"]
 # ///
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721).
 

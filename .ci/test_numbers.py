@@ -10,6 +10,7 @@ this architecture can be built.
 
 import decimal
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from common import ROOT, rewards_of, time_limit
@@ -433,8 +435,32 @@ def test_L2_U8_a_prompt_does_not_change_with_the_date_and_an_end_of_turn_ends_co
     assert exported.dtype == torch.bfloat16
     assert exported.generation_config.eos_token_id == [0, end]
     assert AutoTokenizer.from_pretrained(folder).chat_template == template
-    settings = (folder / "tokenizer_config.json").read_text()
-    assert '"PreTrainedTokenizerFast"' in settings, "transformers 4 does not know the newer name"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_L7_U8_tied_matrices_that_differ_are_trained_and_exported_as_two(tmp_path, is_tied):
+    # config.json ties the two matrices. In the second case, the files contain two matrices.
+    original = save_model(tmp_path / "came", tie_word_embeddings=is_tied)
+    path = tmp_path / "came" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    weights = safetensors.torch.load_file(tmp_path / "came" / "model.safetensors")
+    assert ("lm_head.weight" in weights) == (not is_tied)
+
+    model, codec = grpo.load_model(original, ["small_gcd"])
+    expected = weights["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
+    assert torch.equal(model.get_output_embeddings().weight, expected)
+    config = update_settings()
+    groups = [Group([5, 6], [[7], [8, 9]], [1.0, 0.0])]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grpo.update_policy(model, optimizer, groups, config, codec, grpo.Limit(9, "the update"))
+    trained = reference_logprobs(model, [5, 6], [7, 8])
+    assert len(list(model.parameters())) == len(weights)
+
+    grpo.save_model(model, codec, "a card", tmp_path / "exported")
+    settings = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] == is_tied
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_close(reference_logprobs(exported, [5, 6], [7, 8]), trained)
 
 
 def test_L2_L4_a_peers_completion_is_rejected_if_it_does_not_fit_behind_its_prompt(tmp_path):
