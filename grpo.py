@@ -1702,12 +1702,12 @@ def save_model(model, codec: Codec, card: str, folder) -> None:
     trained afterward.
     """
     transformers.utils.logging.disable_progress_bar()  # hides the bar "Writing model shards"
-    model.generation_config.eos_token_id = sorted(codec.eos_ids)  # so that `generate` stops
     # If two matrices differ in the original files, they are not tied, whatever their config.json
     # says. The exported files must not be tied either.
     model.config.tie_word_embeddings = (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )
+    model.generation_config.eos_token_id = sorted(codec.eos_ids)  # so that `generate` stops
     model.to(codec.dtype).save_pretrained(folder)
     # Keep chat templates in tokenizer_config.json, because several files would need a subfolder.
     codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
