@@ -1520,7 +1520,7 @@ def make_optimizer(model, config) -> torch.optim.AdamW:
     return optimizer
 
 
-WARM_START_VERSION = 6  # increase it when `warm_start` changes, so that older files are not loaded
+WARM_START_VERSION = 7  # increase it when `warm_start` changes, so that older files are not loaded
 
 
 def warm_start(model, codec: Codec, config, tasks):
@@ -1549,7 +1549,8 @@ def warm_start(model, codec: Codec, config, tasks):
     samples = []
     for _ in range(min(16_000, steps * batch_size)):
         seed = rng.randrange(HELD_OUT_SEEDS.start)
-        question = first_solved_question(rng.choice(tasks), seed, codec.fits)
+        # Sorting makes the result independent of the order of TASKS.
+        question = first_solved_question(rng.choice(sorted(tasks)), seed, codec.fits)
         samples.append((codec.encode_prompt(question), question.answer))
     samples.sort(key=lambda sample: len(sample[0]))
     make_question.cache_clear()
@@ -1636,12 +1637,14 @@ def orthogonalize_gradients(optimizer, args, kwargs) -> None:
 def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
     """Return the settings, data and initial weights of a warm start, as {name: value}.
 
-    The hash of this dict is the file's name. WARM_START_VERSION stands for the code.
+    The hash of this dict is the file's name. WARM_START_VERSION stands for the code, and the
+    weights' checksums for MODEL_NAME, so a model's folder may be moved.
     """
-    names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
+    names = "WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE DTYPE".split()
     questions = [first_valid_question(task, 1, codec.fits) for task in sorted(tasks)]
     return {name: getattr(config, name) for name in names} | {
         "version of this recipe": WARM_START_VERSION,
+        "is tiny": config.MODEL_NAME == "tiny",
         "TASKS": sorted(tasks),
         "TASK_TABLE": [TASK_TABLE.get(task) for task in sorted(tasks)],
         "ANSWER_STYLES": ANSWER_TEMPLATES,

@@ -752,9 +752,21 @@ def test_L6_a_warm_start_belongs_to_its_seed_its_model_and_its_tokenizer():
     codec, config = tiny_codec(), make_config(MODEL_NAME="tiny")
     cases = [(model, codec, config), (another, codec, config)]
     cases += [(model, codec, replace(config, SEED=7)), (model, replace(codec, eos_id=5), config)]
+    cases += [(model, codec, replace(config, DTYPE="bfloat16"))]
     recipes = [str(grpo.warm_start_recipe(*case, TINY_TASKS)) for case in cases * 2]
-    assert recipes[:4] == recipes[4:]
-    assert len(set(recipes)) == 4
+    assert recipes[:5] == recipes[5:]
+    assert len(set(recipes)) == 5
+
+
+def test_L6_the_order_of_tasks_changes_neither_a_warm_start_nor_its_name():
+    results = []
+    for tasks in (TINY_TASKS, TINY_TASKS[::-1]):
+        config = make_config(MODEL_NAME="tiny", TASKS=",".join(tasks), WARM_START_STEPS=8)
+        model, codec = grpo.load_model(config, config.tasks)
+        recipe = grpo.warm_start_recipe(model, codec, config, config.tasks)
+        losses = [loss.item() for _, loss in grpo.warm_start(model, codec, config, config.tasks)]
+        results.append((recipe, losses, flat_weights(model).tolist()))
+    assert results[0] == results[1]
 
 
 def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):
