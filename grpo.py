@@ -653,6 +653,23 @@ def estimate_completions_at_once(model, config, available: int) -> int:
     return max(config.NUM_GENERATIONS if config.DEVICE == "cpu" else 1, fitting)
 
 
+def estimate_generated_at_once(model, config, available: int) -> int:
+    """Estimate how many completions a CPU can generate at once.
+
+    config: MAX_NEW_TOKENS; available: bytes. A CPU needs this estimate because Linux kills a
+    process that uses too much memory. A GPU raises an error instead, which lowers `Limit`.
+
+    The estimate assumes prompts of 512 tokens, a KV cache in float32, four copies of the next
+    token's logits, and a budget of a quarter of the available memory.
+    """
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    _, cache = forward_hidden(model, ids, torch.ones_like(ids))
+    bytes_per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    logits = 16 * model.config.get_text_config().vocab_size
+    needed = bytes_per_token * (512 + config.MAX_NEW_TOKENS) + logits
+    return max(1, available // 4 // needed)
+
+
 def available_devices() -> dict[str, str]:
     """Return {device: dtype to compute in} for this machine's devices, best first.
 

@@ -1537,7 +1537,9 @@ def run_worker(run: Run, saved: dict | None) -> int:
     available = grpo.available_memory(config.DEVICE) // num_sharers(config.NUM_WORKERS)
     at_once = grpo.estimate_completions_at_once(model, config, available)
     run.update_limit = grpo.Limit(at_once, "the update", log.info)
-    run.generation_limit = grpo.Limit(2**30, "generation", log.info)
+    is_cpu = config.DEVICE == "cpu"
+    at_once = grpo.estimate_generated_at_once(model, config, available) if is_cpu else 2**30
+    run.generation_limit = grpo.Limit(at_once, "generation", log.info)
 
     check_local_room(run)
 
@@ -1627,25 +1629,19 @@ def apply_warm_start(run: Run, model) -> None:
 
     steps = config.WARM_START_STEPS
     log.info(f"creating the warm start of {config.MODEL_NAME}: {steps} steps")
-    log.show_bar(steps, 0, "step")
-    losses = []  # since the last log line
-    started = time.monotonic()
-    line_at = started + 5.0
+    line_at = time.monotonic() + 5.0
     for step, loss in grpo.warm_start(model, run.codec, config, config.tasks):
         if run.signals.requested:
             log.info(f"warm start stopped at step {step} of {steps}; it will start over next time")
             raise KeyboardInterrupt
-        log.bar.update()
-        losses.append(loss)
         now = time.monotonic()
-        if now >= line_at and log.bar.disable:
-            seconds_left = (now - started) / step * (steps - step)
-            line_at = now + max(5.0, seconds_left / 5)
-            mean_loss = torch.stack(losses).mean().item()
-            losses.clear()
+        if step == 1:  # it includes generating the questions, so the estimate leaves it out
+            started = now
+        elif now >= line_at:
+            seconds_left = (now - started) / (step - 1) * (steps - step)
+            line_at = now + min(30.0, max(5.0, seconds_left / 5))
             left = tqdm.tqdm.format_interval(seconds_left)
-            log.info(f"warm start {step}/{steps}: loss {mean_loss:.3f}, {left} left")
-    log.bar.close()
+            log.info(f"warm start {step}/{steps}: loss {loss.item():.3f}, {left} left")
 
     # Replace the file only if it could not be used. Then load the file that is there, because
     # another process may have written it in the meantime, and all nodes must use the same weights.

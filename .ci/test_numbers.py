@@ -26,7 +26,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from common import ROOT, rewards_of, time_limit
+from common import LEARNING, ROOT, rewards_of, run, time_limit
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
@@ -602,6 +602,38 @@ def test_L8_memory_that_runs_out_halves_the_batch_and_changes_no_result(error):
             our_update(small_memory(0, what), ragged_groups())
         with pytest.raises(kind, match=message):
             our_generate(small_memory(0, what), *arguments)
+
+
+def test_L8_generation_on_a_cpu_stays_within_its_share_of_the_memory(tmp_path, monkeypatch):
+    # Two heads share keys and values, so the KV cache is half as large as the hidden states.
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16}
+    model, codec = load_model(tmp_path / "model", **sizes)
+    config = update_settings(MAX_NEW_TOKENS=48)
+    per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, bytes
+    per_completion = per_token * 560 + 16 * codec.vocabulary
+    available = 4 * (10 * per_completion + 100)
+    assert grpo.estimate_generated_at_once(model, config, available) == 10
+    assert grpo.estimate_generated_at_once(model, config, 0) == 1
+
+    # A run generates at most this many completions at once, and the result is the same.
+    batches = []
+    sample = grpo.sample_completions
+
+    def record(model, codec, prompts, uniforms, temperature):
+        batches.append(uniforms.shape[1])
+        return sample(model, codec, prompts, uniforms, temperature)
+
+    monkeypatch.setattr(grpo, "sample_completions", record)
+    results, largest = [], []
+    for name, memory in (("large", 10**10), ("small", 4 * 7 * (1024 * 522 + 10**4))):
+        batches.clear()
+        monkeypatch.setattr(grpo, "available_memory", lambda device, memory=memory: memory)
+        settings = {"LOCAL_NODES": 1, "NUM_TRAIN_SAMPLES": 4, "MAX_ROUNDS": 1}
+        assert run(tmp_path / name, LEARNING, settings) == 0
+        results.append(rewards_of(tmp_path / name))
+        largest.append(max(batches))
+    assert results[0] == results[1]
+    assert largest[0] == 16 and largest[1] <= 7
 
 
 def test_L8_auto_takes_the_default_model_if_an_accelerator_holds_it_for_all_nodes(monkeypatch):

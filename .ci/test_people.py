@@ -46,6 +46,35 @@ MADE = "creating the warm start"
 PRINTED = (ROOT / "README.md").read_text() + (ROOT / ".github/MANUAL.md").read_text()
 
 
+def test_U3_the_warm_start_logs_a_line_at_least_every_30_seconds(monkeypatch):
+    # The first step takes 90 s, and each other step takes 0.5 s.
+    clock, lines = [0.0], []
+    seconds = [90.0] + [0.5] * 999
+
+    def slow_warm_start(*_):
+        for step, duration in enumerate(seconds, start=1):
+            clock[0] += duration
+            yield step, torch.tensor(2.5)
+
+    monkeypatch.setattr(grpo, "warm_start", slow_warm_start)
+    monkeypatch.setattr(grpo, "warm_start_recipe", lambda *_: {})
+    monkeypatch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    log = sapo.Log("")
+    log.info = lambda text: lines.append((clock[0], text))
+    config = SimpleNamespace(WARM_START_STEPS=1000, MODEL_NAME="tiny", tasks=["small_gcd"])
+    store = SimpleNamespace(list_names=lambda _: [], has_dir=lambda _: False)
+    signals = SimpleNamespace(requested=0)
+    run_ = SimpleNamespace(config=config, log=log, store=store, signals=signals, codec=None)
+    sapo.apply_warm_start(run_, None)
+
+    times = [now for now, text in lines if "left" in text]
+    assert 90 < times[0] < 92 and times[-1] > clock[0] - 31
+    assert max(after - before for before, after in zip(times, times[1:], strict=False)) <= 30.5
+    for now, text in lines[1:]:
+        minutes, rest = re.search(r"loss 2.500, (\d+):(\d+) left", text).groups()
+        assert int(minutes) * 60 + int(rest) == pytest.approx(sum(seconds) - now, abs=1)
+
+
 def output_of(drive, *more: dict, status=0, **settings) -> str:
     """Call `run`, which must return this exit code. Return the printed output."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
