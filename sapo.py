@@ -751,7 +751,7 @@ def setting(default, help: str, allowed=None, scope="node", **presets):
     scope: whether a joining node inherits the value in config.json.
         "experiment"  always; a different value is an error
         "swarm"       unless the node sets its own value
-        "model"       like "swarm", but only if the node has the experiment's MODEL_NAME
+        "model"       like "swarm", but only if the node has the experiment's model
         "node"        never
     """
     columns = {"help": help, "allowed": allowed, "scope": scope}
@@ -938,9 +938,10 @@ def read_config(environ, saved=None) -> Config:
     if given.get("NODE_ROLE") == "coordinator":
         given["NODE_ID"] = drive_store.COORDINATOR_ID
 
-    # Find the settings that a joining node inherits from the experiment.
+    # Find the settings that a joining node inherits from the experiment. The last part of a path or
+    # Hub id identifies a model, because its folder may be moved.
     scopes = ["experiment", "swarm"]
-    if known.get("MODEL_NAME") == model:
+    if Path(known.get("MODEL_NAME", "")).name == Path(model).name:
         scopes.append("model")
     theirs = {name: known[name] for name in known if TABLE[name].metadata["scope"] in scopes}
     for name, value in theirs.items():
@@ -1194,7 +1195,7 @@ def load_checkpoint(run: Run, t: int) -> None:
     """Load the checkpoint after round t into the nodes.
 
     Hyperparameters come from the settings, not from the file. Raise one of UNUSABLE if the file
-    does not fit.
+    does not fit. Whether the model fits is decided by the tensors, because its folder may be moved.
     """
     ours = checkpoint_tensors(run.nodes)
     tensors, text = read_tensors(run.store, checkpoint_path(run, t), ours)
@@ -1203,11 +1204,12 @@ def load_checkpoint(run: Run, t: int) -> None:
     for saved in about["nodes"].values():
         drive_store.require(saved, {"total_reward": float, "trained": list, "held_out": dict})
         saved["trained"] = {tuple(key) for key in saved["trained"]}
-    saved_with = [about["round"], about["model_name"], *sorted(about["nodes"])]
-    if saved_with != [t, run.config.MODEL_NAME, *sorted(run.config.node_ids)]:
-        text = coordinator.join_names([str(value) for value in saved_with])
-        raise drive_store.InvalidFileError(f"its round, MODEL_NAME and nodes are {text}")
+    if about["round"] != t or about["nodes"].keys() != {*run.config.node_ids}:
+        raise drive_store.InvalidFileError("it belongs to a different round or to different nodes")
     copy_tensors(tensors, ours)
+    if about["model_name"] != run.config.MODEL_NAME:
+        name = drive_store.printable(repr(about["model_name"]), 200)
+        run.log.info(f"note: the checkpoint was saved with MODEL_NAME={name}")
     for node in run.nodes:
         saved = about["nodes"][node.id]
         node.total_reward = saved["total_reward"]
