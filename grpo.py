@@ -980,9 +980,8 @@ def load_task_file(path: str) -> str:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda _: None)  # NaN is a missing value
             is_text = {type(row["question"]), type(row["answer"])} <= {str, int, float}
-            is_text = is_text and row["answer"] == row["answer"]  # reject NaN, a missing value
         except (ValueError, RecursionError, TypeError, LookupError):
             is_text = False
         if not is_text:
@@ -1392,19 +1391,17 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
         texts_seen = [plain_text(text) for text in (question.text, codec.tokenizer.decode(prompt))]
         asked, seen = [text.replace(" ", "") for text in texts_seen]
-        is_whole = asked in seen
-        has_eos = prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template
         # An id that is too high raises IndexError on a CPU and fails an opaque assertion on a GPU.
         highest = max(codec.tokenizer.vocab_size - 1, *map(max, [prompt, *completions]))
-        reasons = {
+        refuse(config, {
             f"its prompt lacks part of the {task} question: fix its chat template or tokenizer":
-                not is_whole,
-            "its prompts end with an EOS: set add_eos_token to false in its tokenizer": has_eos,
+                asked not in seen,
+            "its prompts end with an EOS: set add_eos_token to false in its tokenizer":
+                prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template,
             f"its tokenizer turns {right!r:.40} into {texts!r:.200}": not is_right,
             f"its tokenizer has token id {highest}, but the model has only {codec.vocabulary} ids":
                 highest >= codec.vocabulary,
-        }  # fmt: skip
-        refuse(config, reasons)
+        })  # fmt: skip
     return prompt
 
 
