@@ -343,7 +343,8 @@ if not sys.stderr.isatty():  # show download progress only in a terminal
 # -------- The forward pass ------------------------------------------------------------------------
 
 MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) per chunk, 512 MiB in float32
-# The name of the forward method's cache argument, which changed in transformers 5.24.
+# The name of the forward method's cache argument, which changed in transformers 5.24. The new
+# version accepts the old name, but prints a warning.
 HAS_NEW_NAME = hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache")
 CACHE_ARGUMENT = "cache" if HAS_NEW_NAME else "past_key_values"
 
@@ -651,6 +652,23 @@ def estimate_completions_at_once(model, config, available: int) -> int:
     return max(config.NUM_GENERATIONS if config.DEVICE == "cpu" else 1, fitting)
 
 
+def estimate_generated_at_once(model, config, available: int) -> int:
+    """Estimate how many completions a CPU can generate at once.
+
+    config: MAX_NEW_TOKENS; available: bytes. A CPU needs this estimate because Linux kills a
+    process that uses too much memory. A GPU raises an error instead, which lowers `Limit`.
+
+    The estimate assumes prompts of 512 tokens, a KV cache in float32, four copies of the next
+    token's logits, and a budget of a quarter of the available memory.
+    """
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    _, cache = forward_hidden(model, ids, torch.ones_like(ids))
+    bytes_per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    logits = 16 * model.config.get_text_config().vocab_size
+    needed = bytes_per_token * (512 + config.MAX_NEW_TOKENS) + logits
+    return max(1, available // 4 // needed)
+
+
 def available_devices() -> dict[str, str]:
     """Return {device: dtype to compute in} for this machine's devices, best first.
 
@@ -872,26 +890,33 @@ def is_safe_formula(question: Question, answer: str) -> bool:
 
 # -------- Task names, and the user's own questions ------------------------------------------------
 
-NUMBER = r"[-+]?(\d{1,30}|\d{1,3}(,\d{3}){1,9})(\.\d{1,30})?"  # 7, -1.50, 12,000
+NUMBER = r"[-+]?(\d{1,30}|\d{1,3}(,\d{3}){1,9})(\.\d{1,30})?(e[-+]?\d{1,3})?"  # 7, 12,000, 5e-05
 
 
 def is_same_answer(answer: str, right: str) -> bool:
     """Return whether two answers to one of the user's own questions match.
 
     They match if they differ only in whitespace, or if both are numbers with the same value.
-    Expressions are not evaluated. ("1,000.0", "1000") -> True
+    Expressions are not evaluated. ("$1,000.0", "1000") -> True, but ("1 000", "1000") -> False
     """
-    texts = [plain_text(text).split() for text in (answer, right)]
-    numbers = [re.sub(r"\\boxed\{(.*)\}|\$", r"\1", "".join(text)).rstrip(".") for text in texts]
-    if not all(re.fullmatch(NUMBER, number, re.ASCII) for number in numbers):
+    texts = [plain_text(text) for text in (answer, right)]
+    # Remove "$", \boxed{} and a final period, but only at the ends of the whole answer.
+    inner = [re.sub(r"^[ $]*\\boxed\{(.*)\}[ $.]*$", r"\1", text) for text in texts]
+    numbers = [text.lstrip(" $").rstrip(" $.") for text in inner]
+    if not all(re.fullmatch(NUMBER, number, re.ASCII | re.IGNORECASE) for number in numbers):
         return texts[0] == texts[1]
     return len({decimal.Decimal(number.replace(",", "")) for number in numbers}) == 1
 
 
 def plain_text(text: str) -> str:
-    """Normalize text to composed letters (ä may be one or two code points) and ASCII digits."""
+    """Return the normal form of a text, in which questions and answers are compared.
+
+    It has composed letters (ä may be one or two code points), ASCII digits, and single spaces in
+    place of any other whitespace.
+    """
     text = unicodedata.normalize("NFC", text).replace("\N{MINUS SIGN}", "-")
-    return "".join(str(int(char)) if char.isdecimal() else char for char in text)
+    text = "".join(str(int(char)) if char.isdecimal() else char for char in text)
+    return " ".join(text.split())
 
 
 # Tasks from TASKS=file:mine.jsonl, as name -> (training questions, held-out questions). Each
@@ -948,15 +973,14 @@ def load_task_file(path: str) -> str:
     except (OSError, ValueError) as error:
         raise ValueError(f"file:{path} cannot be read: {error}") from error
 
-    answers = {}  # question -> answer
+    rows = {}  # normal form of a question -> (question, answer)
     errors = []
     for number, line in enumerate(text.split("\n"), start=1):  # splitlines() may cut JSON strings
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_constant=lambda _: None)  # NaN is a missing value
             is_text = {type(row["question"]), type(row["answer"])} <= {str, int, float}
-            is_text = is_text and row["answer"] == row["answer"]  # reject NaN, a missing value
         except (ValueError, RecursionError, TypeError, LookupError):
             is_text = False
         if not is_text:
@@ -966,17 +990,21 @@ def load_task_file(path: str) -> str:
         last = last_part(answer)
         if not last or extract_tagged_answer(f"<answer>{last}</answer>") != last:
             errors.append(f"line {number}: the answer is empty, contains tags or is too long")
-        if answers.setdefault(question, answer) != answer:
+        _, first_answer = rows.setdefault(plain_text(question), (question, answer))
+        if not is_same_answer(last_part(first_answer), last):
             errors.append(f"line {number}: conflicting answers to the same question")
-    if len(answers) < 2:
+    if len(rows) < 2:
         errors.append("expected at least two questions")
     if errors:
         raise ValueError(f"file:{path}: " + "; ".join(errors[:5]))
 
     # A hash selects the held-out questions, so that they do not depend on the order of the lines.
+    # The name covers the normal forms, which are hashed, and the questions as they are asked.
+    answers = {form: answer for form, (_, answer) in rows.items()} | dict(rows.values())
     digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
-    by_hash = sorted(answers.items(), key=lambda row: hashlib.sha256(row[0].encode()).digest())
-    num_held_out = max(1, len(answers) // 10)
+    forms = sorted(rows, key=lambda form: hashlib.sha256(form.encode()).digest())
+    by_hash = [rows[form] for form in forms]
+    num_held_out = max(1, len(rows) // 10)
     name = f"file:{re.sub('[ ,]', '_', os.path.basename(path))}#{digest[:8]}"
     FILE_TASKS[name] = (by_hash[num_held_out:], by_hash[:num_held_out])
     return name
@@ -997,6 +1025,16 @@ ANSWER_TEMPLATES = (
 PROMPT_DATE = "1 January 2025"
 DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\n"
 
+
+# A SentencePiece tokenizer, as in Llama 2, puts a blank in front of a text and drops it again when
+# it decodes. These are the rules in its file that do so, and their replacements, which do not.
+BLANK_RULES = {
+    '"prepend":"▁"': '"prepend":""',
+    '"content":" ","start":1': '"content":" ","start":0',
+    '"prepend_scheme":"first"': '"prepend_scheme":"never"',
+    '"prepend_scheme":"always"': '"prepend_scheme":"never"',
+    '"add_prefix_space":true': '"add_prefix_space":false',
+}
 
 SECRET = "HUGGINGFACE_ACCESS_TOKEN"  # the setting that holds the access token
 
@@ -1096,13 +1134,27 @@ class Codec:
 
     # -- Completions
 
+    @functools.cached_property
+    def completion_tokenizer(self):
+        """The tokenizer without BLANK_RULES, because a completion continues the prompt's text.
+
+        With these rules, a peer's text would start with a blank that was never sampled. This
+        tokenizer does not remove blanks before punctuation either.
+        """
+        rules = self.tokenizer.backend_tokenizer.to_str()
+        for rule, replacement in BLANK_RULES.items():
+            rules = rules.replace(rule, replacement)
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(rules))
+
     def encode_completions(self, texts: list[str], finished: list[bool]) -> list[list[int]]:
         """Return the token ids of peers' completions, as if this model had sampled them.
 
         Text such as "<|im_end|>" stays plain text. A finished completion gets this model's EOS,
         unless its answer tag already ends it (see `is_finished`).
         """
-        rows = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True).input_ids
+        rows = self.completion_tokenizer(
+            texts, add_special_tokens=False, split_special_tokens=True
+        ).input_ids
         for ids, text, is_finished in zip(rows, texts, finished, strict=True):
             if is_finished and not (self.num_shots > 0 and "</answer>" in text):
                 ids.append(self.eos_id)
@@ -1112,7 +1164,8 @@ class Codec:
         """Decode ids without the EOS, which is not marked as a special token in some models."""
         if ids and ids[-1] in self.eos_ids:
             ids = ids[:-1]
-        return self.tokenizer.decode([token for token in ids if token not in self.silent_ids])
+        ids = [token for token in ids if token not in self.silent_ids]
+        return self.completion_tokenizer.decode(ids)
 
     @functools.cached_property
     def silent_ids(self) -> set[int]:
@@ -1204,6 +1257,7 @@ def load_pretrained(config):
         f"its files contain {len(unexpected)} tensor(s) that the model does not use, such as "
         f"{', '.join(unexpected[:3])}": bool(unexpected),
         "it does not expose hidden states": model.base_model is model,
+        "its tokenizer is not based on the tokenizers library": not tokenizer.is_fast,
         "its weights are quantized or frozen: use the full-precision model": not is_trainable,
     }
     refuse(config, reasons)
@@ -1302,8 +1356,7 @@ def num_positions(text_config) -> int:
 
     # With dynamic RoPE and LongRoPE, a text longer than the original limit changes the rotation of
     # all its tokens, so cached keys would be wrong. Some models have one rule per layer type.
-    rope = getattr(text_config, "rope_parameters", None)
-    rope = rope or getattr(text_config, "rope_scaling", None) or {}  # its name in transformers 4
+    rope = getattr(text_config, "rope_parameters", None) or {}
     for rule in (rope, *rope.values()):
         if isinstance(rule, dict) and rule.get("rope_type") in ("dynamic", "longrope"):
             positions = rule.get("original_max_position_embeddings", positions)
@@ -1336,20 +1389,18 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         answers = [extract_tagged_answer(text) or "" for text in texts]
         is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
         texts_seen = [plain_text(text) for text in (question.text, codec.tokenizer.decode(prompt))]
-        asked, seen = ["".join(text.split()) for text in texts_seen]
-        is_whole = asked in seen
-        has_eos = prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template
+        asked, seen = [text.replace(" ", "") for text in texts_seen]
         # An id that is too high raises IndexError on a CPU and fails an opaque assertion on a GPU.
         highest = max(codec.tokenizer.vocab_size - 1, *map(max, [prompt, *completions]))
-        reasons = {
+        refuse(config, {
             f"its prompt lacks part of the {task} question: fix its chat template or tokenizer":
-                not is_whole,
-            "its prompts end with an EOS: set add_eos_token to false in its tokenizer": has_eos,
+                asked not in seen,
+            "its prompts end with an EOS: set add_eos_token to false in its tokenizer":
+                prompt[-1] in codec.eos_ids and not codec.tokenizer.chat_template,
             f"its tokenizer turns {right!r:.40} into {texts!r:.200}": not is_right,
             f"its tokenizer has token id {highest}, but the model has only {codec.vocabulary} ids":
                 highest >= codec.vocabulary,
-        }  # fmt: skip
-        refuse(config, reasons)
+        })  # fmt: skip
     return prompt
 
 
@@ -1387,6 +1438,9 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
     sentences = []
     for task in filter(FILE_TASKS.get, tasks):
         rows = list(itertools.chain(*FILE_TASKS[task]))
+        sentences.append(
+            f"{task}: {len(FILE_TASKS[task][1])} of {len(rows)} questions are held out"
+        )
         answers = [last_part(answer) for _, answer in rows]
 
         # Find questions too long for a prompt and answers too long for MAX_NEW_TOKENS.
@@ -1479,7 +1533,7 @@ def make_optimizer(model, config) -> torch.optim.AdamW:
     return optimizer
 
 
-WARM_START_VERSION = 6  # increase it when `warm_start` changes, so that older files are not loaded
+WARM_START_VERSION = 7  # increase it when `warm_start` changes, so that older files are not loaded
 
 
 def warm_start(model, codec: Codec, config, tasks):
@@ -1508,7 +1562,8 @@ def warm_start(model, codec: Codec, config, tasks):
     samples = []
     for _ in range(min(16_000, steps * batch_size)):
         seed = rng.randrange(HELD_OUT_SEEDS.start)
-        question = first_solved_question(rng.choice(tasks), seed, codec.fits)
+        # Sorting makes the result independent of the order of TASKS.
+        question = first_solved_question(rng.choice(sorted(tasks)), seed, codec.fits)
         samples.append((codec.encode_prompt(question), question.answer))
     samples.sort(key=lambda sample: len(sample[0]))
     make_question.cache_clear()
@@ -1595,12 +1650,14 @@ def orthogonalize_gradients(optimizer, args, kwargs) -> None:
 def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
     """Return the settings, data and initial weights of a warm start, as {name: value}.
 
-    The hash of this dict is the file's name. WARM_START_VERSION stands for the code.
+    The hash of this dict is the file's name. WARM_START_VERSION stands for the code, and the
+    weights' checksums for MODEL_NAME, so a model's folder may be moved.
     """
-    names = "MODEL_NAME WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE".split()
+    names = "WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE DTYPE".split()
     questions = [first_valid_question(task, 1, codec.fits) for task in sorted(tasks)]
     return {name: getattr(config, name) for name in names} | {
         "version of this recipe": WARM_START_VERSION,
+        "is tiny": config.MODEL_NAME == "tiny",
         "TASKS": sorted(tasks),
         "TASK_TABLE": [TASK_TABLE.get(task) for task in sorted(tasks)],
         "ANSWER_STYLES": ANSWER_TEMPLATES,
@@ -1669,14 +1726,13 @@ def save_model(model, codec: Codec, card: str, folder) -> None:
     trained afterward.
     """
     transformers.utils.logging.disable_progress_bar()  # hides the bar "Writing model shards"
+    # If two matrices differ in the original files, they are not tied, whatever their config.json
+    # says. The exported files must not be tied either.
+    model.config.tie_word_embeddings = (
+        model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    )
     model.generation_config.eos_token_id = sorted(codec.eos_ids)  # so that `generate` stops
     model.to(codec.dtype).save_pretrained(folder)
     # Keep chat templates in tokenizer_config.json, because several files would need a subfolder.
     codec.tokenizer.save_pretrained(folder, save_jinja_files=False)
     Path(folder, "README.md").write_text(card, encoding="utf-8")
-
-    # transformers 4 knows only the older name of this class.
-    file = Path(folder, "tokenizer_config.json")
-    settings = file.read_text(encoding="utf-8")
-    settings = settings.replace('"TokenizersBackend"', '"PreTrainedTokenizerFast"')
-    file.write_text(settings, encoding="utf-8")

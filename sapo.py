@@ -1,6 +1,6 @@
 # /// script
 # requires-python = ">=3.11"
-# dependencies = ["torch>=2.9,<3", "transformers>=4.57,<5.25", "reasoning-gym>=0.1.25,<0.2"]
+# dependencies = ["torch>=2.9,<3", "transformers>=5.0,<5.25", "reasoning-gym>=0.1.25,<0.2"]
 # ///
 """SAPO, Swarm sAmpling Policy Optimization (arXiv:2509.08721).
 
@@ -764,7 +764,7 @@ def setting(default, help: str, allowed=None, scope="node", **presets):
     scope: whether a joining node inherits the value in config.json.
         "experiment"  always; a different value is an error
         "swarm"       unless the node sets its own value
-        "model"       like "swarm", but only if the node has the experiment's MODEL_NAME
+        "model"       like "swarm", but only if the node has the experiment's model
         "node"        never
     """
     metadata = {"help": help, "allowed": allowed, "scope": scope, **presets}
@@ -946,9 +946,10 @@ def read_config(environ, saved=None) -> Config:
     if given.get("NODE_ROLE") == "coordinator":
         given["NODE_ID"] = drive_store.COORDINATOR_ID
 
-    # Find the settings that a joining node inherits from the experiment.
+    # Find the settings that a joining node inherits from the experiment. The last part of a path or
+    # Hub id identifies a model, because its folder may be moved.
     scopes = ["experiment", "swarm"]
-    if known.get("MODEL_NAME") == model:
+    if Path(known.get("MODEL_NAME", "")).name == Path(model).name:
         scopes.append("model")
     theirs = {name: known[name] for name in known if TABLE[name].metadata["scope"] in scopes}
     for name, value in theirs.items():
@@ -1220,7 +1221,7 @@ def load_checkpoint(run: Run, t: int) -> None:
     """Load the checkpoint after round t into the nodes.
 
     Hyperparameters come from the settings, not from the file. Raise one of UNUSABLE if the file
-    does not fit.
+    does not fit. Whether the model fits is decided by the tensors, because its folder may be moved.
     """
     ours = checkpoint_tensors(run.nodes)
     tensors, text = read_tensors(run.store, checkpoint_path(run, t), ours)
@@ -1229,11 +1230,12 @@ def load_checkpoint(run: Run, t: int) -> None:
     for saved in about["nodes"].values():
         drive_store.require(saved, {"total_reward": float, "trained": list, "held_out": dict})
         saved["trained"] = {tuple(key) for key in saved["trained"]}
-    saved_with = [about["round"], about["model_name"], *sorted(about["nodes"])]
-    if saved_with != [t, run.config.MODEL_NAME, *sorted(run.config.node_ids)]:
-        text = coordinator.join_names([str(value) for value in saved_with])
-        raise drive_store.InvalidFileError(f"its round, MODEL_NAME and nodes are {text}")
+    if about["round"] != t or about["nodes"].keys() != {*run.config.node_ids}:
+        raise drive_store.InvalidFileError("it belongs to a different round or to different nodes")
     copy_tensors(tensors, ours)
+    if about["model_name"] != run.config.MODEL_NAME:
+        name = drive_store.printable(repr(about["model_name"]), 200)
+        run.log.info(f"note: the checkpoint was saved with MODEL_NAME={name}")
     for node in run.nodes:
         saved = about["nodes"][node.id]
         node.total_reward = saved["total_reward"]
@@ -1571,7 +1573,9 @@ def run_worker(run: Run, saved: dict | None) -> int:
     available = grpo.available_memory(config.DEVICE) // num_sharers(config.NUM_WORKERS)
     at_once = grpo.estimate_completions_at_once(model, config, available)
     run.update_limit = grpo.Limit(at_once, "the update", log.info)
-    run.generation_limit = grpo.Limit(2**30, "generation", log.info)
+    is_cpu = config.DEVICE == "cpu"
+    at_once = grpo.estimate_generated_at_once(model, config, available) if is_cpu else 2**30
+    run.generation_limit = grpo.Limit(at_once, "generation", log.info)
 
     check_room(run)
 
@@ -1678,25 +1682,19 @@ def apply_warm_start(run: Run, model) -> None:
 
     steps = config.WARM_START_STEPS
     log.info(f"creating the warm start of {config.MODEL_NAME}: {steps} steps")
-    log.show_bar(steps, 0, "step")
-    losses = []  # since the last log line
-    started = time.monotonic()
-    line_at = started + 5.0
+    line_at = time.monotonic() + 5.0
     for step, loss in grpo.warm_start(model, run.codec, config, config.tasks):
         if run.signals.requested:
             log.info(f"warm start stopped at step {step} of {steps}; it will start over next time")
             raise KeyboardInterrupt
-        log.bar.update()
-        losses.append(loss)
         now = time.monotonic()
-        if now >= line_at and log.bar.disable:
-            seconds_left = (now - started) / step * (steps - step)
-            line_at = now + max(5.0, seconds_left / 5)
-            mean_loss = torch.stack(losses).mean().item()
-            losses.clear()
+        if step == 1:  # it includes generating the questions, so the estimate leaves it out
+            started = now
+        elif now >= line_at:
+            seconds_left = (now - started) / (step - 1) * (steps - step)
+            line_at = now + min(30.0, max(5.0, seconds_left / 5))
             left = tqdm.tqdm.format_interval(seconds_left)
-            log.info(f"warm start {step}/{steps}: loss {mean_loss:.3f}, {left} left")
-    log.bar.close()
+            log.info(f"warm start {step}/{steps}: loss {loss.item():.3f}, {left} left")
 
     # Replace the file only if it could not be used. Then load the file that is there, because
     # another process may have written it in the meantime, and all nodes must use the same weights.

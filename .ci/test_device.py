@@ -3,7 +3,7 @@
 torch_xla provides a device on any machine. With PJRT_DEVICE=CPU, it computes on the CPU, but to
 torch, it is a separate device.
 
-    python3 -m venv env && env/bin/pip install torch==2.9.0 torch_xla==2.9.0 transformers==4.57.3 \
+    python3 -m venv env && env/bin/pip install torch==2.9.0 torch_xla==2.9.0 transformers==5.0.0 \
         'reasoning-gym>=0.1.25,<0.2' pytest
     XLA_FLAGS=--xla_backend_optimization_level=0 PJRT_DEVICE=CPU PYTHONPATH=. \
         env/bin/python -m pytest -q .ci/test_device.py

@@ -10,6 +10,7 @@ this architecture can be built.
 
 import decimal
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -22,10 +23,11 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
-from common import ROOT, rewards_of, time_limit
-from tokenizers import AddedToken
+from common import LEARNING, ROOT, rewards_of, run, time_limit
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -293,6 +295,57 @@ def test_L2_a_peers_completion_is_encoded_on_its_own_and_gets_our_eos_if_it_was_
         assert codec.decode(ids) == hostile
 
 
+def sentencepiece_tokenizer(kind):
+    """Return a tokenizer of characters that puts a blank, "▁", in front of every text."""
+    characters = [*map(chr, range(33, 127)), "\n", "▁"]
+    pairs = [("▁", char) for char in "4<a"] + [("4", "2")]  # "▁4" is a token, like "4"
+    words = ["<eos>", *characters, *("".join(pair) for pair in pairs)]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, pairs))
+    if kind == "Llama 2":
+        rules = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        backend.normalizer = normalizers.Sequence(rules)
+        rules = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        backend.decoder = decoders.Sequence(rules)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        backend.decoder = decoders.Metaspace(prepend_scheme=kind, split=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>", clean_up_tokenization_spaces=True
+    )
+
+
+@pytest.mark.parametrize("kind", ["Llama 2", "first", "always"])
+@pytest.mark.parametrize("chat", [None, CHATML, "{{ messages[-1].content }}"])
+def test_L2_a_peer_with_equal_weights_computes_equal_log_probabilities(tmp_path, kind, chat):
+    tokenizer = sentencepiece_tokenizer(kind)
+    tokenizer.chat_template = chat
+    tokenizer.save_pretrained(tmp_path)
+    small_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
+    model, codec = grpo.load_model(
+        make_config(MODEL_NAME=tmp_path, MAX_NEW_TOKENS=32), ["small_gcd"]
+    )
+
+    # Some completions start with a blank, and some do not. A blank may also come before a period.
+    words = [
+        ["<", "a", "n", "s", "w", "e", "r", ">", "42"],
+        ["▁<", "a", "▁4", "▁", "."],
+        ["42"],
+        ["▁4", "2"],
+        ["▁", "▁4", "\n", "4"],
+        ["\n", "▁a"],
+    ]
+    own = [codec.tokenizer.convert_tokens_to_ids(row) for row in words]
+    texts = [codec.decode(ids) for ids in own]
+    peers = codec.encode_completions(texts, [False] * len(texts))
+    assert peers == own
+
+    prompt = codec.encode_prompt(make_question("small_gcd", 1))
+    for group in (own, peers):
+        logprobs, mask = logprobs_of(model, [Group(prompt, group, [])])
+        expected = torch.cat([reference_logprobs(model, prompt, ids) for ids in own])
+        assert_close(logprobs[mask], expected, 1e-4)
+
+
 def test_L2_a_model_without_a_chat_template_sees_solved_examples_and_stops_after_its_answer(
     monkeypatch,
 ):
@@ -382,8 +435,32 @@ def test_L2_U8_a_prompt_does_not_change_with_the_date_and_an_end_of_turn_ends_co
     assert exported.dtype == torch.bfloat16
     assert exported.generation_config.eos_token_id == [0, end]
     assert AutoTokenizer.from_pretrained(folder).chat_template == template
-    settings = (folder / "tokenizer_config.json").read_text()
-    assert '"PreTrainedTokenizerFast"' in settings, "transformers 4 does not know the newer name"
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_L7_U8_tied_matrices_that_differ_are_trained_and_exported_as_two(tmp_path, is_tied):
+    # config.json ties the two matrices. In the second case, the files contain two matrices.
+    original = save_model(tmp_path / "came", tie_word_embeddings=is_tied)
+    path = tmp_path / "came" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    weights = safetensors.torch.load_file(tmp_path / "came" / "model.safetensors")
+    assert ("lm_head.weight" in weights) == (not is_tied)
+
+    model, codec = grpo.load_model(original, ["small_gcd"])
+    expected = weights["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
+    assert torch.equal(model.get_output_embeddings().weight, expected)
+    config = update_settings()
+    groups = [Group([5, 6], [[7], [8, 9]], [1.0, 0.0])]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grpo.update_policy(model, optimizer, groups, config, codec, grpo.Limit(9, "the update"))
+    trained = reference_logprobs(model, [5, 6], [7, 8])
+    assert len(list(model.parameters())) == len(weights)
+
+    grpo.save_model(model, codec, "a card", tmp_path / "exported")
+    settings = json.loads((tmp_path / "exported" / "config.json").read_text())
+    assert settings["tie_word_embeddings"] == is_tied
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert_close(reference_logprobs(exported, [5, 6], [7, 8]), trained)
 
 
 def test_L2_L4_a_peers_completion_is_rejected_if_it_does_not_fit_behind_its_prompt(tmp_path):
@@ -525,6 +602,38 @@ def test_L8_memory_that_runs_out_halves_the_batch_and_changes_no_result(error):
             our_update(small_memory(0, what), ragged_groups())
         with pytest.raises(kind, match=message):
             our_generate(small_memory(0, what), *arguments)
+
+
+def test_L8_generation_on_a_cpu_stays_within_its_share_of_the_memory(tmp_path, monkeypatch):
+    # Two heads share keys and values, so the KV cache is half as large as the hidden states.
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "head_dim": 16}
+    model, codec = load_model(tmp_path / "model", **sizes)
+    config = update_settings(MAX_NEW_TOKENS=48)
+    per_token = 2 * 2 * 2 * 16 * 4  # layers, keys and values, heads, size, bytes
+    per_completion = per_token * 560 + 16 * codec.vocabulary
+    available = 4 * (10 * per_completion + 100)
+    assert grpo.estimate_generated_at_once(model, config, available) == 10
+    assert grpo.estimate_generated_at_once(model, config, 0) == 1
+
+    # A run generates at most this many completions at once, and the result is the same.
+    batches = []
+    sample = grpo.sample_completions
+
+    def record(model, codec, prompts, uniforms, temperature):
+        batches.append(uniforms.shape[1])
+        return sample(model, codec, prompts, uniforms, temperature)
+
+    monkeypatch.setattr(grpo, "sample_completions", record)
+    results, largest = [], []
+    for name, memory in (("large", 10**10), ("small", 4 * 7 * (1024 * 522 + 10**4))):
+        batches.clear()
+        monkeypatch.setattr(grpo, "available_memory", lambda device, memory=memory: memory)
+        settings = {"LOCAL_NODES": 1, "NUM_TRAIN_SAMPLES": 4, "MAX_ROUNDS": 1}
+        assert run(tmp_path / name, LEARNING, settings) == 0
+        results.append(rewards_of(tmp_path / name))
+        largest.append(max(batches))
+    assert results[0] == results[1]
+    assert largest[0] == 16 and largest[1] <= 7
 
 
 def test_L8_auto_takes_the_default_model_if_an_accelerator_holds_it_for_all_nodes(monkeypatch):
@@ -675,9 +784,21 @@ def test_L6_a_warm_start_belongs_to_its_seed_its_model_and_its_tokenizer():
     codec, config = tiny_codec(), make_config(MODEL_NAME="tiny")
     cases = [(model, codec, config), (another, codec, config)]
     cases += [(model, codec, replace(config, SEED=7)), (model, replace(codec, eos_id=5), config)]
+    cases += [(model, codec, replace(config, DTYPE="bfloat16"))]
     recipes = [str(grpo.warm_start_recipe(*case, TINY_TASKS)) for case in cases * 2]
-    assert recipes[:4] == recipes[4:]
-    assert len(set(recipes)) == 4
+    assert recipes[:5] == recipes[5:]
+    assert len(set(recipes)) == 5
+
+
+def test_L6_the_order_of_tasks_changes_neither_a_warm_start_nor_its_name():
+    results = []
+    for tasks in (TINY_TASKS, TINY_TASKS[::-1]):
+        config = make_config(MODEL_NAME="tiny", TASKS=",".join(tasks), WARM_START_STEPS=8)
+        model, codec = grpo.load_model(config, config.tasks)
+        recipe = grpo.warm_start_recipe(model, codec, config, config.tasks)
+        losses = [loss.item() for _, loss in grpo.warm_start(model, codec, config, config.tasks)]
+        results.append((recipe, losses, flat_weights(model).tolist()))
+    assert results[0] == results[1]
 
 
 def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):

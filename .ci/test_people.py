@@ -46,6 +46,35 @@ MADE = "creating the warm start"
 PRINTED = (ROOT / "README.md").read_text() + (ROOT / ".github/MANUAL.md").read_text()
 
 
+def test_U3_the_warm_start_logs_a_line_at_least_every_30_seconds(monkeypatch):
+    # The first step takes 90 s, and each other step takes 0.5 s.
+    clock, lines = [0.0], []
+    seconds = [90.0] + [0.5] * 999
+
+    def slow_warm_start(*_):
+        for step, duration in enumerate(seconds, start=1):
+            clock[0] += duration
+            yield step, torch.tensor(2.5)
+
+    monkeypatch.setattr(grpo, "warm_start", slow_warm_start)
+    monkeypatch.setattr(grpo, "warm_start_recipe", lambda *_: {})
+    monkeypatch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    log = sapo.Log("")
+    log.info = lambda text: lines.append((clock[0], text))
+    config = SimpleNamespace(WARM_START_STEPS=1000, MODEL_NAME="tiny", tasks=["small_gcd"])
+    store = SimpleNamespace(list_names=lambda _: [], has_dir=lambda _: False)
+    signals = SimpleNamespace(requested=0)
+    run_ = SimpleNamespace(config=config, log=log, store=store, signals=signals, codec=None)
+    sapo.apply_warm_start(run_, None)
+
+    times = [now for now, text in lines if "left" in text]
+    assert 90 < times[0] < 92 and times[-1] > clock[0] - 31
+    assert max(after - before for before, after in zip(times, times[1:], strict=False)) <= 30.5
+    for now, text in lines[1:]:
+        minutes, rest = re.search(r"loss 2.500, (\d+):(\d+) left", text).groups()
+        assert int(minutes) * 60 + int(rest) == pytest.approx(sum(seconds) - now, abs=1)
+
+
 def output_of(drive, *more: dict, status=0, **settings) -> str:
     """Call `run`, which must return this exit code. Return the printed output."""
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -648,6 +677,28 @@ def test_U8_try_py_asks_the_final_model_as_training_did(tmp_path, chat):
     )
     done = subprocess.run([sys.executable, tmp_path / "try.py"], capture_output=True, text=True)
     assert json.loads(done.stdout) == [codec.encode_prompt(question)], done.stderr
+
+
+def test_F3_a_node_resumes_with_a_model_folder_that_was_moved(tmp_path, capsys):
+    folder = tmp_path / "model"
+    for part in grpo.build_tiny_model(["small_products"]):
+        part.save_pretrained(folder)
+    settings = {"MAX_NEW_TOKENS": 8, "NUM_SHOTS": 0, "WARM_START_STEPS": 4, "LEARNING_RATE": 0.01}
+    assert run(tmp_path / "drive", settings, MODEL_NAME=folder, MAX_ROUNDS=2) == 0
+
+    # It inherits the model's settings, because the experiment uses the same model, and loads the
+    # same warm start.
+    (tmp_path / "elsewhere").mkdir()
+    folder = folder.rename(tmp_path / "elsewhere/model")
+    capsys.readouterr()
+    assert (
+        run(tmp_path / "drive", MODEL_NAME=f"{folder}/", MAX_ROUNDS=3, WARM_START_STEPS=None) == 0
+    )
+    output = capsys.readouterr().out
+    assert "resume: from the checkpoint after round 1\n" in output
+    assert f"note: the checkpoint was saved with MODEL_NAME='{tmp_path}/model'" in output
+    assert re.search("inherited from the experiment: .*LEARNING_RATE=0.01", output)
+    assert MADE not in output and rounds_of(tmp_path / "drive", "n_0") == [0, 1, 2]
 
 
 def test_U8_a_model_that_contradicts_itself_is_written_and_pushed_whatever_fails(

@@ -32,6 +32,7 @@ def write(path, *questions) -> str:
     ('{"question": "x", "answer": null}', "expected"),
     ('{"question": "x", "answer": " "}', "empty"),
     ('{"question": "1 + 1?", "answer": "3"}', "conflicting answers to the same question"),
+    ('{"question": " 1 +\\n1? ", "answer": "3"}', "conflicting answers to the same question"),
     ('{"question": "x", "answer": "<answer>1</answer>"}', "tags"),
     ('{"question": "x", "answer": "' + "9" * 5000 + '"}', "answer"),
 ])  # fmt: skip
@@ -43,9 +44,14 @@ def test_L3_a_line_that_is_no_question_is_named_as_what_it_is(tmp_path, line, re
 
 
 @pytest.mark.parametrize("right, answers, wrong_answers", [
-    (4.0, ["4", "4.0", "+4", "$4", "４"], ["5", "4e0", "2+2", "four", ""]),
-    ("1,000", ["1000", "1,000.00", r"\boxed{1000}", "1000."], ["1,00", "10,00", "1000 0"]),
+    (4.0, ["4", "4.0", "+4", "$4", "４", "4e0"], ["5", "4e", "2+2", "four", ""]),
+    ("1,000", ["1000", "1,000.00", r"\boxed{1000}", "1000."], ["1,00", "10,00", "1000 0", "1 000"]),
+    (0.00005, ["0.00005", "5e-05", "0.5E-4"], ["5", "5 e-05", "0.0005"]),
+    (1e22, ["1e22", "1" + "0" * 22], ["1e21", "122"]),
     ("-3", ["\N{MINUS SIGN}3", "-3.0"], ["3", "- -3"]),
+    ("3 12", ["3 12", "3\n12 "], ["31 2", "312", "3, 12"]),
+    ("123", ["123", r" $\boxed{ 123 }$. "], ["12 3", "1$23", r"1\boxed{2}3", r"\boxed{12}3", "$1$23"]),
+    ("-55", ["-55", "$-55$"], ["-5 5", "-5$5"]),
     ("3 + 4 = 7\n#### 7", ["7", "7.0"], ["3 + 4 = 7 #### 7", "4"]),
     ("Übung", ["U\u0308bung", "Übung"], ["Ubung", "übung"]),
     ("한국 어", ["\u1112\u1161\u11ab\u1100\u116e\u11a8\u00a0어"], ["한국"]),
@@ -68,7 +74,8 @@ def test_L3_answers_that_a_model_can_hardly_repeat_are_named(tmp_path):
     rows += [(f"Is {i} odd?", "yes.") for i in range(3)]
     config = make_config(MODEL_NAME="tiny", TASKS=write(tmp_path / "mine.jsonl", *rows))
     codec = grpo.load_model(config, config.tasks)[1]
-    derived, odd = grpo.file_notes(codec, config, config.tasks)
+    split, derived, odd = grpo.file_notes(codec, config, config.tasks)
+    assert "1 of 12 questions are held out" in split
     assert "9 answers" in derived and "####" in derived
     assert "3 answers" in odd and "period" in odd
 
@@ -98,6 +105,25 @@ def test_L3_text_from_windows_and_from_the_web_is_read_as_it_is(tmp_path):
     assert (task[:15], other) == ("file:a_b.jsonl#", "small_gcd")
     questions = {text for part in grpo.FILE_TASKS[task] for text, _ in part}
     assert questions == {"1 + 1?", "1 + 2?", signs}
+
+
+def test_L3_questions_that_differ_in_whitespace_are_one_question_on_one_side_of_the_split(tmp_path):
+    # Each of 100 questions is in the file five times, with different whitespace and with two
+    # notations of its answer.
+    rows = []
+    for space in (" ", "  ", "\n", " \t "):
+        rows += [(f"What is {i}{space}+ {i}?{space}", str(2 * i)) for i in range(100)]
+    rows += [(f" What is {i} + {i}?", f"{i} + {i} =\n#### {2 * i}.0") for i in range(100)]
+    (task,) = make_config(TASKS=write(tmp_path / "mine.jsonl", *rows)).tasks
+    training, held_out = [
+        [" ".join(text.split()) for text, _ in part] for part in grpo.FILE_TASKS[task]
+    ]
+    assert (len(training), len(held_out)) == (90, 10)
+    assert len({*training, *held_out}) == 100
+
+    # The order of the lines and their whitespace do not change the split.
+    (other,) = make_config(TASKS=write(tmp_path / "other.jsonl", *reversed(rows))).tasks
+    assert {" ".join(text.split()) for text, _ in grpo.FILE_TASKS[other][1]} == {*held_out}
 
 
 def test_L3_questions_that_do_not_fit_are_named_and_skipped_and_none_is_ever_cut(tmp_path, capsys):
