@@ -29,6 +29,8 @@ from pathlib import Path
 import pytest
 
 import grpo
+import sapo
+import world
 from world import REAL, World, question
 
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -124,9 +126,8 @@ def run_schedule(schedule: dict, drive: Path) -> "Oracle":
     pause = 2.5 * slowest + oracle.swarm["FETCH_TIMEOUT_SECONDS"] + 65
     with world.patched():
         seconds = 1000 + 400 * len(schedule["faults"]) + 2 * pause * 9
-        world.run(lambda: oracle.is_void, seconds)
-        if not oracle.is_void:
-            oracle.check()
+        world.run(seconds=seconds)
+        oracle.check()
     return oracle
 
 
@@ -159,8 +160,6 @@ class Oracle:
         world.observe, world.trained, world.ended = self.change, self.update, self.end
         world.stranger = self.stranger
         self.is_alone, self.numbers = False, itertools.count()
-        self.maker = None  # the process that creates the experiment
-        self.is_void = False  # the maker failed to complete it, so no process can start
 
         # {path: writer}, {path: bytes of a published file}, paths that retention has removed, and
         # paths of planted files.
@@ -234,8 +233,7 @@ class Oracle:
                 writer == process.name, f"F1: {process.name} changes {writer}'s {each} ({name})"
             )
         inside = os.path.relpath(target, self.dir)
-        if name == "mkdir" and inside == ".":
-            self.maker = process
+        self.require(name != "mkdir" or inside != ".", "F6: the experiment appears empty")
         if name == "open":
             # (A checkpoint is emptied before it is deleted.)
             is_temporary = os.path.basename(path).startswith(".new-")
@@ -270,8 +268,9 @@ class Oracle:
             else:
                 is_there = (int(round_), int(stage)) in self.files[node, kind]
                 self.require(is_there, f"F1: {inside} appears before its file")
-        elif inside == "config.json":
-            self.publish(process, path)
+        elif inside == ".":  # the experiment appears complete, with all folders of several writers
+            self.require({*os.listdir(path)} == {"config.json", "board", "nodes"}, "F6: incomplete")
+            self.publish(process, f"{path}/config.json")
 
         # Markers and heartbeats show that the process is alive.
         if inside.startswith("board/") or inside.endswith("heartbeat.json"):
@@ -418,9 +417,6 @@ class Oracle:
         status, struck, name = process.status, {*process.struck}, process.name
         has_twin = any("twin" in each.struck for each in self.namesakes(process))
         expected = {-9: "kill" in struck, 130: "stop" in struck, 3: has_twin, 0: True}
-        if status == 2 and self.maker and not (self.dir / "config.json").exists():
-            troubles = {"kill", "stop", "suspend", "outage"}
-            self.is_void = expected[2] = not troubles.isdisjoint(self.maker.struck)
         is_expected = expected.get(status, False) or status in process.may_end
         self.require(is_expected, f"{name} has status {status}: {process.output[-1500:]}")
 
@@ -687,7 +683,7 @@ def fails(schedule: dict) -> str:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
         try:
             oracle = run_schedule(schedule, Path(folder, "drive"))
-            if oracle.is_alone and not oracle.is_void:
+            if oracle.is_alone:
                 quiet = schedule | {"faults": []}
                 if str(quiet) not in QUIET:
                     QUIET[str(quiet)] = run_schedule(quiet, Path(folder, "quiet")).results()
@@ -931,6 +927,27 @@ def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_se
                 groups = {row["groups"] for row in scene.rows(other.name)}
                 assert groups == {config["NUM_TRAIN_SAMPLES"]}
             assert len(os.listdir(scene.world.drive / "warmstart")) == 1
+
+
+@pytest.mark.parametrize("fault", [("kill",), ("error", "after")])
+def test_F6_a_crash_or_error_while_an_experiment_is_created_leaves_a_usable_folder(
+    scene, monkeypatch, fault
+):
+    """The experiment is complete as soon as it is visible. The parts of a killed process go."""
+    monkeypatch.setattr(world, "ERRORS", (errno.EIO, errno.ETIMEDOUT, errno.EEXIST))
+    for call in range(9, 20):
+        scene = Oracle(World(scene.world.drive.with_name(f"call_{call}"), call), scene.swarm)
+        with scene.world.patched():
+            first = scene.start("first", MAX_ROUNDS=1)
+            first.faults = {call: fault}
+            scene.run(lambda: first.status is not None)  # noqa: B023
+            assert first.status == (0 if fault[0] == "error" else -9), (call, first.output)
+            names = [path.name for path in scene.world.drive.glob("experiments/[!.]*")]
+            assert names == sapo.list_experiments(scene.world.drive), call
+            finish(scene, "second", MAX_ROUNDS=2)
+            if first.status != 0:
+                finish(scene, "first", MAX_ROUNDS=3)
+            assert os.listdir(scene.world.drive / "experiments") == ["default"], call
 
 
 def with_text(path: Path, text: str) -> None:
