@@ -513,12 +513,19 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
     missed = f"rounds {next_own} to {end - 1}" if end > next_own + 1 else f"round {next_own}"
     run.log.event("skip", f"the swarm ran {missed} without this process")
 
-    # A node may have submitted rewards in these rounds before a crash. Add them to its total.
-    for node in run.nodes:
+    # A node may have submitted rewards in these rounds before a crash. Add them to its total, which
+    # the checkpoint does not include yet, and log the rows that the crash prevented.
+    for node in run.nodes if run.is_first_round else ():
         stages = run.store.list_stages("rewards", node.id)
         skipped = [at for at in stages if next_own <= at.round < end]
+        rows = coordinator.read_metrics(run.store, node.id, {}, 2**26)
+        logged = {(row["round"], row["stage"]) for row in rows}
         for row in run.store.read_rewards(node.id, skipped):
+            node.metrics = row
             node.total_reward += row["reward"] or 0.0
+            at = drive_store.At(row["round"], row["stage"])
+            if at not in logged:
+                log_metrics(run, node, at)
 
 
 def finish_round(run: Run, t: int) -> None:
@@ -1711,7 +1718,8 @@ def join(run: Run) -> None:
 def finish_run(run: Run) -> int:
     """Log what was learned, and write the models and the plot. Return the exit code."""
     config = run.config
-    if 0 <= run.last_round < config.MAX_ROUNDS - 1:  # it missed the last rounds
+    # If it missed the last rounds, the last round that it trained may have no checkpoint.
+    if not run.is_first_round and run.last_round < config.MAX_ROUNDS - 1:
         save_checkpoint(run)
     prune_rollouts(run)  # again, in case an earlier process was killed before it did
     log_samples(run, is_last=True)
