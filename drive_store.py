@@ -616,7 +616,7 @@ class DriveStore(Folder):
     def remove_leftovers(self) -> None:
         """Delete temporary files of earlier processes with the same first node (or `prepare`)."""
         pattern = re.escape(self.temporary_name[:-16]) + r"[0-9a-f]{16}(\.post)?"
-        for folder in ("/experiments", "/warmstart", *self.own_dirs()):
+        for folder in ("/experiments", "/warmstart", "/reports", *self.own_dirs()):
             for name in self.list_names(folder):
                 if re.fullmatch(pattern, name):
                     self.delete(f"{folder}/{name}", frees_space=True)

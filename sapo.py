@@ -112,8 +112,10 @@ def publish_groups(run: "Run", node: "Node", at) -> None:
     node.unshared += node.groups
     if run.config.publishes(at.stage):  # only the last stage if ROLLOUT_PUBLISH_FREQUENCY=round
         rollouts = drive_store.rollout_file(node.unshared, run.about)  # `about` is informational
-        run.store.publish("rollouts", node.id, at, rollouts)
+        older = run.store.publish("rollouts", node.id, at, rollouts)
         node.unshared = []
+        if older is not None:  # from before a crash; peers may have read these groups
+            use_published(run, node, older)
 
 
 def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
@@ -460,6 +462,19 @@ def verify_once(run: Run, node: Node, record: dict) -> "grpo.Group | None":
         except (Rejected, grpo.QuestionError) as error:
             reject(run, node, key[2], error)
     return run.verdicts[key]
+
+
+def use_published(run: Run, node: Node, records: list[dict]) -> None:
+    """Train on the groups in the node's own rollout file if they differ from its new groups.
+
+    On a GPU, a stage that is repeated after a crash may yield different completions.
+    """
+    records = records[-len(node.groups) :]  # of this stage, if several stages share the file
+    texts = [[each["response"] for each in record["completions"]] for record in records]
+    if texts != [group.texts for group in node.groups]:
+        published = [verify_once(run, node, record) for record in records]
+        node.groups = [replace(group, key=None) for group in published if group]
+        node.metrics |= generation_metrics(node.groups)
 
 
 def reject(run: Run, node: Node, peer: str, reason) -> None:
@@ -1167,13 +1182,14 @@ def save_checkpoint(run: Run) -> None:
 
 
 def load_latest_checkpoint(run: Run) -> None:
-    """Load the newest readable checkpoint, if there are checkpoints.
+    """Load the newest readable checkpoint, if there are checkpoints after round `run.last_round`.
 
     Raise StoreError if a checkpoint must exist, but no checkpoint can be used. A node thus never
     starts over by accident.
     """
     reason = ""
-    rounds = [at.round for at in run.store.list_stages("checkpoints", run.nodes[0].id)]
+    stages = run.store.list_stages("checkpoints", run.nodes[0].id)
+    rounds = [at.round for at in stages if at.round > run.last_round]
     while rounds:
         try:
             load_checkpoint(run, rounds[-1])
@@ -1183,12 +1199,12 @@ def load_latest_checkpoint(run: Run) -> None:
         except UNUSABLE as error:
             text = drive_store.printable(error, 200)
             reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
-            run.log.event("resume", f"{reason}; trying an older checkpoint")
+            run.log.once("resume", f"{reason}; trying an older checkpoint")
 
     # A node has written a checkpoint if it has a marker, or if it has run before and there is an
     # unusable file.
     board = run.store.read_board()
-    for node in run.nodes:
+    for node in run.nodes if run.last_round < 0 else ():
         is_missing = ("checkpoint", node.id) in board.progress
         if is_missing or (reason and node.id in board.sessions):
             raise drive_store.StoreError(
@@ -1703,9 +1719,12 @@ def join(run: Run) -> None:
         **grpo.VERSIONS,
     }
     run.swarm.join(about)
+    load_latest_checkpoint(run)  # an older process of this node may have saved another one
     for node in run.nodes:
         path = f"nodes/{node.id}/logs/system_info.json"
         run.store.write(path, drive_store.dump_json(about))
+        if run.last_round >= 0:  # a crash may have prevented this marker
+            run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
     sharing = "" if config.NUM_TRANSPLANT_TREES > 0 else "no learning from peers (J = 0), "
     nodes = "1 node" if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"

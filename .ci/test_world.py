@@ -977,6 +977,94 @@ def test_F3_totals_and_rows_equal_the_reward_files_after_crashes(scene, moment):
     assert printed == [f"{sum(rewards):.2f}"] * 2
 
 
+def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_published(
+    scene, monkeypatch
+):
+    """A GPU may compute different completions. Peers have read the older ones."""
+    process = scene.world.process("n", **scene.swarm)
+    fake, trained = grpo.sample_in_batches, []
+
+    def sample(model, codec, prompts, num_generations, config, seed, limit):
+        seed += len(process.statuses)
+        return fake(model, codec, prompts, num_generations, config, seed, limit)
+
+    def train(process, before, after, groups):
+        trained.append((scene.entered[process][0], groups))
+
+    def kill_in_round_2(process, name, path):
+        if path.endswith("board/rollouts.n.000001.0") and not process.statuses:
+            process.strike("kill")
+
+    monkeypatch.setattr(grpo, "sample_in_batches", sample)
+    scene.world.trained, scene.world.refuse = train, kill_in_round_2
+    process.start()
+    scene.run()
+    assert process.status == -9
+    process.start()
+    scene.run()
+    assert process.status == 0 and [t for t, _ in trained] == [*range(6)]
+    for t, groups in trained:
+        file = scene.files["n", "rollouts"][t, 0]["rollouts"].values()
+        published = {}
+        for group in file:
+            rewards = [completion["reward"] for completion in group["completions"]]
+            published[TASK, group["seed"]] = rewards
+        assert {id: rewards for id, rewards, _ in groups} == published
+        mean = sum(map(sum, published.values())) / sum(map(len, published.values()))
+        assert scene.files["n", "rewards"][t, 0]["reward"] == pytest.approx(mean)
+
+
+def test_F3_a_checkpoint_that_an_older_process_saves_while_a_newer_one_starts_counts(scene):
+    scene.swarm |= {"MAX_ROUNDS": 10**4, "CHECKPOINT_INTERVAL": 1}
+    older = scene.start("n", 1.0)
+    scene.run(lambda: scene.opened() > 3)
+    newer = scene.world.process("n", 1.0, **scene.swarm)
+    newer.struck.append("twin")
+
+    def suspend_before_joining(process, name, path):
+        if process is newer and "nodes/n/.new-" in path and newer.struck == ["twin"]:
+            newer.strike("suspend", 20)
+
+    scene.world.refuse = suspend_before_joining
+    newer.start()
+    scene.run(lambda: older.status == 3)
+    saved = max(map(round_of, (scene.dir / "nodes/n/checkpoints").glob("round_*")))
+    scene.run(lambda: scene.num_updates[newer] > 0)
+    resumed = re.findall(r"from the checkpoint after round (\d+)", newer.output)
+    assert int(resumed[0]) < int(resumed[-1]) == saved, resumed
+
+
+def test_F4_a_resumed_node_posts_the_checkpoint_marker_that_a_crash_prevented(scene):
+    scene.swarm |= {"CHECKPOINT_INTERVAL": 4}
+    process = scene.start("n", MAX_ROUNDS=5)
+    scene.world.refuse = lambda process, name, path: (
+        name == "replace" and "/checkpoints/.new-" in path and process.strike("kill")
+    )
+    scene.run()
+    scene.world.refuse = lambda *_: None
+    assert process.status == -9 and not [*scene.dir.glob("board/checkpoint.*")]
+    process.start()
+    scene.run(lambda: process.output.count("start:") == 2)
+    process.strike("kill")
+    scene.run()
+    assert [path.name for path in scene.dir.glob("board/checkpoint.*")] == ["checkpoint.n.000003.0"]
+    for path in scene.dir.glob("nodes/n/checkpoints/*"):
+        path.unlink()
+    finish(scene, "n", 2, "checkpoint")
+
+
+@pytest.mark.parametrize("name", ["n", "prepare"])
+def test_F3_a_plot_that_a_crash_interrupted_leaves_no_file(scene, name):
+    """A reader's leftover goes with the next `prepare`. Files of other nodes are kept."""
+    finish(scene, "n", MAX_ROUNDS=1)
+    reports = scene.world.drive / "reports"
+    for owner in ("n", "prepare", "n-b"):
+        (reports / f".new-{owner}-{DIGITS}").write_text("half of a plot")
+    finish(scene, "n", MAX_ROUNDS=2, NODE_ROLE="prepare" if name == "prepare" else "worker")
+    left = {f".new-{owner}-{DIGITS}" for owner in ("n", "prepare", "n-b") if owner != name}
+    assert {*os.listdir(reports)} == left
+
+
 def with_text(path: Path, text: str) -> None:
     """Replace the text that the program stored in a safetensors file, but keep the tensors."""
     data = path.read_bytes()
