@@ -169,7 +169,9 @@ class Folder:
                 os.unlink(temp)
                 return False
 
-        os.replace(temp, target)  # rule 1 excludes a race with another writer
+        # By rule 1, only an older process of this node that is being superseded may write `target`
+        # at this moment.
+        os.replace(temp, target)
         return True
 
     def rename(self, path: str, new_path: str) -> bool:
@@ -458,6 +460,9 @@ class DriveStore(Folder):
         """
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)
+        # If an earlier attempt failed, `temp` may be a hard link to `target`. Do not empty that.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp)
 
         with open(local, "rb") as source, open(temp, "wb", opener=open_no_link) as copy:
             shutil.copyfileobj(source, copy, 2**20)
