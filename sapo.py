@@ -1546,9 +1546,9 @@ def run_worker(run: Run, saved: dict | None) -> int:
                 "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
-        names = filter(drive_store.is_safe_name, run.store.list_names("/experiments"))
-        others = [name for name in names if name != config.EXPERIMENT_NAME]
-        beside = f", beside {coordinator.join_names(others, 5)}" if others else ""
+        names = set(filter(drive_store.is_safe_name, run.store.list_names("/experiments")))
+        names -= {config.EXPERIMENT_NAME}
+        beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
         log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
 
     apply_warm_start(run, model)
