@@ -910,15 +910,16 @@ STYLES = ("-", "--", ":")
 
 def write_plot(exp: Experiment, root, log) -> None:
     """Write a plot of the experiment to reports/EXPERIMENT.png, if matplotlib is installed."""
-    save(root, f"{exp.name}.png", draw(plot_of(exp), log.info), log.info)
+    save(root, f"{exp.name}.png", draw(plot_of(exp), log.info), log.info, [log.node_id])
 
 
-def save(root, name: str, data: bytes | None, inform) -> None:
+def save(root, name: str, data: bytes | None, inform, node_ids=()) -> None:
     """Write a file to reports/ and print its path.
 
-    If reports/ is missing or not writable, skip the file, because no process should wait for it.
+    node_ids: of this process. The next process of its first node deletes an unfinished file. If
+    reports/ is missing or not writable, skip the file, because no process should wait for it.
     """
-    store = drive_store.DriveStore(root, "")
+    store = drive_store.DriveStore(root, "", node_ids)
     with contextlib.suppress(OSError):
         if data and store.has_dir("/reports"):
             store.write(f"/reports/{name}", data)

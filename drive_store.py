@@ -171,7 +171,9 @@ class Folder:
                 os.unlink(temp)
                 return False
 
-        os.replace(temp, target)  # rule 1 excludes a race with another writer
+        # By rule 1, only an older process of this node that is being superseded may write `target`
+        # at this moment.
+        os.replace(temp, target)
         return True
 
     def rename(self, path: str, new_path: str) -> bool:
@@ -182,6 +184,11 @@ class Folder:
         except FileNotFoundError:
             check_mounted(self, path)  # raises OSError in an outage
             return False
+
+    def make_dir(self, path: str) -> None:
+        """Create a folder, unless it exists. Its parent must exist."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self.resolve(path))
 
     def resolve(self, path: str) -> Path:
         return self.root / path[1:] if path.startswith("/") else self.dir / path
@@ -354,6 +361,7 @@ class DriveStore(Folder):
 
     write = waits(Folder.write)
     rename = waits(Folder.rename)
+    make_dir = waits(Folder.make_dir)
 
     @waits
     def read(self, path: str, max_bytes: int) -> bytes | None:
@@ -454,6 +462,9 @@ class DriveStore(Folder):
         """
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)
+        # If an earlier attempt failed, `temp` may be a hard link to `target`. Do not empty that.
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temp)
 
         with open(local, "rb") as source, open(temp, "wb", opener=open_no_link) as copy:
             shutil.copyfileobj(source, copy, 2**20)
@@ -524,15 +535,6 @@ class DriveStore(Folder):
         except (FileNotFoundError, IsADirectoryError, PermissionError):  # gone or not deletable
             check_mounted(self, path)
 
-    @waits
-    def make_dir(self, path: str) -> bool:
-        """Create a folder, whose parent must exist. Return False if the folder already exists."""
-        try:
-            os.mkdir(self.resolve(path))
-        except FileExistsError:
-            return False
-        return True
-
     def make_root(self) -> None:
         """Create the shared folder, unless it existed when this process started."""
         if not self.was_there:
@@ -546,30 +548,40 @@ class DriveStore(Folder):
 
     # -- housekeeping
 
+    @waits
     def begin(self, settings: dict) -> dict:
-        """Create the experiment, or wait until another process has created it. Return its settings.
+        """Create the experiment, or find that it exists. Return its settings.
 
-        Raise StoreError if the other process does not write config.json in time.
+        Raise StoreError if its folder exists, but has no valid config.json. A drive may show the
+        folder before the file, so this waits for the file first.
         """
-        # The process whose mkdir succeeds creates the experiment. It also creates every folder that
-        # has several writers, because on Google Drive, a folder that two processes create at once
-        # ends up existing twice. It writes config.json last, when all folders exist.
+        name, new = self.dir.name, f"/experiments/{self.temporary_name}"
         self.make_root()
-        self.make_dir("/experiments")
-        if self.make_dir(f"/experiments/{self.dir.name}"):
-            for path in ("board", "nodes", "/warmstart", "/reports", "/archives"):
-                self.make_dir(path)
-            self.make_dir(f"/archives/{self.dir.name}")
-            self.write("config.json", dump_json(settings, indent=1))
-            return settings
+        for path in ("/experiments", "/warmstart", "/reports", "/archives", f"/archives/{name}"):
+            self.make_dir(path)
 
-        # Another process is creating the experiment, or has created it.
+        # The process that creates the experiment also creates every folder that has several
+        # writers, because on Google Drive, a folder that two processes create at once ends up
+        # existing twice. It renames the complete folder, which fails if another process was faster.
+        # The calls on `new` do not wait for it, because a newer process with the same NODE_ID may
+        # have deleted it. Instead, this method is repeated, and finds the newer process's folder.
+        if name not in self.list_names("/experiments"):
+            for path in (new, f"{new}/board", f"{new}/nodes"):
+                super().make_dir(path)
+            super().write(f"{new}/config.json", dump_json(settings, indent=1))
+            try:
+                super().rename(new, f"/experiments/{name}")
+            except OSError:  # perhaps after the work was done
+                if name not in self.list_names("/experiments"):
+                    raise
+                self.remove_leftovers()
+
         deadline = time.monotonic() + BEGIN_TIMEOUT_SECONDS
         while (saved := self.load_config()) is None:
             if time.monotonic() > deadline:
                 raise StoreError(
-                    f"{self.dir} has no valid config.json (its creation was interrupted, or a "
-                    f"different program created it): delete this folder, or {ANOTHER_NAME}"
+                    f"{self.dir} has no valid config.json (an earlier version was interrupted, or "
+                    f"a different program created it): delete this folder, or {ANOTHER_NAME}"
                 )
             self.sleep(0.5)
         return saved
@@ -611,10 +623,12 @@ class DriveStore(Folder):
     def remove_leftovers(self) -> None:
         """Delete temporary files of earlier processes with the same first node (or `prepare`)."""
         pattern = re.escape(self.temporary_name[:-16]) + r"[0-9a-f]{16}(\.post)?"
-        for folder in ("/warmstart", *self.own_dirs()):
+        for folder in ("/experiments", "/warmstart", "/reports", *self.own_dirs()):
             for name in self.list_names(folder):
                 if re.fullmatch(pattern, name):
                     self.delete(f"{folder}/{name}", frees_space=True)
+                    if folder == "/experiments":  # a folder, which `begin` did not complete
+                        shutil.rmtree(self.resolve(f"{folder}/{name}"), ignore_errors=True)
 
     @waits
     def prune_rollouts(self, node_id: str, before_round: int, archive: bool) -> str:

@@ -62,6 +62,18 @@ stop_all() {
 }
 trap stop_all INT TERM HUP USR1  # HUP: the terminal was closed; USR1: Slurm's time limit
 
+# Mark the nodes of a killed process as failed, so that the others do not wait for them.
+mark_failed='import os, sys
+sys.path[0] = sys.argv[1]  # this folder
+import drive_store, sapo
+config = sapo.read_config(os.environ)
+store = drive_store.DriveStore(config.GDRIVE_PATH, config.EXPERIMENT_NAME, config.node_ids)
+store.check_own_dirs()
+for path in [f"nodes/{node_id}/heartbeat.json" for node_id in config.node_ids]:
+    heartbeat = store.read_valid(path) or {}
+    if heartbeat.get("state") == "running":
+        store.write(path, drive_store.dump_json(heartbeat | {"state": "failed"}))'
+
 start() {  # NAME VAR=VALUE…: start a process in the background, and report it if it fails
   local name=$1
   shift
@@ -75,10 +87,7 @@ start() {  # NAME VAR=VALUE…: start a process in the background, and report it
       say "$name ended with exit code $status ($logs/$name.log)"
       grep "to resume: " "$logs/$name.log" | tail -n 1 || true  # the command that resumes it
     fi
-    if [ $status -gt 130 ]; then  # killed; mark it as failed, so that the others do not wait
-      beat=${GDRIVE_PATH:-rl-swarm}/experiments/${EXPERIMENT_NAME:-default}/nodes/$name/heartbeat.json
-      if [ -f "$beat" ]; then sed 's/"running"/"failed"/' "$beat" > "$beat.new" && mv "$beat.new" "$beat"; fi
-    fi
+    if [ $status -gt 130 ]; then env "$@" "$python" -c "$mark_failed" "$here" || true; fi  # killed
     exit $status
   ) 2>/dev/null &  # hides bash's own "Killed" message
   pids+=($!)

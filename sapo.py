@@ -118,8 +118,10 @@ def publish_groups(run: "Run", node: "Node", at) -> None:
     node.unshared += node.groups
     if run.config.publishes(at.stage):  # only the last stage if ROLLOUT_PUBLISH_FREQUENCY=round
         rollouts = drive_store.rollout_file(node.unshared, run.about)  # `about` is informational
-        run.store.publish("rollouts", node.id, at, rollouts)
+        older = run.store.publish("rollouts", node.id, at, rollouts)
         node.unshared = []
+        if older is not None:  # from before a crash; peers may have read these groups
+            use_published(run, node, older)
 
 
 def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
@@ -469,6 +471,19 @@ def verify_once(run: Run, node: Node, record: dict) -> "grpo.Group | None":
     return run.verdicts[key]
 
 
+def use_published(run: Run, node: Node, records: list[dict]) -> None:
+    """Train on the groups in the node's own rollout file if they differ from its new groups.
+
+    On a GPU, a stage that is repeated after a crash may yield different completions.
+    """
+    records = records[-len(node.groups) :]  # of this stage, if several stages share the file
+    texts = [[each["response"] for each in record["completions"]] for record in records]
+    if texts != [group.texts for group in node.groups]:
+        published = [verify_once(run, node, record) for record in records]
+        node.groups = [replace(group, key=None) for group in published if group]
+        node.metrics |= generation_metrics(node.groups)
+
+
 def reject(run: Run, node: Node, peer: str, reason) -> None:
     """Count an unusable file or group, and log each (peer, reason) once."""
     node.metrics["rejected"] += 1
@@ -521,12 +536,19 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
     run.log.event("skip", f"the swarm ran {missed} without this process")
     run.log.show_bar(run.config.MAX_ROUNDS, end, "round")  # its rate counts only trained rounds
 
-    # A node may have submitted rewards in these rounds before a crash. Add them to its total.
-    for node in run.nodes:
+    # A node may have submitted rewards in these rounds before a crash. Add them to its total, which
+    # the checkpoint does not include yet, and log the rows that the crash prevented.
+    for node in run.nodes if run.is_first_round else ():
         stages = run.store.list_stages("rewards", node.id)
         skipped = [at for at in stages if next_own <= at.round < end]
+        rows = coordinator.read_metrics(run.store, node.id, {}, 2**26)
+        logged = {(row["round"], row["stage"]) for row in rows}
         for row in run.store.read_rewards(node.id, skipped):
+            node.metrics = row
             node.total_reward += row["reward"] or 0.0
+            at = drive_store.At(row["round"], row["stage"])
+            if at not in logged:
+                log_metrics(run, node, at)
 
 
 def finish_round(run: Run, t: int) -> None:
@@ -1187,13 +1209,14 @@ def save_checkpoint(run: Run) -> None:
 
 
 def load_latest_checkpoint(run: Run) -> None:
-    """Load the newest readable checkpoint, if there are checkpoints.
+    """Load the newest readable checkpoint, if there are checkpoints after round `run.last_round`.
 
     Raise StoreError if a checkpoint must exist, but no checkpoint can be used. A node thus never
     starts over by accident.
     """
     reason = ""
-    rounds = [at.round for at in run.store.list_stages("checkpoints", run.nodes[0].id)]
+    stages = run.store.list_stages("checkpoints", run.nodes[0].id)
+    rounds = [at.round for at in stages if at.round > run.last_round]
     while rounds:
         try:
             load_checkpoint(run, rounds[-1])
@@ -1203,12 +1226,12 @@ def load_latest_checkpoint(run: Run) -> None:
         except UNUSABLE as error:
             text = drive_store.printable(error, 200)
             reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
-            run.log.event("resume", f"{reason}; trying an older checkpoint")
+            run.log.once("resume", f"{reason}; trying an older checkpoint")
 
     # A node has written a checkpoint if it has a marker, or if it has run before and there is an
     # unusable file.
     board = run.store.read_board()
-    for node in run.nodes:
+    for node in run.nodes if run.last_round < 0 else ():
         is_missing = ("checkpoint", node.id) in board.progress
         if is_missing or (reason and node.id in board.sessions):
             raise drive_store.StoreError(
@@ -1559,7 +1582,8 @@ def run_worker(run: Run, saved: dict | None) -> int:
                 "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
-        names = set(run.store.list_names("/experiments")) - {config.EXPERIMENT_NAME}
+        names = set(filter(drive_store.is_safe_name, run.store.list_names("/experiments")))
+        names -= {config.EXPERIMENT_NAME}
         beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
         log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
 
@@ -1744,9 +1768,12 @@ def join(run: Run) -> None:
         **grpo.VERSIONS,
     }
     run.swarm.join(about)
+    load_latest_checkpoint(run)  # an older process of this node may have saved another one
     for node in run.nodes:
         path = f"nodes/{node.id}/logs/system_info.json"
         run.store.write(path, drive_store.dump_json(about))
+        if run.last_round >= 0:  # a crash may have prevented this marker
+            run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
     sharing = "" if config.NUM_TRANSPLANT_TREES > 0 else "no learning from peers (J = 0), "
     nodes = "1 node" if len(run.nodes) == 1 else f"{len(run.nodes)} nodes"
@@ -1761,7 +1788,8 @@ def join(run: Run) -> None:
 def finish_run(run: Run) -> int:
     """Log what was learned, and write the models and the plot. Return the exit code."""
     config = run.config
-    if 0 <= run.last_round < config.MAX_ROUNDS - 1:  # it missed the last rounds
+    # If it missed the last rounds, the last round that it trained may have no checkpoint.
+    if not run.is_first_round and run.last_round < config.MAX_ROUNDS - 1:
         save_checkpoint(run)
     prune_rollouts(run)  # again, in case an earlier process was killed before it did
     samples = log_samples(run, is_last=True)

@@ -76,7 +76,7 @@ MUTANTS = [  # module, text, its replacement, guarantee
     ("sapo", "needed = config.CHECKPOINT_INTERVAL + config.ROLLOUT_MAX_AGE", "needed = 0", "F5"),
     ("sapo", "given.get(name, value) != value:", "False:", "F6"),
     ("sapo", "    model, run.codec = load_checked_model(run)\n\n", "    run.store.begin(saved_settings(config))\n    model, run.codec = load_checked_model(run)\n\n", "F6"),
-    ("drive_store", 'if self.make_dir(f"/experiments/{self.dir.name}"):', 'if self.make_dir(f"/experiments/{self.dir.name}") or True:', "F7"),
+    ("drive_store", 'f"/experiments/{self.temporary_name}"', 'f"/experiments/{self.dir.name}"', "F6"),
     ("drive_store", 'char if char.isprintable() else "?"', "char", "X1"),
     ("drive_store", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK", "X2"),
     ("drive_store", 'require(completion, {"response": str, "finished": bool})', "pass", "X3"),

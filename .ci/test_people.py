@@ -116,6 +116,7 @@ RUN_SWARM = ("bash", ROOT / "run_swarm.sh")
 STAND_IN = """#!/bin/bash
 if [[ $2 = *device_count* ]]; then echo 2 2; exit; fi
 if [[ $2 = *cpu_count* ]]; then echo 2; exit; fi
+if [[ $2 = *heartbeat* ]]; then exec PYTHON "$@"; fi
 ARGUMENTS="$*" env -0 > "$STARTS/$EPOCHREALTIME"
 until_ctrl_c() { trap 'echo "$NODE_ROLE was stopped"; exit 130' INT; while :; do sleep 0.1; done; }
 case "$NODE_ROLE $NODE_ID" in CASES esac
@@ -125,7 +126,9 @@ case "$NODE_ROLE $NODE_ID" in CASES esac
 def stand_in(folder: Path, cases: str) -> dict:
     """Create a stand-in for python. Return the variables that make a command use it."""
     (folder / "starts").mkdir()
-    (folder / "python").write_text(STAND_IN.replace("CASES", cases))
+    (folder / "python").write_text(
+        STAND_IN.replace("CASES", cases).replace("PYTHON", sys.executable)
+    )
     (folder / "python").chmod(0o755)
     path = f"{folder}:{os.environ['PATH']}"
     return {"PATH": path, "PYTHON": folder / "python", "STARTS": folder / "starts"}
@@ -327,6 +330,34 @@ def test_U4_run_swarm_keeps_the_output_of_earlier_launches_in_its_log_folder(tmp
     names = [f"{launch}, compare_{arm}-0_seed1" for launch in (1, 2) for arm in (1, 2)]
     for name in ("prepare", "coordinator", "worker_0"):
         assert re.findall(r"(?m)^launch (.*)$", done.logs[name]) == names
+
+
+@pytest.mark.parametrize("link", ["", "heartbeat.json", "heartbeat.json.new", "../worker_0"])
+def test_U2_X2_a_killed_worker_is_marked_as_failed_and_no_link_is_followed(tmp_path, link):
+    private = tmp_path / "private"
+    private.mkdir()
+    secret = json.dumps({"time": 1.0, "session": "1000000000000-00000000", "state": "running"})
+    (private / "heartbeat.json").write_text(secret)
+    folder = tmp_path / "drive/experiments/default/nodes/worker_0"
+    folder.mkdir(parents=True)
+    if link != "heartbeat.json":
+        (folder / "heartbeat.json").write_text(secret)
+    if link == "../worker_0":
+        shutil.rmtree(folder)
+        folder.symlink_to(private)
+    elif link:
+        (folder / link).symlink_to(private / "heartbeat.json")
+
+    cases = "*worker_0) kill -9 $$ ;; coord*) until_ctrl_c ;;"
+    drive = tmp_path / "drive" if link else "~/drive"
+    paths = {"HOME": tmp_path, "GDRIVE_PATH": drive}
+    done = run_swarm(tmp_path, cases, NUM_WORKERS=1, DEVICE="cpu", **paths)
+    assert done.status == 1 and "worker_0 ended with exit code 137" in done.screen
+    assert contents(private) == {"heartbeat.json": secret.encode()}
+    if link == "heartbeat.json":
+        assert (folder / link).is_symlink(), "it has published a private file"
+    elif link != "../worker_0":
+        assert heartbeat_of(tmp_path / "drive", "worker_0") == "failed"
 
 
 def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_was_killed(tmp_path):

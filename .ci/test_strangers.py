@@ -4,6 +4,7 @@ The peers' files are written by hand. Hypothesis generates the same examples in 
 """
 
 import contextlib
+import errno
 import io
 import itertools
 import json
@@ -25,7 +26,7 @@ from hypothesis import strategies as st
 import drive_store
 import grpo
 import sapo
-from test_sapo import at_call, contents, group_by_hand, make_config
+from test_sapo import at_call, contents, group_by_hand, make_config, new_store
 
 SHORT = LEARNING | {"WARM_START_STEPS": 8, "MAX_ROUNDS": 4, "MAX_NEW_TOKENS": 5}
 SHORT |= {"CHECKPOINT_INTERVAL": 1, "CHECKPOINT_KEEP": 9}
@@ -233,6 +234,30 @@ def test_X2_a_backup_by_hard_links_keeps_what_the_program_deletes_and_replaces(t
     assert contents(backup) == before
     names = [name for name in before if "n_0/checkpoints" in name or "n_0/rollouts" in name]
     assert sum(not (drive / name).exists() for name in names) > 3
+
+
+def test_F1_an_upload_that_is_repeated_after_an_error_does_not_empty_its_file(
+    tmp_path, monkeypatch
+):
+    store, local, target = new_store(tmp_path), tmp_path / "local", tmp_path / "warmstart/weights"
+    local.write_text("weights")
+    link, copy, seen = os.link, shutil.copyfileobj, []
+
+    def fail_after_linking(*paths):
+        monkeypatch.setattr(os, "link", link)
+        link(*paths)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def look_and_copy(*args):
+        seen.append(target.exists() and target.read_text())
+        copy(*args)
+
+    monkeypatch.setattr(os, "link", fail_after_linking)
+    monkeypatch.setattr(shutil, "copyfileobj", look_and_copy)
+    store.on_event, store.sleep = Mock(), Mock()
+    store.upload(local, "/warmstart/weights", replaces=False)
+    assert seen == [False, "weights"]
+    assert contents(tmp_path / "warmstart") == {"weights": b"weights"}
 
 
 # -------- X3: damaged JSON and tensors ------------------------------------------------------------
