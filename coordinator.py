@@ -4,7 +4,8 @@ In a swarm without a coordinator, the first worker to finish the open round open
 
 A *coordinator* is an optional process that opens the rounds instead. It does not train and needs no
 model. While it is alive, the workers wait for it. By default, it opens the next round when the
-workers in step (see `Board.in_step`) have submitted their rewards or an interval is over.
+workers in step (see `Board.in_step`) have submitted their rewards, or an interval after the first
+reward.
 """
 
 import contextlib
@@ -90,7 +91,6 @@ def run_coordinator(run) -> None:
     """Open one round after another. Raise Stopped if the process should end."""
     swarm = run.swarm
     swarm.join({"role": "coordinator"}, folders=["logs"])
-    first_reward = drive_store.At(0, run.config.MAX_STAGES - 1)  # for the last stage of round 0
     last_round = run.config.MAX_ROUNDS - 1
     t = -1  # the last round that this process has entered
     interval_start = 0.0  # when the interval of round t started
@@ -106,12 +106,14 @@ def run_coordinator(run) -> None:
             t = newest
             interval_start = swarm.looked_at
 
-        # In round 0, the interval starts with the first reward, because models may take minutes to
+        # The interval starts with the round's first reward, because a round may take many
+        # intervals. With `time`, this holds only for round 0, because models may take minutes to
         # download.
-        if t == 0 and not board.reached("rewards", first_reward):
+        submitted = submitted_workers(run, t)
+        if not submitted and (t == 0 or run.config.ROUND_ADVANCE != "time"):
             interval_start = swarm.looked_at
 
-        if round_is_over(run, t, swarm.looked_at - interval_start):
+        if round_is_over(run, t, submitted, swarm.looked_at - interval_start):
             if t < last_round:
                 swarm.enter(t + 1)  # before logging, because the workers are waiting
             log_round_of_swarm(run, t)
@@ -124,14 +126,15 @@ def run_coordinator(run) -> None:
         swarm.sleep()
 
 
-def round_is_over(run, t: int, elapsed: float) -> bool:
+def round_is_over(run, t: int, submitted: set[str], elapsed: float) -> bool:
     """Return whether round t is over, `elapsed` seconds after its interval started.
 
-    ROUND_ADVANCE selects the rule. The workers in step are expected to submit a reward.
-    time        after COORDINATOR_ROUND_INTERVAL, if an expected worker is alive or a reward was
-                submitted; otherwise, the round stays open
+    ROUND_ADVANCE selects the rule. The workers in step are expected to submit a reward, and
+    `submitted` contains the workers that have done so.
+    time        COORDINATOR_ROUND_INTERVAL after the round started, if an expected worker is alive
+                or a reward was submitted; otherwise, the round stays open
     completion  when a reward was submitted, and every live expected worker has submitted
-    hybrid      whichever comes first (the default)
+    hybrid      like completion, or COORDINATOR_ROUND_INTERVAL after the first reward (the default)
     """
     config = run.config
     board = run.swarm.board
@@ -148,7 +151,6 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
         expected = set(board.workers)
 
     # Is there an expected worker that is alive but has not submitted?
-    submitted = submitted_workers(run, t, elapsed)
     pending = expected - submitted
     is_pending = any(map(run.swarm.is_alive, sorted(pending)))
 
@@ -157,8 +159,12 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
         return elapsed > interval + config.STALE_AFTER_SECONDS
 
     is_complete = bool(submitted) and not is_pending
-    is_late = elapsed >= interval and (bool(submitted) or is_pending)
-    is_over = {"time": is_late, "completion": is_complete, "hybrid": is_late or is_complete}
+    is_late = elapsed >= interval
+    is_over = {
+        "time": is_late and (bool(submitted) or is_pending),
+        "completion": is_complete,
+        "hybrid": is_complete or (is_late and bool(submitted)),
+    }
     return is_over[config.ROUND_ADVANCE]
 
 
@@ -175,16 +181,17 @@ def log_missing_workers(run) -> None:
         )
 
 
-def submitted_workers(run, t: int, elapsed: float) -> set[str]:
+def submitted_workers(run, t: int) -> set[str]:
     """Return the workers that have submitted a reward for the last stage of round t.
 
-    On some storage backends, a marker may never become visible. If the round takes longer than
+    On some storage backends, a marker may never become visible. If the board has not changed for
     STALE_AFTER_SECONDS, therefore read the reward files as well.
     """
-    board = run.swarm.board
+    swarm = run.swarm
+    board = swarm.board
     last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)
     submitted = set(board.reached("rewards", last_stage))
-    if elapsed > run.config.STALE_AFTER_SECONDS:
+    if swarm.looked_at - swarm.changed_at > swarm.stale_after:
         submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
     return submitted
 

@@ -700,8 +700,8 @@ def log_metrics(run: Run, node: Node, at) -> None:
 def log_round(run: Run, t: int) -> None:
     """Log a round's line, with means over its stages and this process's nodes.
 
-    Every ten rounds, add a hint if no group in these rounds was informative. Every 20 rounds, add
-    sample answers.
+    Every ten rounds, add a hint if no group in these rounds was informative, or if no peer
+    published in time. Every 20 rounds, add sample answers.
     """
     config, log = run.config, run.log
     run.round_ends.append(time.monotonic())
@@ -715,6 +715,13 @@ def log_round(run: Run, t: int) -> None:
     recent = run.history[-10 * num_rows :]
     if len(run.round_ends) % 10 == 0 and not coordinator.has_signal(recent):
         log.event("no signal", coordinator.diagnose(recent, run.history))
+    has_peers = any(row["external_groups"] + row["external_peers"] for row in recent)
+    if len(run.round_ends) % 10 == 0 and config.NUM_TRANSPLANT_TREES > 0 and not has_peers:
+        log.once(
+            "wait",
+            "no peer published in time in ten rounds: raise FETCH_TIMEOUT_SECONDS, use a "
+            "coordinator with ROUND_ADVANCE=completion or, if this node is alone, start others",
+        )
     if (t + 1) % SAMPLE_INTERVAL == 0 and t < config.MAX_ROUNDS - 1:
         log_samples(run)
 
@@ -837,7 +844,7 @@ class Config:
         "seconds after which a round may end (see ROUND_ADVANCE)", (0.01, 86400), "swarm")
     ROUND_ADVANCE: str = setting("hybrid",
         "time: a round ends after the interval; completion: when all live workers in it have "
-        "submitted rewards; hybrid: whichever comes first",
+        "submitted rewards; hybrid: like completion, or an interval after the first reward",
         ("time", "completion", "hybrid"), "swarm")
     ROLLOUT_PUBLISH_FREQUENCY: str = setting("stage",
         "stage: publish in every stage; round: publish once, in the last stage of a round; "
