@@ -1501,8 +1501,7 @@ def run_clock(run: Run, saved: dict | None) -> int:
         return 0
     coordinator.run_coordinator(run)
     exp = coordinator.read_experiment(run.swarm)  # includes rounds of earlier processes
-    curve = coordinator.sparkline(coordinator.reward_curve(exp.rows))
-    run.log.event("end", f"{coordinator.diagnose(exp.rows)}\n  {curve}")
+    coordinator.log_end(run, exp.rows)
     coordinator.write_plot(exp, run.store.root, run.log)
     folders = [f"nodes/{node_id}/rollouts" for node_id in exp.board.workers]
     return coordinator.check_test_run(run, exp.rows, exp.board.workers, folders)
@@ -1726,16 +1725,8 @@ def finish_run(run: Run) -> int:
         stages = run.store.list_stages("rewards", node.id)
         rows += run.store.read_rewards(node.id, stages)
     if rows:
-        total = coordinator.mean(node.total_reward for node in run.nodes)
-        num_rounds = len({row["round"] for row in rows})
         checkpoints = run.store.list_stages("checkpoints", run.nodes[0].id)
-        verdict = coordinator.diagnose(rows, checkpoints=checkpoints)
-        curve = coordinator.sparkline(coordinator.reward_curve(rows))
-        run.log.event(
-            "end",
-            f"{verdict}\n  {curve} trained {num_rounds} of {config.MAX_ROUNDS} rounds, "
-            f"cumulative reward {total:.2f} per node",
-        )
+        coordinator.log_end(run, rows, checkpoints)
     evaluate(run, "after training")
     export_models(run)
 

@@ -307,14 +307,25 @@ def test_U4_each_node_has_its_metrics_and_system_each_process_its_events_and_out
 
 @pytest.mark.parametrize("text, variable, rewards, metrics", [
     ("learned: mean reward 0.10 -> 0.20", "", [0.1] * 20 + [0.2] * 20, {"informative_groups": 1}),
-    ("little was learned: mean reward 0.10 -> 0.10", "", [0.1] * 40, {"informative_groups": 1}),
+    ("no clear change: mean reward 0.10 -> 0.10", "", [0.1] * 40, {"informative_groups": 1}),
     ("nothing was learned", "TASKS", [1] * 40, {}),
     ("nothing was learned", "MAX_NEW_TOKENS", [0] * 40, {"truncated_rate": 0.9}),
     ("nothing was learned", "WARM_START_STEPS", [0] * 40, {"answer_tag_rate": 0.01}),
     ("nothing was learned", "MODEL_NAME", [0] * 40, {"answer_tag_rate": 0.9}),
+    ("nothing was learned", "LEARNING_RATE", [0.03] + [0] * 39, "truncated"),
+    ("nothing was learned", "LEARNING_RATE", [0.03] + [0] * 39, "untagged"),
 ])  # fmt: skip
 def test_U3_the_diagnosis_says_what_was_learned_or_what_may_help(text, variable, rewards, metrics):
-    rows = [{"round": t, "reward": reward, **metrics} for t, reward in enumerate(rewards)]
+    """If the first update ruins the answers, the advice is not to raise MAX_NEW_TOKENS."""
+    rows = [{"node_id": "n", "round": t, "reward": reward} for t, reward in enumerate(rewards)]
+    for row in rows:
+        is_ruined = row["round"] > 0
+        if metrics == "truncated":
+            row |= {"truncated_rate": is_ruined, "informative_groups": not is_ruined}
+        elif metrics == "untagged":
+            row |= {"answer_tag_rate": not is_ruined, "informative_groups": not is_ruined}
+        else:
+            row |= metrics
     diagnosis = coordinator.diagnose(rows)
     assert diagnosis.startswith(text) and variable in diagnosis
 
