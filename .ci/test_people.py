@@ -305,6 +305,19 @@ def test_U4_each_node_has_its_metrics_and_system_each_process_its_events_and_out
         assert {"torch": torch.__version__, "device": "cpu"}.items() <= system.items()
 
 
+def test_U3_run_swarm_prints_one_verdict_which_is_the_swarms(tmp_path):
+    """Both processes print two lines at the end, and each line names its process."""
+    end = 'echo "$1 end: learned by $1"; echo "  ▁▂▃ of $1 trained 2 of 2 rounds, cumulative reward 1.00 per node"'
+    cases = f"""
+        worker*) set -- "$NODE_ID"; {end}; echo "final model: /x" ;;
+        coordinator*) set -- coordinator; {end} ;;
+    """
+    screen = run_swarm(tmp_path, cases, NUM_WORKERS=2).screen
+    assert re.findall(r"learned by (\w+)", screen) == ["coordinator"]
+    assert re.findall(r"of (\w+) trained 2 of 2 rounds", screen) == ["coordinator"]
+    assert "[worker_0] final model: /x" in screen
+
+
 @pytest.mark.parametrize("text, variable, rewards, metrics", [
     ("learned: mean reward 0.10 -> 0.20", "", [0.1] * 20 + [0.2] * 20, {"informative_groups": 1}),
     ("no clear change: mean reward 0.10 -> 0.10", "", [0.1] * 40, {"informative_groups": 1}),
