@@ -4,7 +4,8 @@ In a swarm without a coordinator, the first worker to finish the open round open
 
 A *coordinator* is an optional process that opens the rounds instead. It does not train and needs no
 model. While it is alive, the workers wait for it. By default, it opens the next round when the
-workers in step (see `Board.in_step`) have submitted their rewards or an interval is over.
+workers in step (see `Board.in_step`) have submitted their rewards, or an interval after the first
+reward.
 """
 
 import contextlib
@@ -88,7 +89,6 @@ def run_coordinator(run) -> None:
     """Open one round after another. Raise Stopped if the process should end."""
     swarm = run.swarm
     swarm.join({"role": "coordinator"}, folders=["logs"])
-    end_of_round_0 = drive_store.At(0, run.config.MAX_STAGES - 1)
     last_round = run.config.MAX_ROUNDS - 1
     t = -1  # the last round that this process has entered
     interval_start = 0.0  # when the interval of round t started
@@ -104,12 +104,14 @@ def run_coordinator(run) -> None:
             t = newest
             interval_start = swarm.looked_at
 
-        # In round 0, the interval starts with the first reward, because models may take minutes to
+        # The interval starts with the round's first reward, because a round may take many
+        # intervals. With `time`, this holds only for round 0, because models may take minutes to
         # download.
-        if t == 0 and not board.reached("rewards", end_of_round_0):
+        submitted = submitted_workers(run, t)
+        if not submitted and (t == 0 or run.config.ROUND_ADVANCE != "time"):
             interval_start = swarm.looked_at
 
-        if round_is_over(run, t, swarm.looked_at - interval_start):
+        if round_is_over(run, t, submitted, swarm.looked_at - interval_start):
             if t < last_round:
                 swarm.enter(t + 1)  # before logging, because the workers are waiting
             log_round_of_swarm(run, t)
@@ -122,14 +124,15 @@ def run_coordinator(run) -> None:
         swarm.sleep()
 
 
-def round_is_over(run, t: int, elapsed: float) -> bool:
+def round_is_over(run, t: int, submitted: set[str], elapsed: float) -> bool:
     """Return whether round t is over, `elapsed` seconds after its interval started.
 
-    ROUND_ADVANCE selects the rule. The workers in step are expected to submit a reward.
-    time        after COORDINATOR_ROUND_INTERVAL, if an expected worker is alive or a reward was
-                submitted; otherwise, the round stays open
+    ROUND_ADVANCE selects the rule. The workers in step are expected to submit a reward, and
+    `submitted` contains the workers that have done so.
+    time        COORDINATOR_ROUND_INTERVAL after the round started, if an expected worker is alive
+                or a reward was submitted; otherwise, the round stays open
     completion  when a reward was submitted, and every live expected worker has submitted
-    hybrid      whichever comes first (the default)
+    hybrid      like completion, or COORDINATOR_ROUND_INTERVAL after the first reward (the default)
     """
     config = run.config
     board = run.swarm.board
@@ -146,7 +149,6 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
         expected = set(board.workers)
 
     # Is an expected worker still alive without having submitted?
-    submitted = submitted_workers(run, t, elapsed)  # after a long time, this reads files as well
     pending = expected - submitted
     is_pending = any(map(run.swarm.is_alive, sorted(pending)))
 
@@ -155,8 +157,12 @@ def round_is_over(run, t: int, elapsed: float) -> bool:
         return elapsed > interval + config.STALE_AFTER_SECONDS
 
     is_complete = bool(submitted) and not is_pending
-    is_late = elapsed >= interval and (bool(submitted) or is_pending)
-    is_over = {"time": is_late, "completion": is_complete, "hybrid": is_late or is_complete}
+    is_late = elapsed >= interval
+    is_over = {
+        "time": is_late and (bool(submitted) or is_pending),
+        "completion": is_complete,
+        "hybrid": is_complete or (is_late and bool(submitted)),
+    }
     return is_over[config.ROUND_ADVANCE]
 
 
@@ -173,16 +179,16 @@ def log_missing_workers(run) -> None:
         )
 
 
-def submitted_workers(run, t: int, elapsed: float) -> set[str]:
+def submitted_workers(run, t: int) -> set[str]:
     """Return the workers that have submitted a reward for the last stage of round t.
 
-    On some storage backends, a marker may never become visible. If the round takes longer than
+    On some storage backends, a marker may never become visible. If the board has not changed for
     STALE_AFTER_SECONDS, therefore read the reward files as well.
     """
     board = run.swarm.board
     last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)
     submitted = set(board.reached("rewards", last_stage))
-    if elapsed > run.config.STALE_AFTER_SECONDS:
+    if run.swarm.looked_at - run.swarm.changed_at > run.config.STALE_AFTER_SECONDS:
         submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
     return submitted
 
@@ -257,55 +263,97 @@ def has_signal(rows: list[dict]) -> bool:
     return bool(mean_of("informative_groups", rows))
 
 
-def reward_curve(rows: list[dict]) -> list[float]:
-    """Return the mean reward of each round that has rewards, in order."""
-    by_round = column_by("round", rows)
-    means = [mean(by_round[round_]) for round_ in sorted(by_round)]
-    return [reward for reward in means if reward is not None]
-
-
 def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
     """Return a sentence about the progress in these rows, with advice if there is a problem.
 
     history: all rows since the start, if `rows` contains only the latest rows.
     checkpoints: the stages of all remaining checkpoints, ascending.
     """
-    curve = reward_curve(rows)
-    if not curve:
+    history = [row for row in history or rows if row["reward"] is not None]
+    num_rounds = len(column_by("round", history))
+    if num_rounds == 0:
         return "no rewards, because no answers were generated (NUM_TRAIN_SAMPLES=0)"
 
-    # Compare the last 20 rounds with the first 20, or, in a short run, the second half with the
-    # first.
-    part = min(20, (len(curve) + 1) // 2)
-    first = statistics.fmean(curve[:part])
-    last = statistics.fmean(curve[-part:])
-    change = f"mean reward {first:.2f} -> {last:.2f}"
+    # A verdict requires a change by more than two standard errors, and by more in a short run, in
+    # which few rounds show the noise. "Worse" requires one more, because it is checked twice and
+    # because the noise of a single round is skewed.
+    num_errors = 2 + 8 / num_rounds
 
-    # Is the reward lower than in the first round, by more than chance explains? If the policy
+    # Compare the last 20 rounds with the first 20 (in a short run, its halves). Compare them with
+    # the first round as well, whose completions were generated before any update. If the policy
     # collapsed at once, the mean of the first 20 rounds would hide it.
-    history = history or rows
-    untrained = [row for row in history if row["round"] == history[0]["round"]]
-    before = mean_of("reward", untrained) or 0.0
-    num_completions = sum(row.get("completions") or 0 for row in untrained)
-    if before - last > 0.05 + max(1, num_completions) ** -0.5:  # two standard errors
-        advice = "lower LEARNING_RATE"
-        if checkpoints:
-            advice += f"; the oldest checkpoint left is from round {checkpoints[0].round}"
-        return f"worse than before training ({before:.2f} -> {last:.2f}): {advice}"
+    part = min(20, num_rounds // 2)
+    for num_first in (1, part):
+        first, last, error = compare_ends(history, num_first, part)
+        if first - last > max(0.05, (num_errors + 1) * error):
+            advice = "lower LEARNING_RATE"
+            if checkpoints:
+                advice += f"; the oldest checkpoint left is from round {checkpoints[0].round}"
+            return f"worse than before training ({first:.2f} -> {last:.2f}): {advice}"
+    if numpy.isnan(error):
+        return "no verdict, because no node has rewards in both the first and the last rounds"
 
-    if has_signal(rows):
-        verdict = "learned" if last > first + 0.05 else "little was learned"
-        return f"{verdict}: {change} (first and last {part} of {len(curve)} rounds)"
+    # Were there informative groups, at least in the last rounds?
+    change = f"mean reward {first:.2f} -> {last:.2f}"
+    has_learned = last - first > max(0.05, num_errors * error)
+    late = [row for row in rows if row["round"] > rows[-1]["round"] - part]
+    if has_signal(late) or (has_learned and has_signal(rows)):
+        verdict = "learned" if has_learned else "no clear change"
+        return f"{verdict}: {change} (first and last {part} of {num_rounds} rounds)"
 
     # Groups with equal rewards give no gradient. Why are the rewards equal?
+    untrained = [row for row in history if row["round"] == history[0]["round"]]
+    rise = {}
+    for name in ("truncated_rate", "answer_tag_rate"):
+        rise[name] = (mean_of(name, late) or 0.0) - (mean_of(name, untrained) or 0.0)
     advice = "the answers are incorrect: use easier TASKS or a better MODEL_NAME"
     if last > 0.95:
         advice = "nearly all answers are correct: use harder TASKS"
-    elif (mean_of("truncated_rate", rows) or 0.0) > 0.5:
+    elif rise["truncated_rate"] > 0.25 or rise["answer_tag_rate"] < -0.25:
+        advice = "training has made the answers truncated or untagged: lower LEARNING_RATE"
+    elif (mean_of("truncated_rate", late) or 0.0) > 0.5:
         advice = "the answers are truncated: raise MAX_NEW_TOKENS"
-    elif (mean_of("answer_tag_rate", rows) or 0.0) < 0.05:
+    elif (mean_of("answer_tag_rate", late) or 0.0) < 0.05:
         advice = "<answer> tags are rare: raise WARM_START_STEPS or use easier TASKS"
     return f"nothing was learned ({change}, equal rewards within each group), because {advice}"
+
+
+def compare_ends(rows: list[dict], num_first: int, num_last: int) -> tuple:
+    """Compare the rewards in the first and in the last rounds of these rows.
+
+    Return (mean of the first rounds, mean of the last rounds, standard error of their difference).
+    These are over the nodes that have rewards in both, because a node that joins or leaves changes
+    the mean. If there is no such node, for example after one round, return NaNs.
+    """
+    rounds = sorted(column_by("round", rows))
+    early, late = rounds[:num_first], rounds[len(rounds) - num_last :]
+    first = column_by("node_id", [row for row in rows if row["round"] in early])
+    last = column_by("node_id", [row for row in rows if row["round"] in late])
+
+    # Completions of one question are correlated, so the noise of a mean is estimated from the
+    # spread of a node's rewards. Differences of successive rewards contain hardly any trend.
+    nodes = []  # (mean of the first rounds, mean of the last rounds, variance of the difference)
+    for node_id, rewards in column_by("node_id", rows).items():
+        if node_id in first and node_id in last:
+            steps = [after - before for before, after in itertools.pairwise(rewards)]
+            noise = statistics.fmean(step**2 for step in steps) / 2
+            factor = 1 / len(first[node_id]) + 1 / len(last[node_id])
+            nodes.append((mean(first[node_id]), mean(last[node_id]), noise * factor))
+
+    before, after, variance = numpy.mean(nodes or [[numpy.nan] * 3], axis=0)
+    return before, after, (variance / max(1, len(nodes))) ** 0.5
+
+
+def log_end(run, rows: list[dict], checkpoints=()) -> None:
+    """Log the verdict on these rows, their reward curve and the cumulative reward."""
+    rewards = column_by("round", rows)
+    curve = sparkline([mean(rewards[round_]) for round_ in sorted(rewards)])
+    total = sum(row["reward"] or 0.0 for row in rows) / max(1, len(column_by("node_id", rows)))
+    run.log.event(
+        "end",
+        f"{diagnose(rows, checkpoints=checkpoints)}\n  {curve} trained {len(rewards)} of "
+        f"{run.config.MAX_ROUNDS} rounds, cumulative reward {total:.2f} per node",
+    )
 
 
 def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str]) -> int:
@@ -381,14 +429,14 @@ class Experiment:
         return nodes["failed"] + nodes["dead"]
 
     def summary(self, node_id: str) -> dict:
-        """Return a node's row in the monitor. The reward is averaged over the last ten stages."""
+        """Return a node's row in the monitor. The reward is averaged over its last ten rounds."""
         rows = self.select(node_id=node_id)
         curve = self.curve(node_id=node_id)[rows[0]["round"] :] if rows else []
         return {
             "node": node_id[:16],
             "status": self.status[node_id],
             "round": self.round_of(node_id),
-            "reward": mean_of("reward", rows[-10:]),
+            "reward": mean_of("reward", [r for r in rows if r["round"] > rows[-1]["round"] - 10]),
             "total": self.totals.get(node_id),
             "last reward": f"{age(rows[-1]['timestamp'])} ago" if rows else "",
             "curve": sparkline(curve),
@@ -699,7 +747,7 @@ def find_warnings(exp: Experiment, swarm) -> list[str]:
     # Do the nodes learn, and can all files be read?
     recent = exp.last_rounds(10)
     diagnosis = diagnose(recent, exp.rows)
-    if recent and (diagnosis.startswith("worse") or not has_signal(recent)):
+    if diagnosis.startswith(("worse", "nothing")):
         warnings.append(diagnosis)
     for reason, count in swarm.store.invalid_files.most_common(3):
         warnings.append(f"unusable files ({count} failed reads): {drive_store.printable(reason)}")

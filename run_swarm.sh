@@ -99,10 +99,10 @@ keep_and_show() {  # NAME: write stdin to the log of this process, and print sel
   while IFS= read -r line || [ -n "$line" ]; do
     printf "%s\n" "$line" >> "$logs/$1.log"
     case $1:$line in
-      # Hide the rounds of worker_0, because the coordinator's lines cover all workers. Hide the
-      # commands that start or resume a single process, because this script runs all of them, and
-      # the lines that announce these commands.
-      worker_0:worker_0\ [0-9]*/*) ;;
+      # Hide the rounds, the verdict and the curve of worker_0, because the coordinator's lines cover
+      # all workers. Hide the commands that start or resume a single process, because this script
+      # runs all of them, and the lines that announce these commands.
+      worker_0:worker_0\ [0-9]*/* | worker_0:worker_0\ end:* | worker_0:*"cumulative reward "*) ;;
       *:"to resume: "* | *"to resume, run:" | *"creates the experiment:" | *" python sapo.py") ;;
       worker_0:* | [!w]*) printf "%s\n" "[$1] ${line#"$1 "}" 2>/dev/null || true ;;
     esac

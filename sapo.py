@@ -730,8 +730,8 @@ def log_metrics(run: Run, node: Node, at) -> None:
 def log_round(run: Run, t: int) -> None:
     """Log a round's line, with means over its stages and this process's nodes.
 
-    Every ten rounds, add a hint if no group in these rounds was informative. Every 20 rounds, add
-    sample answers.
+    Every ten rounds, add a hint if no group in these rounds was informative, or if no peer
+    published in time. Every 20 rounds, add sample answers.
     """
     config, log = run.config, run.log
     run.round_ends.append(time.monotonic())
@@ -745,6 +745,13 @@ def log_round(run: Run, t: int) -> None:
     recent = run.history[-10 * num_rows :]
     if len(run.round_ends) % 10 == 0 and not coordinator.has_signal(recent):
         log.event("no signal", coordinator.diagnose(recent, run.history))
+    has_peers = any(row["external_groups"] + row["external_peers"] for row in recent)
+    if len(run.round_ends) % 10 == 0 and config.NUM_TRANSPLANT_TREES > 0 and not has_peers:
+        log.once(
+            "wait",
+            "no peer published in time in ten rounds: raise FETCH_TIMEOUT_SECONDS, use a "
+            "coordinator with ROUND_ADVANCE=completion or, if this node is alone, start others",
+        )
     if (t + 1) % SAMPLE_INTERVAL == 0 and t < config.MAX_ROUNDS - 1:
         log_samples(run)
 
@@ -872,7 +879,7 @@ class Config:
         "seconds after which a round may end (see ROUND_ADVANCE)", (0.01, 86400), "swarm")
     ROUND_ADVANCE: str = setting("hybrid",
         "time: a round ends after the interval; completion: when all live workers in it have "
-        "submitted rewards; hybrid: whichever comes first",
+        "submitted rewards; hybrid: like completion, or an interval after the first reward",
         ("time", "completion", "hybrid"), "swarm")
     ROLLOUT_PUBLISH_FREQUENCY: str = setting("stage",
         "stage: publish in every stage; round: publish once, in the last stage of a round; "
@@ -1553,8 +1560,7 @@ def run_clock(run: Run, saved: dict | None) -> int:
         return 0
     coordinator.run_coordinator(run)
     exp = coordinator.read_experiment(run.swarm)  # includes rounds of earlier processes
-    curve = coordinator.sparkline(coordinator.reward_curve(exp.rows))
-    run.log.event("end", f"{coordinator.diagnose(exp.rows)}\n  {curve}")
+    coordinator.log_end(run, exp.rows)
     coordinator.write_plot(exp, run.store.root, run.log)
     folders = [f"nodes/{node_id}/rollouts" for node_id in exp.board.workers]
     return coordinator.check_test_run(run, exp.rows, exp.board.workers, folders)
@@ -1798,16 +1804,8 @@ def finish_run(run: Run) -> int:
         stages = run.store.list_stages("rewards", node.id)
         rows += run.store.read_rewards(node.id, stages)
     if rows:
-        total = coordinator.mean(node.total_reward for node in run.nodes)
-        num_rounds = len({row["round"] for row in rows})
         checkpoints = run.store.list_stages("checkpoints", run.nodes[0].id)
-        verdict = coordinator.diagnose(rows, checkpoints=checkpoints)
-        curve = coordinator.sparkline(coordinator.reward_curve(rows))
-        run.log.event(
-            "end",
-            f"{verdict}\n  {curve} trained {num_rounds} of {config.MAX_ROUNDS} rounds, "
-            f"cumulative reward {total:.2f} per node",
-        )
+        coordinator.log_end(run, rows, checkpoints)
     evaluate(run, "after training")
     export_models(run, samples)
 

@@ -1043,9 +1043,12 @@ def test_U6_test_mode_names_what_a_run_lacks(tmp_path):
 
 
 def test_U3_a_policy_that_is_worse_than_before_training_is_told_so_and_noise_is_not():
+    def rows_of(rewards, node="n", start=0) -> list[dict]:
+        rows = [{"node_id": node, "round": start + t, "reward": r} for t, r in enumerate(rewards)]
+        return [row | {"informative_groups": 1} for row in rows]
+
     def verdict(rewards, **more) -> str:
-        rows = [{"round": t, "reward": r, "completions": 64} for t, r in enumerate(rewards)]
-        return coordinator.diagnose(rows, **more)
+        return coordinator.diagnose(rows_of(rewards), **more)
 
     # The policy collapses in the first rounds. Comparing only the first 20 rounds (mean 0.03) with
     # the last 20 (mean 0.10) would suggest that it has learned.
@@ -1053,9 +1056,43 @@ def test_U3_a_policy_that_is_worse_than_before_training_is_told_so_and_noise_is_
     text = verdict(fallen, checkpoints=[At(39), At(49)])
     assert text.startswith("worse than before training (0.40 -> 0.10): lower LEARNING_RATE")
     assert "the oldest checkpoint left is from round 39" in text
-    assert not verdict([0.4, *[0.3] * 40]).startswith("worse")
-    rows = [{"round": t, "reward": r, "completions": 64} for t, r in enumerate(fallen)]
+    rows = rows_of(fallen)
     assert coordinator.diagnose(rows[-10:], rows).startswith("worse")
+
+    # A change within the noise of the rounds gives no verdict, and neither does a single round.
+    wavy = [0.3, 0.5] * 20
+    assert verdict([0.7, *wavy]).startswith("no clear change: mean reward 0.41 -> 0.40")
+    assert verdict([0.4]).startswith("no verdict")
+    assert verdict([*wavy, *[reward + 0.2 for reward in wavy]]).startswith("learned")
+
+
+def test_U3_a_changing_swarm_is_judged_by_the_nodes_that_were_there_at_both_ends():
+    """Each node is a tuple (name, first round, reward at its start, reward at its end)."""
+
+    def verdict(*nodes) -> str:
+        rows = []
+        for name, start, before, after in nodes:
+            for t in range(start, 60):
+                reward = before + (after - before) * (t - start) / (59 - start)
+                row = {"node_id": name, "round": t, "reward": reward, "informative_groups": 1}
+                rows.append(row)
+        return coordinator.diagnose(sorted(rows, key=lambda row: row["round"]))
+
+    # All nodes improve, but four of them join late and weak.
+    late = [(name, 30, 0.05, 0.3) for name in "bcde"]
+    assert verdict(("a", 0, 0.6, 0.8), *late).startswith("learned: mean reward 0.63 -> 0.77")
+    # A node that joins within the first 20 rounds counts, compared with itself.
+    assert verdict(("a", 0, 0.6, 0.8), ("b", 10, 0.1, 0.3)).startswith(
+        "learned: mean reward 0.38 -> 0.51"
+    )
+    # Four nodes collapse while four strong nodes join.
+    old = [(name, 0, 0.5, 0.1) for name in "abcd"]
+    new = [(name, 30, 0.9, 0.9) for name in "efgh"]
+    assert verdict(*old, *new).startswith("worse than before training (0.50 -> 0.16)")
+    # No node was there at both ends.
+    gone = [{"node_id": "a", "round": t, "reward": 0.9} for t in range(20)]
+    came = [{"node_id": "b", "round": t, "reward": 0.1} for t in range(20, 60)]
+    assert coordinator.diagnose(gone + came).startswith("no verdict")
 
 
 def test_U3_who_came_and_who_left_is_said_and_who_is_slow_has_not_left():

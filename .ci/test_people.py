@@ -462,16 +462,40 @@ def test_U4_each_node_has_its_metrics_and_system_each_process_its_events_and_out
         assert {"torch": torch.__version__, "device": "cpu"}.items() <= system.items()
 
 
+def test_U3_run_swarm_prints_one_verdict_which_is_the_swarms(tmp_path):
+    """Both processes print two lines at the end, and each line names its process."""
+    end = 'echo "$1 end: learned by $1"; echo "  ▁▂▃ of $1 trained 2 of 2 rounds, cumulative reward 1.00 per node"'
+    cases = f"""
+        worker*) set -- "$NODE_ID"; {end}; echo "final model: /x" ;;
+        coordinator*) set -- coordinator; {end} ;;
+    """
+    screen = run_swarm(tmp_path, cases, NUM_WORKERS=2).screen
+    assert re.findall(r"learned by (\w+)", screen) == ["coordinator"]
+    assert re.findall(r"of (\w+) trained 2 of 2 rounds", screen) == ["coordinator"]
+    assert "[worker_0] final model: /x" in screen
+
+
 @pytest.mark.parametrize("text, variable, rewards, metrics", [
     ("learned: mean reward 0.10 -> 0.20", "", [0.1] * 20 + [0.2] * 20, {"informative_groups": 1}),
-    ("little was learned: mean reward 0.10 -> 0.10", "", [0.1] * 40, {"informative_groups": 1}),
+    ("no clear change: mean reward 0.10 -> 0.10", "", [0.1] * 40, {"informative_groups": 1}),
     ("nothing was learned", "TASKS", [1] * 40, {}),
     ("nothing was learned", "MAX_NEW_TOKENS", [0] * 40, {"truncated_rate": 0.9}),
     ("nothing was learned", "WARM_START_STEPS", [0] * 40, {"answer_tag_rate": 0.01}),
     ("nothing was learned", "MODEL_NAME", [0] * 40, {"answer_tag_rate": 0.9}),
+    ("nothing was learned", "LEARNING_RATE", [0.03] + [0] * 39, "truncated"),
+    ("nothing was learned", "LEARNING_RATE", [0.03] + [0] * 39, "untagged"),
 ])  # fmt: skip
 def test_U3_the_diagnosis_says_what_was_learned_or_what_may_help(text, variable, rewards, metrics):
-    rows = [{"round": t, "reward": reward, **metrics} for t, reward in enumerate(rewards)]
+    """If the first update ruins the answers, the advice is not to raise MAX_NEW_TOKENS."""
+    rows = [{"node_id": "n", "round": t, "reward": reward} for t, reward in enumerate(rewards)]
+    for row in rows:
+        is_ruined = row["round"] > 0
+        if metrics == "truncated":
+            row |= {"truncated_rate": is_ruined, "informative_groups": not is_ruined}
+        elif metrics == "untagged":
+            row |= {"answer_tag_rate": not is_ruined, "informative_groups": not is_ruined}
+        else:
+            row |= metrics
     diagnosis = coordinator.diagnose(rows)
     assert diagnosis.startswith(text) and variable in diagnosis
 

@@ -154,3 +154,14 @@ def test_U7_a_report_says_what_it_leaves_out_and_why(tmp_path, monkeypatch, caps
                   "gaps has gaps: 27 rounds", "earlier version): pasted", "code are not averaged"):  # fmt: skip
         assert words in text, words
     assert len(json.loads((tmp_path / "reports/whole.json").read_bytes())["rows"]) == 4 * 30
+
+
+def test_U5_the_monitors_reward_of_a_node_covers_ten_rounds_of_any_number_of_stages(tmp_path):
+    store = experiment(tmp_path, nodes=["anna"], MAX_STAGES="2")
+    for t, stage in [(t, stage) for t in range(30) for stage in (0, 1)]:
+        row = {"node_id": "anna", "round": t, "stage": stage, "timestamp": time.time()}
+        row |= {"reward": t / 100 + stage / 2}
+        store.write(drive_store.stage_file("rewards", "anna", At(t, stage)), dump_json(row))
+    store.move_marker("rewards", "anna", At(29, 1))
+    exp = coordinator.read_experiment(Swarm(store, 300.0))
+    assert exp.summary("anna")["reward"] == pytest.approx(mean(range(20, 30)) / 100 + 0.25)

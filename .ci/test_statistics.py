@@ -25,9 +25,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 
+import coordinator
 import grpo
 import sapo
 
@@ -282,3 +284,60 @@ def test_L2_sampled_tokens_follow_the_softmax_at_the_temperature(temperature):
             for rank, nats in surprises(seen, len(tokens), expected).items():
                 found[beginning, name, rank] = nats
     assert_no_surprise(found)
+
+
+# -------- The verdict -----------------------------------------------------------------------------
+
+
+def resample(rng, curve, num_nodes: int, num_groups: int) -> list[dict]:
+    """Return the rows of a run whose policy reaches these mean rewards.
+
+    The eight completions of a question share its difficulty, which is drawn from a beta
+    distribution. At a mean reward of 0.5, the standard deviation of a mean of eight groups is
+    between 0.111 and 0.134, as measured.
+    """
+    correlation = rng.uniform(0.31, 0.51)
+    rows = []
+    for t, average in enumerate(curve):
+        shape = numpy.array([average, 1 - average]) * (1 / correlation - 1)
+        chances = rng.beta(*shape, size=(num_nodes, num_groups))
+        rewards = rng.binomial(8, chances).mean(axis=1) / 8
+        for node, reward in enumerate(rewards):
+            row = {"node_id": f"n{node}", "round": t, "stage": 0, "reward": float(reward)}
+            rows.append(row | {"informative_groups": 1, "completions": 8 * num_groups})
+    return rows
+
+
+def verdicts(curve, num_nodes: int, num_groups: int, num_runs: int = 400) -> Counter:
+    """Return how often each verdict's first word is given over resampled runs."""
+    rng = numpy.random.default_rng(0)
+    runs = (resample(rng, curve, num_nodes, num_groups) for _ in range(num_runs))
+    return Counter(coordinator.diagnose(rows).split()[0].strip(":") for rows in runs)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4])
+@pytest.mark.parametrize("num_groups", [4, 8])
+def test_U3_a_policy_that_never_changes_hardly_ever_gets_a_verdict(num_nodes, num_groups):
+    """Each false verdict occurs in at most 3% of runs, plus three standard deviations of 400 runs
+    (2.6%) for each length and of 2,000 runs (1.1%) for all lengths together."""
+    total = Counter()
+    for num_rounds in (10, 20, 40, 80, 120):
+        found = verdicts([0.4] * num_rounds, num_nodes, num_groups)
+        assert max(found["learned"], found["worse"]) <= 0.056 * 400, (num_rounds, found)
+        total += found
+    assert max(total["learned"], total["worse"]) <= 0.041 * 2000, total
+
+
+@pytest.mark.parametrize("num_nodes", [1, 4])
+@pytest.mark.parametrize("num_groups", [4, 8])
+def test_U3_a_rise_from_5_to_30_percent_is_recognized_in_20_rounds(num_nodes, num_groups):
+    found = verdicts([0.05] * 10 + [0.3] * 10, num_nodes, num_groups)
+    assert found["learned"] > 0.9 * 400 and found["worse"] == 0, found
+    # With more data per round, a rise that takes all 20 rounds is recognized as well.
+    found = verdicts(numpy.linspace(0.05, 0.3, 20), num_nodes, num_groups)
+    assert found["learned"] > (0.4 if num_nodes * num_groups == 4 else 0.7) * 400, found
+
+
+def test_U3_an_immediate_collapse_is_recognized_in_20_rounds():
+    found = verdicts([0.4] + [0.01] * 19, num_nodes=1, num_groups=8)
+    assert found["worse"] > 0.9 * 400 and found["learned"] == 0, found

@@ -778,9 +778,11 @@ def test_S1_workers_keep_together_with_or_without_a_coordinator(scene, names, be
 
 @pytest.mark.parametrize("advance, slow_step, seconds", [
     ("time", 1.0, 10), ("completion", 1.0, 2), ("hybrid", 1.0, 2),
-    ("time", 15.0, 10), ("completion", 15.0, 30), ("hybrid", 15.0, 10),
+    ("time", 15.0, 10), ("completion", 15.0, 30), ("hybrid", 15.0, 26),
 ])  # fmt: skip
 def test_S1_a_round_is_over_by_time_by_completion_or_by_either(scene, advance, slow_step, seconds):
+    """With a slow step of 15 s, the fast worker waits for the slow worker's rollouts and submits
+    after 16 s. With `hybrid`, the interval of 10 s starts then."""
     scene.swarm |= {"ROUND_ADVANCE": advance, "COORDINATOR_ROUND_INTERVAL": 10}
     *_, slow = [scene.start(name, 1.0) for name in ("coordinator", "fast", "slow")]
     for round_ in (2, 3):
@@ -788,6 +790,56 @@ def test_S1_a_round_is_over_by_time_by_completion_or_by_either(scene, advance, s
         scene.run(lambda: scene.opened("coordinator") == round_)  # noqa: B023
         slow.step_seconds = slow_step
     assert seconds - 1 < scene.world.now - began < seconds + 2
+
+
+@pytest.mark.parametrize("step", [100.0, 200.0])
+def test_S1_slow_rounds_are_all_trained_with_external_groups_of_the_same_round(scene, step):
+    """All settings that matter have their defaults. A round takes two steps and many intervals."""
+    names = ("COORDINATOR_ROUND_INTERVAL", "FETCH_TIMEOUT_SECONDS", "STALE_AFTER_SECONDS")
+    scene.swarm |= {name: sapo.TABLE[name].default for name in (*names, "ROUND_ADVANCE")}
+    scene.swarm |= {"MAX_ROUNDS": 30, "CHECKPOINT_INTERVAL": 10}
+    leader, *workers = [scene.start(name, step) for name in ("coordinator", "w0", "w1")]
+    scene.run(seconds=60 * 2 * step)
+    for process in workers:
+        ages = [row["external_ages"] for row in scene.rows(process.name)]
+        assert ages == [[0, 0]] * 30, "a round was missed, or it had older external groups"
+        assert "no peer published" not in process.output
+    assert leader.status == 0 and "reward" in leader.output.split("29/30")[1]
+    scene.check()
+
+
+@pytest.mark.parametrize("num_external", [0, 2])
+def test_S1_a_worker_that_is_a_tenth_slower_misses_no_slow_round(scene, num_external):
+    scene.swarm |= {"MAX_ROUNDS": 30, "NUM_TRANSPLANT_TREES": num_external}
+    for name, step in (("coordinator", 1.0), ("w0", 100.0), ("w1", 110.0)):
+        scene.start(name, step)
+    scene.run()
+    assert scene.rounds("w0") == scene.rounds("w1") == [*range(30)]
+
+
+@pytest.mark.parametrize(
+    "advance, is_over", [("time", True), ("completion", False), ("hybrid", True)]
+)
+def test_S1_a_worker_that_lives_but_never_submits_delays_one_round(scene, advance, is_over):
+    """The stuck worker writes heartbeats, but its step takes days."""
+    scene.swarm |= {"MAX_ROUNDS": 10**4, "ROUND_ADVANCE": advance, "NUM_TRANSPLANT_TREES": 0}
+    *_, stuck = [scene.start(name, 3.0) for name in ("coordinator", "well", "stuck")]
+    scene.run(lambda: scene.opened() == 3)
+    stuck.step_seconds = 1e6
+    scene.wait(300)
+    assert (scene.opened() > 5) == is_over
+
+
+def test_S1_a_node_without_external_groups_logs_once_which_setting_helps(scene):
+    """With `time` and an interval of 5 s, the peer's rollouts of a round arrive after it is over."""
+    scene.swarm |= {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 5, "MAX_ROUNDS": 200}
+    scene.swarm |= {"ROLLOUT_MAX_AGE": 0}
+    for name, step in (("coordinator", 1.0), ("fast", 1.0), ("slow", 40.0)):
+        scene.start(name, step)
+    scene.run()
+    events = [row["text"] for row in scene.rows("fast", "training_events")]
+    (text,) = [text for text in events if "no peer published in time in ten rounds" in text]
+    assert "FETCH_TIMEOUT_SECONDS" in text and "ROUND_ADVANCE" in text
 
 
 def test_S1_F6_the_coordinator_says_how_to_join_holds_round_0_and_waits_for_the_last(scene):
