@@ -1716,8 +1716,7 @@ def finish_run(run: Run) -> int:
     log_samples(run, is_last=True)
     rows = []  # from this and earlier processes
     for node in run.nodes:
-        stages = run.store.list_stages("rewards", node.id)
-        rows += run.store.read_rewards(node.id, stages)
+        rows += coordinator.read_rows(run.store, run.swarm.board, node.id)
     if rows:
         total = coordinator.mean(node.total_reward for node in run.nodes)
         num_rounds = len({row["round"] for row in rows})
