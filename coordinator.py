@@ -734,6 +734,8 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
 MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "TEST_MODE", "created_at", "maker")
 # Student's t for the 95% CI of the mean of 2, 3, … 10 values, and of 11 or more.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+# Escapes for text from config.json, which is untrusted, in a Markdown file.
+MARKDOWN = str.maketrans({"|": r"\|", "<": "&lt;"})
 
 
 def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
@@ -896,13 +898,13 @@ def format_report(rows: list[dict], notes: list[str]) -> str:
     table = []
     for row in rows:
         low, high = row["interval"] or (None, None)
-        arm = {"I/J": drive_store.printable(row["I/J"], 60)}
+        arm = {"I/J": drive_store.printable(row["I/J"], 60).translate(MARKDOWN)}
         arm |= {column: row[column] for column in columns} | {"from": low, "to": high}
         table.append(arm | {"experiments": join_names(row["experiments"], 1)})
 
     form = [".2f"] * len(columns) + ["+.0%"] * 3 + [""]
     text = tabulate(table, "keys", "github", floatfmt=form, missingval="")
-    return "\n- ".join([f"{text}\n", *notes])
+    return "\n- ".join([f"{text}\n", *[note.translate(MARKDOWN) for note in notes]])
 
 
 # -------- Plots -----------------------------------------------------------------------------------

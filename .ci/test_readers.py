@@ -1,10 +1,13 @@
 """Tests of the monitor, the plot and the report (U5, U7) on experiments written by hand."""
 
 import inspect
+import io
+import itertools
 import json
 import re
 import shutil
 import time
+import warnings
 from types import SimpleNamespace
 
 import matplotlib.figure
@@ -213,3 +216,41 @@ def test_U7_a_report_says_what_it_leaves_out_and_why(tmp_path, monkeypatch, caps
                   "gaps has gaps: 27 rounds", "earlier version): pasted", "code are not averaged"):  # fmt: skip
         assert words in text, words
     assert len(json.loads((tmp_path / "reports/whole.json").read_bytes())["rows"]) == 4 * 30
+
+
+def test_U5_X3_a_report_escapes_values_that_markdown_would_interpret(tmp_path, capsys):
+    for name, value in (("a", "dapo"), ("b", "<script>alert(1)</script>|x")):
+        store = experiment(tmp_path, name)
+        config = json.loads((store.dir / "config.json").read_bytes())
+        config |= {"LOSS_TYPE": value, "<b>|": value}
+        (store.dir / "config.json").write_bytes(dump_json(config))
+    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
+    text = (tmp_path / "reports/report_all.md").read_text()
+    assert text in capsys.readouterr().out
+    assert "<" not in text and "&lt;script>" in text and r"&lt;b>\|" in text
+    table = [line for line in text.split("\n") if line.startswith("|")]
+    assert len(table) == 4
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, "cells per row"
+
+
+def test_U3_a_plot_shows_whole_rounds_and_what_a_point_is_and_does_not_warn(tmp_path):
+    def axes_of(num_rounds) -> list:
+        """Draw an experiment's panels, and return their axes."""
+        rows = []
+        for t, node in itertools.product(range(num_rounds), FOUR):
+            row = {"node_id": node, "round": t, "stage": 0, "timestamp": 1, "reward": t % 7 / 10}
+            rows.append(row | {"groups": 4, "informative_local": 1, "reward_gcd": 0.1})
+        exp = coordinator.Experiment("x", {"MAX_ROUNDS": num_rounds}, drive_store.Board(), {}, rows)
+        figure = matplotlib.figure.Figure(layout="constrained")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for draw_on in coordinator.plot_of(exp).values():
+                draw_on(figure.add_subplot())
+            figure.savefig(io.BytesIO())
+        return figure.axes
+
+    for num_rounds, per_point in ((2, 1), (30, 1), (31, 2), (10_000, 334)):
+        for axis in axes_of(num_rounds):
+            assert axis.get_xlabel() == f"round (rounds per point: {per_point})"
+            assert all(tick == int(tick) for tick in axis.get_xticks())
+            assert max(len(line.get_xdata()) for line in axis.get_lines()) <= 30
