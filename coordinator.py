@@ -391,8 +391,17 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 # -------- Reading an experiment, from the program or a notebook -----------------------------------
 
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
-NEEDED = (*ARM, "SEED", "MAX_ROUNDS")  # settings that readers need
-FIRST_LOOK_BYTES = 16 << 20  # for all nodes together; about 4000 rounds of 4 nodes or 120 of 128
+NEEDED = (*ARM, "SEED", "MAX_ROUNDS", "MAX_STAGES")  # settings that readers need
+# Readers ignore later rounds, and the older rows of a longer metrics.jsonl. An untrusted peer may
+# have written any number of rows. A row takes about 1 KiB.
+END_OF_ROUNDS = 100_000
+MAX_ROWS = 20_000
+MAX_LOG_BYTES = 64 << 20
+# The monitor reads the end of all these files every ten seconds, with at most 16 MiB in total. This
+# is about 4000 rounds of 4 nodes, or 120 rounds of 128 nodes.
+MONITOR_BYTES = 16 << 20
+# After two seconds, readers show how many files they have read.
+PROGRESS = {"delay": 2, "mininterval": 1, "leave": False, "position": 0}
 
 
 @dataclass
@@ -400,7 +409,7 @@ class Experiment:
     """A snapshot of an experiment for readers, such as the monitor and the report."""
 
     name: str
-    config: dict  # the experiment's settings; a missing setting of NEEDED is 1
+    config: dict  # the experiment's settings, at least those of NEEDED
     board: "drive_store.Board"
     status: dict  # node -> alive, done, stopped, failed or dead
     rows: list  # all rewards with their metrics, by round
@@ -423,10 +432,8 @@ class Experiment:
     @property
     def unhealthy(self) -> list[str]:
         """The failed nodes, followed by the dead nodes. The coordinator may be among them."""
-        nodes = defaultdict(list)  # status -> nodes
-        for node_id, status in self.status.items():
-            nodes[status].append(node_id)
-        return nodes["failed"] + nodes["dead"]
+        nodes = [n for n, status in self.status.items() if status in ("failed", "dead")]
+        return sorted(nodes, key=self.status.get, reverse=True)
 
     def summary(self, node_id: str) -> dict:
         """Return a node's row in the monitor. The reward is averaged over its last ten rounds."""
@@ -489,60 +496,65 @@ class Experiment:
         return totals
 
 
-def read_experiment(swarm, logs: dict | None = None) -> Experiment:
-    """Read an experiment from all its reward files or, with `logs`, from its nodes' metrics.jsonl.
+def read_experiment(swarm, max_bytes: int = 1 << 40) -> Experiment:
+    """Read an experiment. If its config.json is unusable, its settings are 1.
 
-    logs: a dict to pass to every call. It stores the rows read so far, so that each call reads only
-    new lines.
+    max_bytes: the limit for all metrics.jsonl files together.
     """
     store = swarm.store
     board = swarm.look()
+    num_rounds = min(END_OF_ROUNDS, board.open_round + 1)
+    node_bytes = min(MAX_LOG_BYTES, max_bytes // max(1, len(board.sessions)))
     status = {}
-    rows = {}
-    for node_id in sorted(board.sessions):
+    rows = []
+    for node_id in tqdm.tqdm(sorted(board.sessions), f"reading {store.dir.name}", **PROGRESS):
         # Read the status before the rewards, because a node that is done has written all rewards.
         status[node_id] = swarm.status(node_id)
-        if logs is None:
-            stages = store.list_stages("rewards", node_id, lenient=True)
-            stages = [at for at in stages if at.round <= board.open_round]
-            found = store.read_rewards(node_id, stages)
-        else:
-            found = read_metrics(store, node_id, logs, FIRST_LOOK_BYTES // len(board.sessions))
-        for row in found:
-            if 0 <= row["round"] <= board.open_round:
-                rows.setdefault((row["round"], row["stage"], node_id), row)
+        for row in read_rows(store, board, node_id, node_bytes):
+            if 0 <= row["round"] < num_rounds and 0 <= row["stage"] < 100:
+                rows.append(row)
 
-    config = dict.fromkeys(NEEDED, 1) | (store.read_valid("config.json") or {})
-    return Experiment(store.dir.name, config, board, status, [rows[key] for key in sorted(rows)])
+    rows.sort(key=lambda row: (row["round"], row["stage"], row["node_id"]))
+    config = store.read_valid("config.json", check_settings) or dict.fromkeys(NEEDED, 1)
+    return Experiment(store.dir.name, config, board, status, rows)
 
 
-def read_metrics(store, node_id: str, logs: dict, max_bytes: int) -> list[dict]:
-    """Return the rows of a node's metrics.jsonl. Read at most the last max_bytes of its new part.
+def read_rows(store, board, node_id: str, max_bytes: int = MAX_LOG_BYTES) -> list[dict]:
+    """Return a node's rewards with their metrics. If a row occurs twice, the last row counts.
 
-    logs: {node: (position, rows)} from earlier calls, updated by this call.
+    They come from metrics.jsonl, one file per node, because opening thousands of reward files on a
+    mounted drive would take minutes. A node appends a round's rows at the end of the round, so the
+    newest rows may be missing there. They come from the reward files.
     """
-    position, rows = logs.get(node_id, (0, []))
-    path = store.resolve(f"nodes/{node_id}/logs/metrics.jsonl")
     try:
-        with open(path, "rb", opener=drive_store.open_no_link) as file:
-            position = max(position, file.seek(0, os.SEEK_END) - max_bytes)
-            file.seek(position)
-            data = file.read(max_bytes)
-    except OSError:  # it does not exist yet, or cannot be read now
-        return rows
+        data = store.read(f"nodes/{node_id}/logs/metrics.jsonl", max_bytes, from_end=True)
+    except drive_store.InvalidFileError:
+        data = None
 
-    # Leave an incomplete last line for the next call. Skip invalid lines, which a crash or an
-    # untrusted peer may have written. No valid row is shorter than 64 bytes, so limit the number of
-    # lines accordingly.
-    end = data.rfind(b"\n") + 1
-    for line in data[:end].splitlines()[-max_bytes // 64 :]:
+    # Skip invalid lines, which a crash or an untrusted peer may have written.
+    rows = {}
+    for line in (data or b"").splitlines()[-MAX_ROWS:]:
         with contextlib.suppress(drive_store.InvalidFileError):
             row = drive_store.parse_json(line[: drive_store.MAX_METADATA_BYTES])
             drive_store.require(row, {"round": int, "stage": int})
             at = drive_store.At(row["round"], row["stage"])
-            rows.append(drive_store.parse_reward(row, node_id, at))
-    logs[node_id] = (position + end, rows)
-    return rows
+            rows[at] = drive_store.parse_reward(row, node_id, at)
+
+    last = board.progress.get(("rewards", node_id), drive_store.At(-1, -1))
+    stages = [drive_store.At(last.round, stage) for stage in range(last.stage + 1)]
+    missing = [at for at in stages if at not in rows]
+    return [*rows.values(), *store.read_rewards(node_id, missing)]
+
+
+def check_settings(config: dict) -> dict:
+    """Return the contents of config.json. Raise InvalidFileError if a setting of NEEDED is invalid.
+
+    The file is untrusted, because any program may have written it.
+    """
+    drive_store.require(config, dict.fromkeys(NEEDED, int) | {"EXTERNAL_FILTER": bool})
+    if not all(0 <= config[name] < 2**53 for name in NEEDED):
+        raise drive_store.InvalidFileError("a setting in config.json is out of range")
+    return config
 
 
 def column_by(name: str, rows: list[dict], metric: str = "reward") -> dict:
@@ -561,9 +573,9 @@ def list_experiments(path) -> list[str]:
 
 def open_experiment(path, name: str, stale_after: float = 300.0) -> "drive_store.Swarm":
     """Open an experiment for reading. Raise StoreError if it does not exist."""
-    names = list_experiments(path)
-    if name not in names:
-        others = join_names(names, 8) or "none"
+    config = Path(path, "experiments", name, "config.json")
+    if not drive_store.is_safe_name(name) or not config.exists():
+        others = join_names(list_experiments(path), 8) or "none"
         raise drive_store.StoreError(f"no experiment {name!r} in {path}; available: {others}")
     return drive_store.Swarm(drive_store.DriveStore(path, name), stale_after)
 
@@ -613,9 +625,15 @@ def compare_experiments(path, names=None) -> list[dict]:
 
 
 def read_experiments(path, names: list[str]) -> list[Experiment]:
-    """Read these experiments. Leave out experiments without rewards."""
-    experiments = [read_experiment(open_experiment(path, name)) for name in names]
-    return [exp for exp in experiments if exp.rows]
+    """Read these experiments. Leave out experiments without rewards or valid settings."""
+    experiments = []
+    for name in tqdm.tqdm(names, "reading experiments", **PROGRESS):
+        exp = read_experiment(open_experiment(path, name))
+        if exp.config.get("layout") != drive_store.LAYOUT:
+            say(f"{name} is left out, because its config.json is damaged or of another version")
+        elif exp.rows:
+            experiments.append(exp)
+    return experiments
 
 
 # -------- The monitor -----------------------------------------------------------------------------
@@ -642,9 +660,9 @@ def run_reader(config, signals) -> int:
     swarm = open_experiment(path, name, config.STALE_AFTER_SECONDS)
     swarm.store.on_event = lambda kind, text: say(f"monitor: {text}")
     swarm.store.sleep = signals.sleep
-    logs = {}
-    for look in itertools.count():
-        exp = read_experiment(swarm, logs)
+    while True:
+        swarm.store.invalid_files.clear()  # warn only about files that are still unusable
+        exp = read_experiment(swarm, MONITOR_BYTES)
         screen = format_screen(exp, swarm)
         if sys.stdout.isatty():
             screen = f"\033[2J\033[H{screen}"  # clear the terminal first
@@ -654,13 +672,8 @@ def run_reader(config, signals) -> int:
             clear_output(wait=True)
         say(screen)
 
-        # In a notebook, the plot is below the text. On a terminal, the plot is written to a file
-        # every minute, for a browser or Google Drive, and the file's path is printed once.
-        if in_notebook():
+        if in_notebook():  # the plot is below the text
             draw(plot_of(exp), say)
-        elif is_watched and look % 6 == 0:
-            inform = say if look == 0 else lambda text: None
-            save(path, f"monitor_{name}.png", draw(plot_of(exp), inform), inform)
         if exp.is_over or not is_watched:
             return 0
         signals.sleep(10)
@@ -670,7 +683,7 @@ def format_screen(exp: Experiment, swarm) -> str:
     """Return the monitor's text, cropped to the size of the screen.
 
     Warnings come first, so that they are not cropped. Then come the state of the run, its nodes,
-    its last rounds, its tasks and a sample group.
+    its last rounds and a sample group.
     """
     width, height = shutil.get_terminal_size((80, 24))
     board, current = exp.board, exp.board.open_round
@@ -689,23 +702,12 @@ def format_screen(exp: Experiment, swarm) -> str:
     )
     lines += textwrap.wrap(state, width)
 
-    # The progress in the open round. Nodes publish their rollouts before their rewards.
-    submitted = {row["node_id"] for row in exp.select(round=current)}
-    published = submitted.union(board.reached("rollouts", drive_store.At(current)))
-    lines.append(
-        f"round {current}: {len(published)} nodes published rollouts, "
-        f"{len(submitted)} submitted rewards"
-    )
-
-    # The last two rounds, with the remaining time, and the tasks. They come below the nodes.
+    # The last two rounds, with the remaining time. They come below the nodes.
     ends = column_by("round", exp.last_rounds(11), "timestamp")
     round_ends = [max(ends[t]) for t in sorted(ends)]
     below = [
         format_round(t, exp.num_rounds, exp.select(round=t), round_ends) for t in sorted(ends)[-2:]
     ]
-    rewards = reward_per_task(exp.last_rounds(10)).items()
-    tasks = ", ".join(f"{task} {reward:.2f}" for task, reward in rewards)
-    below += textwrap.wrap(f"by task: {tasks}", width, subsequent_indent="  ", max_lines=3)
 
     # One line per node. On a small screen, show failed and dead nodes, the slowest nodes and the
     # newest nodes, and count the others.
@@ -750,7 +752,7 @@ def find_warnings(exp: Experiment, swarm) -> list[str]:
     if diagnosis.startswith(("worse", "nothing")):
         warnings.append(diagnosis)
     for reason, count in swarm.store.invalid_files.most_common(3):
-        warnings.append(f"unusable files ({count} failed reads): {drive_store.printable(reason)}")
+        warnings.append(f"unusable files ({count}): {drive_store.printable(reason)}")
     return warnings
 
 
@@ -759,9 +761,9 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
 
     before: the same question with earlier completions, which are listed first.
     """
-    # Join the question's lines, wrap them, and keep at most the last three lines.
+    # Join the question's lines, wrap its end, and keep at most the last three lines.
     width = max(20, shutil.get_terminal_size((80, 40)).columns - 30)
-    text = " ".join(f"{group['prompt']}  (correct: {group['answer']})".split())
+    text = " ".join(f"{group['prompt']}  (correct: {group['answer']})".split())[-5 * width :]
     lines = textwrap.wrap(drive_store.printable(text, 10**6), width, subsequent_indent="  ")[-3:]
 
     answers = {"": group} if before is None else {"before  ": before, "now     ": group}
@@ -778,6 +780,8 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
 MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "TEST_MODE", "created_at", "maker")
 # Student's t for the 95% CI of the mean of 2, 3, … 10 values, and of 11 or more.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+# Escapes for text from config.json, which is untrusted, in a Markdown file.
+MARKDOWN = str.maketrans({"|": r"\|", "<": "&lt;"})
 
 
 def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
@@ -940,13 +944,13 @@ def format_report(rows: list[dict], notes: list[str]) -> str:
     table = []
     for row in rows:
         low, high = row["interval"] or (None, None)
-        arm = {"I/J": drive_store.printable(row["I/J"], 60)}
+        arm = {"I/J": drive_store.printable(row["I/J"], 60).translate(MARKDOWN)}
         arm |= {column: row[column] for column in columns} | {"from": low, "to": high}
         table.append(arm | {"experiments": join_names(row["experiments"], 1)})
 
     form = [".2f"] * len(columns) + ["+.0%"] * 3 + [""]
     text = tabulate(table, "keys", "github", floatfmt=form, missingval="")
-    return "\n- ".join([f"{text}\n", *notes])
+    return "\n- ".join([f"{text}\n", *[note.translate(MARKDOWN) for note in notes]])
 
 
 # -------- Plots -----------------------------------------------------------------------------------
@@ -983,35 +987,26 @@ def plot_of(exp: Experiment) -> dict:
         nodes.append((node_id if len(exp.totals) <= 8 else None, [curves[-1]]))
     nodes.insert(0, (f"mean ± sd of {len(curves)} nodes", curves))
 
-    # The reward of each task, best first, and the metrics that explain the reward.
-    tasks = [(task, [exp.curve(f"reward_{task}")]) for task in reward_per_task(exp.rows)]
+    # The reward of up to 20 tasks, and the metrics that explain the reward.
+    columns = [name for name in sorted(set().union(*exp.rows)) if name.startswith("reward_")]
+    tasks = [(name.removeprefix("reward_"), [exp.curve(name)]) for name in columns[:20]]
     counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
     informative_shares = []
     for num_informative, num_groups in counts:
         informative_shares.append(num_informative / num_groups if num_groups else None)
+    nodes_of = column_by("round", exp.rows, "node_id")
+    num_nodes = [len(set(nodes_of[t])) for t in range(exp.newest_round + 1)]
     shares = [
         ("own groups that are informative", [informative_shares]),
         ("answers in <answer> tags", [exp.curve("answer_tag_rate")]),
         ("truncated answers", [exp.curve("truncated_rate")]),
+        ("nodes that submitted a reward", [[n / len(curves) for n in num_nodes]]),
     ]
-
-    # How many nodes were present in each round, and the total and latest rewards.
-    nodes_of = column_by("round", exp.rows, "node_id")
-    rounds = range(min(nodes_of, default=0), exp.newest_round + 1)
-    present = [len(set(nodes_of[t])) for t in rounds]
-    order = sorted(exp.totals, key=exp.totals.get)  # the highest on top
-    totals = [exp.totals[node_id] for node_id in order]
-    rewards = [row["reward"] for row in exp.last_rounds(20) if row["reward"] is not None]
 
     return {
         f"{exp.name}: reward": lambda axis: draw_curves(axis, nodes),
         "reward by task": lambda axis: draw_curves(axis, tasks),
-        "diagnostics": lambda axis: draw_curves(axis, shares),
-        "nodes that submitted each round": lambda axis: axis.stairs(
-            present, [*rounds, rounds.stop], fill=True, color=COLORS[6]
-        ),
-        "cumulative reward": lambda axis: axis.barh(order, totals, color=COLORS[6]),
-        "rewards of the last 20 rounds": lambda axis: axis.hist(rewards, 20, color=COLORS[6]),
+        "diagnostics (shares)": lambda axis: draw_curves(axis, shares),
     }
 
 
@@ -1032,35 +1027,35 @@ def draw(panels: dict, inform) -> bytes | None:
 
 
 def plot(panels: dict) -> bytes:
-    """Return the panels, {title: function that draws on an axis}, as a PNG with three per row."""
+    """Return the panels, {title: function that draws on an axis}, side by side as a PNG."""
     import matplotlib.figure
 
-    num_columns = min(3, len(panels))
-    num_rows = -(-len(panels) // num_columns)  # rounded up
     file = io.BytesIO()
     # A name may contain "$", which would start a formula.
     with matplotlib.rc_context({"text.parse_math": False, "ytick.labelsize": 7}):
-        figure = matplotlib.figure.Figure(
-            (5.5 * num_columns, 4.5 * num_rows), dpi=110, layout="constrained"
-        )
+        size = (5.5 * len(panels), 4.5)
+        figure = matplotlib.figure.Figure(size, dpi=110, layout="constrained")
         for number, (title, draw_on) in enumerate(panels.items(), start=1):
-            axis = figure.add_subplot(num_rows, num_columns, number, title=title)
-            draw_on(axis)
+            draw_on(figure.add_subplot(1, len(panels), number, title=title))
         figure.savefig(file, format="png")
     return file.getvalue()
 
 
 def draw_curves(axis, lines: list[tuple]) -> None:
-    """Draw one smoothed line per (label, curves) pair.
+    """Draw one line per (label, curves) pair. Average rounds so that it has at most 30 points.
 
     Several curves (of seeds or nodes) are drawn as their mean, with a band of one standard
-    deviation. A line without a label is gray. A None in a curve leaves a gap.
+    deviation. A line without a label is gray. A point without values is a gap.
     """
+    num_rounds = max((len(curve) for _, curves in lines for curve in curves), default=0)
+    step = max(1, -(-num_rounds // 30))  # rounds per point, rounded up
+    starts = range(0, num_rounds, step)
     for number, (label, curves) in enumerate(lines):
-        # Smooth each curve, and pad shorter curves.
-        smooth = list(itertools.zip_longest(*map(moving_average, curves)))
-        values = numpy.array(smooth, dtype=float).reshape(len(smooth), len(curves))
-        values = numpy.ma.masked_invalid(values)  # (round, curve)
+        means = []
+        for t in starts:
+            means.append([mean(curve[t : t + step]) for curve in curves])
+        values = numpy.array(means, dtype=float).reshape(len(starts), len(curves))
+        values = numpy.ma.masked_invalid(values)  # (point, curve)
         center, spread = values.mean(1), values.std(1)
 
         style = {
@@ -1074,15 +1069,15 @@ def draw_curves(axis, lines: list[tuple]) -> None:
         if label is None:
             style = {"color": "0.8", "linewidth": 0.5, "zorder": 1}
 
-        axis.plot(center, **style)
-        rounds = range(len(center))
+        axis.plot(starts, center, **style)
         axis.fill_between(
-            rounds, center - spread, center + spread, color=style["color"], alpha=0.15
+            starts, center - spread, center + spread, color=style["color"], alpha=0.15
         )
 
-    axis.set(xlabel="round", ylim=(0, None))  # the upper limit is automatic
+    axis.set(xlabel=f"round (rounds per point: {step})", ylim=(0, None))
+    axis.locator_params(axis="x", integer=True)
     if lines:  # with I = 0, the list of tasks is empty
-        axis.legend(fontsize=7)
+        axis.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 # -------- Text and numbers, which sapo.py uses as well --------------------------------------------
@@ -1115,25 +1110,6 @@ def mean(values) -> float | None:
 def mean_of(metric: str, rows: list[dict]) -> float | None:
     """Return the mean of a metric over the rows that contain it, or None if no row does."""
     return mean(row.get(metric) for row in rows)
-
-
-def reward_per_task(rows: list[dict]) -> dict[str, float]:
-    """Return {task: mean reward} for up to 20 tasks, best first."""
-    means = {}
-    for column in sorted(set().union(*rows)):
-        if column.startswith("reward_") and len(means) < 20:
-            means[column.removeprefix("reward_")] = mean_of(column, rows)
-    return dict(sorted(means.items(), key=lambda item: -item[1]))
-
-
-def moving_average(values: list) -> list:
-    """Return the running mean over a tenth of the values (at most 100). None stays None."""
-    window = max(1, min(100, len(values) // 10))
-    smooth = []
-    for i, value in enumerate(values):
-        recent = values[max(0, i + 1 - window) : i + 1]
-        smooth.append(None if value is None else mean(recent))
-    return smooth
 
 
 def sparkline(values: list, width: int = 24) -> str:

@@ -364,14 +364,18 @@ class DriveStore(Folder):
     make_dir = waits(Folder.make_dir)
 
     @waits
-    def read(self, path: str, max_bytes: int) -> bytes | None:
+    def read(self, path: str, max_bytes: int, from_end: bool = False) -> bytes | None:
         """Return the contents of a file, or None if it does not exist.
 
         Raise InvalidFileError if the file is larger than max_bytes or unreadable, because a peer's
-        bad file must not stop this process. For outages, see `check_read_error`.
+        bad file must not stop this process. For outages, see `check_read_error`. With `from_end`,
+        return the last max_bytes of a larger file, such as a log.
         """
         try:
             with open(self.resolve(path), "rb", opener=open_no_link) as file:
+                if from_end:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - max_bytes))
+                    return file.read(max_bytes)
                 data = file.read(max_bytes + 1)
         except OSError as error:
             check_read_error(self, path, error)
@@ -381,17 +385,12 @@ class DriveStore(Folder):
         return data
 
     @waits
-    def list_names(self, path: str, lenient: bool = False) -> list[str]:
-        """Return the names in a folder, sorted, or [] if the folder does not exist.
-
-        With `lenient`, as in readers, a folder that cannot be listed counts as empty.
-        """
+    def list_names(self, path: str) -> list[str]:
+        """Return the names in a folder, sorted, or [] if the folder does not exist."""
         try:
             return sorted(os.listdir(self.resolve(path)))
-        except OSError as error:
+        except (FileNotFoundError, NotADirectoryError):
             check_mounted(self, path)
-            if not lenient and not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                raise
             return []
 
     # -- files
@@ -428,14 +427,14 @@ class DriveStore(Folder):
         rows = [self.read_reward(node_id, at) for at in stages]
         return [row for row in rows if row is not None]
 
-    def list_stages(self, kind: str, node_id: str, lenient: bool = False) -> list[At]:
+    def list_stages(self, kind: str, node_id: str) -> list[At]:
         """Return the stages for which a node has a file of this kind, ascending.
 
-        Ignore file names that this program does not create. For `lenient`, see `list_names`.
+        Ignore file names that this program does not create.
         """
         stages = []
         end = "()safetensors" if kind == "checkpoints" else r"stage_(0|[1-9]\d?)\.json"
-        for name in self.list_names(f"nodes/{node_id}/{kind}", lenient):
+        for name in self.list_names(f"nodes/{node_id}/{kind}"):
             if match := re.fullmatch(rf"round_(\d{{6}})\.{end}", name, re.ASCII):
                 stages.append(At(int(match[1]), int(match[2] or 0)))
         return sorted(stages)

@@ -1801,8 +1801,7 @@ def finish_run(run: Run) -> int:
     samples = log_samples(run, is_last=True)
     rows = []  # from this and earlier processes
     for node in run.nodes:
-        stages = run.store.list_stages("rewards", node.id)
-        rows += run.store.read_rewards(node.id, stages)
+        rows += coordinator.read_rows(run.store, run.swarm.board, node.id)
     if rows:
         checkpoints = run.store.list_stages("checkpoints", run.nodes[0].id)
         coordinator.log_end(run, rows, checkpoints)

@@ -39,7 +39,7 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import coordinator
-from coordinator import column_by, mean_of, moving_average
+from coordinator import column_by, mean_of
 
 RESULTS = os.environ.get("RESULTS")
 PROGRAM = Path(coordinator.__file__).with_name("sapo.py")
@@ -139,6 +139,12 @@ def run_swarm(folder: Path, key: tuple, processes: list[dict]) -> None:
     nodes_dir = folder / "experiments" / name / "nodes"
     for path in (*nodes_dir.glob("*/checkpoints/*"), *nodes_dir.glob("*/model/*.safetensors")):
         path.unlink()
+
+
+def moving_average(values: list) -> list:
+    """Return the running mean over a tenth of the values (at most 100)."""
+    window = max(1, min(100, len(values) // 10))
+    return [fmean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values))]
 
 
 def summarize(run: coordinator.Experiment) -> dict:

@@ -528,10 +528,13 @@ def write_experiment(drive, name, reward, num_completions=16, **settings) -> Non
     for node in ("n1", "n2"):
         join_by_hand(store, node)
         put(store, f"board/rewards.{node}.000019.0")
+        rows = []
         for t in range(20):
             row = {"node_id": node, "round": t, "stage": 0, "timestamp": 100.0 + t}
             row |= {"reward": reward, "completions": num_completions, "informative_groups": 1}
-            put(store, f"nodes/{node}/rewards/round_{t:06d}.stage_0.json", row)
+            rows.append(json.dumps(row) + "\n")
+        (store.dir / f"nodes/{node}/logs").mkdir(parents=True)
+        (store.dir / f"nodes/{node}/logs/metrics.jsonl").write_text("".join(rows))
 
 
 def test_U5_monitor_and_functions_show_who_lives_rewards_and_what_looks_wrong(tmp_path):

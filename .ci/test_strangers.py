@@ -9,9 +9,12 @@ import io
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import sys
+import time
+import tracemalloc
 from math import inf, nan
 from unittest.mock import Mock, patch
 
@@ -23,6 +26,7 @@ from common import run, time_limit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import coordinator
 import drive_store
 import grpo
 import sapo
@@ -310,6 +314,88 @@ def test_X3_every_reader_copes_with_a_damaged_file(honest_run, data, name):
         assert rewards.between(0, 1).all()
     finally:
         write(path, valid)
+
+
+WRONG = [("SEED", [1]), ("SEED", "1"), ("SEED", None), ("MAX_ROUNDS", "9"), ("MAX_ROUNDS", 10**400)]
+WRONG += [("MAX_ROUNDS", 1.5), ("MAX_ROUNDS", None), ("MAX_STAGES", "2"), ("MAX_STAGES", 10**400)]
+WRONG += [("NUM_TRAIN_SAMPLES", "8"), ("NUM_TRANSPLANT_TREES", {}), ("LOCAL_OVERSAMPLE", -1)]
+
+
+@pytest.mark.parametrize("name, value", WRONG)
+def test_X3_one_experiment_with_a_wrong_setting_does_not_end_the_readers(
+    honest_run, tmp_path, name, value
+):
+    drive = shutil.copytree(honest_run, tmp_path / "drive")
+    shutil.copytree(drive / "experiments/default", drive / "experiments/other")
+    write(drive / "experiments/other/config.json", CONFIG_JSON | {name: value})
+    statuses, output = run_roles(drive, "report", EXPERIMENT_NAME="*")
+    assert statuses == [0]
+    assert len(re.findall("(?m)^other is left out", output)) == 1
+    report = json.loads((drive / "reports/report_all.json").read_text())
+    assert [row["experiments"] for row in report] == [["default"]]
+
+    statuses, output = run_roles(drive, "monitor", EXPERIMENT_NAME="other")
+    assert statuses == [0]
+    assert re.search("(?m)^! unusable files .1.: ", output)
+
+
+def test_X3_a_log_that_grows_by_megabytes_does_not_hold_up_the_monitor(tmp_path):
+    folder = begin(tmp_path)
+    log = folder / "nodes/p/logs/metrics.jsonl"
+    log.parent.mkdir()
+    swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
+    honest = json.dumps({"node_id": "q", "round": 1, "stage": 0, "timestamp": 1e9, "reward": 0.5})
+    write(folder / "nodes/q/logs/metrics.jsonl", f"{honest}\n".encode())
+    (folder / "board/open.q.000002.0").touch()
+
+    for number in range(3):
+        row = {"node_id": "p", "round": number, "stage": 0, "timestamp": 1, "reward": 0}
+        with open(log, "a") as file:
+            for stage in range(120_000):
+                file.write(json.dumps(row | {"stage": stage}) + "\n")
+        assert log.stat().st_size > 8 * 2**20 * (number + 1)
+
+        # Measure the memory of the first polls and the CPU time of the last poll.
+        if number < 2:
+            tracemalloc.start()
+        started = time.process_time()
+        exp = coordinator.read_experiment(swarm, coordinator.MONITOR_BYTES)
+        if number < 2:
+            assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
+            tracemalloc.stop()
+        assert [row["reward"] for row in exp.select(node_id="q")] == [0.5, 0.5]
+    assert time.process_time() < started + 3
+
+
+def test_X3_a_question_of_a_million_characters_is_displayed_at_once():
+    group = {"prompt": "x" * 10**6, "answer": "1", "completions": []}
+    with time_limit(2):
+        lines = coordinator.format_sample(group)
+    assert len(lines) <= 3 and sum(map(len, lines)) < 400 and "(correct: 1)" in lines[-1]
+
+
+@pytest.mark.parametrize("round_", [99_999, 999_999])
+def test_X3_a_forged_reward_of_a_distant_round_does_not_hold_up_a_plot(tmp_path, round_):
+    folder = begin(tmp_path)
+    row = {"node_id": "p", "round": round_, "stage": 0, "timestamp": 1e9, "reward": 0.5}
+    for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", round_):
+        (folder / f"board/open.{name}.{t:06d}.0").touch()
+        forged = row | {"node_id": name, "round": t, "reward_gcd": 0.1}
+        write(folder / f"nodes/{name}/rewards/round_{t:06d}.stage_0.json", forged)
+        log = folder / f"nodes/{name}/logs/metrics.jsonl"
+        log.parent.mkdir(exist_ok=True)
+        with open(log, "a") as file:
+            file.write(json.dumps(forged) + "\n")
+
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with time_limit(20):
+        swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
+        exp = coordinator.read_experiment(swarm)
+        coordinator.format_screen(exp, swarm)
+        assert coordinator.plot(coordinator.plot_of(exp)).startswith(b"\x89PNG")
+        assert run(tmp_path, NODE_ROLE="report") == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < kilobytes + 200_000
+    assert (tmp_path / "reports/report_all.png").exists()
 
 
 @settings(max_examples=400, **REPEATABLE)
