@@ -287,15 +287,19 @@ def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, mon
 def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_makes_it_for_all(tmp_path, monkeypatch):
     steps = []
 
-    def press_in_step_three(bar, n=1):
-        steps.append(n)
-        if len(steps) == 3:
-            os.kill(os.getpid(), SIGINT)
+    warm_start = grpo.warm_start
+
+    def press_in_step_three(*args):
+        for step, loss in warm_start(*args):
+            steps.append(step)
+            if step == 3:
+                os.kill(os.getpid(), SIGINT)
+            yield step, loss
 
     with monkeypatch.context() as patch:
-        patch.setattr(sapo.tqdm.tqdm, "update", press_in_step_three)
+        patch.setattr(grpo, "warm_start", press_in_step_three)
         output_of(tmp_path, WARM, status=130, NODE_ROLE="prepare")
-    assert steps == [1, 1, 1] and contents(tmp_path) == {}
+    assert steps == [1, 2, 3] and contents(tmp_path) == {}
     assert MADE in output_of(tmp_path, WARM, NODE_ROLE="prepare")
     assert len(contents(tmp_path)) == 1, "prepare must not create an experiment"
     assert MADE not in output_of(tmp_path, WARM, MAX_ROUNDS=1)
