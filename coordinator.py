@@ -526,6 +526,15 @@ def read_rows(store, board, node_id: str, max_bytes: int = MAX_LOG_BYTES) -> lis
     mounted drive would take minutes. A node appends a round's rows at the end of the round, so the
     newest rows may be missing there. They come from the reward files.
     """
+    rows = logged_rows(store, node_id, max_bytes)
+    last = board.progress.get(("rewards", node_id), drive_store.At(-1, -1))
+    stages = [drive_store.At(last.round, stage) for stage in range(last.stage + 1)]
+    missing = [at for at in stages if at not in rows]
+    return [*rows.values(), *store.read_rewards(node_id, missing)]
+
+
+def logged_rows(store, node_id: str, max_bytes: int = MAX_LOG_BYTES) -> dict:
+    """Return the valid rows of a node's metrics.jsonl, {At: row}."""
     try:
         data = store.read(f"nodes/{node_id}/logs/metrics.jsonl", max_bytes, from_end=True)
     except drive_store.InvalidFileError:
@@ -539,11 +548,7 @@ def read_rows(store, board, node_id: str, max_bytes: int = MAX_LOG_BYTES) -> lis
             drive_store.require(row, {"round": int, "stage": int})
             at = drive_store.At(row["round"], row["stage"])
             rows[at] = drive_store.parse_reward(row, node_id, at)
-
-    last = board.progress.get(("rewards", node_id), drive_store.At(-1, -1))
-    stages = [drive_store.At(last.round, stage) for stage in range(last.stage + 1)]
-    missing = [at for at in stages if at not in rows]
-    return [*rows.values(), *store.read_rewards(node_id, missing)]
+    return rows
 
 
 def check_settings(config: dict) -> dict:

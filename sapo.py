@@ -541,8 +541,7 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
     for node in run.nodes if run.is_first_round else ():
         stages = run.store.list_stages("rewards", node.id)
         skipped = [at for at in stages if next_own <= at.round < end]
-        rows = coordinator.read_metrics(run.store, node.id, {}, 2**26)
-        logged = {(row["round"], row["stage"]) for row in rows}
+        logged = coordinator.logged_rows(run.store, node.id)
         for row in run.store.read_rewards(node.id, skipped):
             node.metrics = row
             node.total_reward += row["reward"] or 0.0
