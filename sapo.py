@@ -639,9 +639,10 @@ def update_metrics(run: Run, node: Node, groups: "list[grpo.Group]", update: dic
 
 
 def held_out_metrics(run: Run, node: Node, at) -> dict:
-    """Return {"held_out": accuracy} after every EVAL_INTERVAL-th round, otherwise {}."""
+    """Return {"held_out": accuracy} every EVAL_INTERVAL rounds and in the last round, else {}."""
     interval = run.config.EVAL_INTERVAL
-    is_due = interval > 0 and (at.round + 1) % interval == 0
+    end = at.round + 1
+    is_due = interval > 0 and (end % interval == 0 or end == run.config.MAX_ROUNDS)
     if is_due and at.stage == run.config.MAX_STAGES - 1:
         return {"held_out": held_out_accuracy(run, node, at.round)}
     return {}
@@ -666,11 +667,13 @@ def evaluate(run: Run, when: str) -> None:
     """Measure the held-out accuracy "before training" or "after training", if EVAL_INTERVAL is set.
 
     It is logged and appears in the model card. A resumed node reads the accuracy before training
-    from its checkpoint.
+    from its checkpoint. The accuracy after the last round is known if the node has trained in it.
     """
     for node in run.nodes:
         if run.config.EVAL_INTERVAL > 0 and when not in node.held_out:
-            node.held_out[when] = held_out_accuracy(run, node, run.last_round)
+            if "held_out" not in node.metrics:
+                node.metrics["held_out"] = held_out_accuracy(run, node, run.last_round)
+            node.held_out[when] = node.metrics["held_out"]
             run.log.event("held-out", f"{node.id}'s accuracy {when} is {node.held_out[when]:.2f}")
 
 
