@@ -15,13 +15,11 @@ Settings are environment variables (see `python sapo.py --help`):
     EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py
 """
 
-import ast
 import contextlib
 import copy
 import difflib
 import gc
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -328,6 +326,7 @@ class Run:
     swarm: "drive_store.Swarm"  # this process's view of the swarm
     log: "Log"
     signals: "Signals"
+    code: str | None = field(default_factory=coordinator.hash_code)  # when the process starts
     history: list[dict] = field(default_factory=list)  # the metrics of each stage and node
     round_ends: list[float] = field(default_factory=list)  # by the monotonic clock
     present: set = field(default_factory=set)  # the nodes in the swarm now (coordinator)
@@ -1081,24 +1080,10 @@ def saved_settings(config: Config) -> dict:
         "layout": drive_store.LAYOUT,
         "maker": config.node_ids[0],
         "reasoning_gym": grpo.REASONING_GYM_VERSION,
-        "code": hash_code(),
+        "code": coordinator.hash_code(),
         "created_at": time.time(),
         **{name: getattr(config, name) for name in names},
     }
-
-
-def hash_code() -> str | None:
-    """Return a hash of the program, so that the report can tell different versions apart.
-
-    Comments and blank lines do not change the hash, but docstrings and messages do. A pasted cell
-    has no source, so its hash is None.
-    """
-    modules = (drive_store, grpo, coordinator, sys.modules[__name__])
-    try:
-        trees = [ast.dump(ast.parse(inspect.getsource(module))) for module in modules]
-    except (OSError, TypeError):
-        return None
-    return hashlib.sha256("".join(trees).encode()).hexdigest()[:12]
 
 
 def help_text() -> str:
@@ -1686,7 +1671,7 @@ def make_nodes(run: Run, model) -> None:
 
 
 def join(run: Run) -> None:
-    """Join the swarm, and record and log the model, the device and the versions in use."""
+    """Join the swarm. Record the settings (without the access token), code and versions in use."""
     config = run.config
     device = config.DEVICE
     if device.startswith("cuda"):
@@ -1695,7 +1680,9 @@ def join(run: Run) -> None:
         "model": config.MODEL_NAME,
         "device": device,
         "host": os.uname().nodename,
+        "code": run.code,
         **grpo.VERSIONS,
+        **{name: getattr(config, name) for name in TABLE if name != grpo.SECRET},
     }
     run.swarm.join(about)
     for node in run.nodes:
