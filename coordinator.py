@@ -911,7 +911,7 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
             "sd": statistics.stdev(rewards.values()) if len(rewards) > 1 else None,
             "held-out": mean(mean_of("held_out", exp.last_rounds(20)) for exp in runs),
             "completions": round(mean(mean_by_seed("completions", runs, common).values())),
-            "baseline": baseline and drive_store.printable(" ".join(baseline[:2]).strip(), 60),
+            "baseline": None,
             "gain": statistics.geometric_mean(ratios) - 1 if len(ratios) > 1 else None,
             "interval": interval_of(ratios) if len(ratios) > 2 else None,
             "by seed": list(map(list, rewards.items())),
@@ -922,7 +922,8 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         shown = drive_store.printable(label, 60)
         if label != arm:
             notes.append(f"{shown}: {join_names(names, 5)}")
-        if baseline:
+        if baseline in arms:
+            row["baseline"] = drive_store.printable(" ".join(baseline[:2]).strip(), 60)
             missing = "a gain needs 2" if len(ratios) < 2 else "a 95% CI needs 3"
             if row["interval"]:
                 missing = "the gain's 95% CI is {:+.0%} to {:+.0%}".format(*row["interval"])

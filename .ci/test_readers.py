@@ -290,6 +290,11 @@ def test_U5_a_changed_program_is_compared_with_the_original_paired_by_seed(
     rows = {row["I/J"]: row for row in sapo.compare_experiments(tmp_path)}
     assert list(rows) == ["4/4 hard_yes_*", "4/4", "8/0"]
     assert [row["baseline"] for row in rows.values()] == ["4/4", "8/0", None]
+
+    # Without the baseline of the original, no note mentions it.
+    changed = [name for name in coordinator.list_experiments(tmp_path) if "hard" in name]
+    pair, notes = coordinator.compare_arms(coordinator.read_experiments(tmp_path, changed))
+    assert [row["baseline"] for row in pair] == ["4/4", None] and "8/0" not in "".join(notes)
     by_hand = (0.4 / 0.2 * 0.5 / 0.4 * 0.9 / 0.3) ** (1 / 3) - 1
     assert rows["4/4 hard_yes_*"]["gain"] == pytest.approx(by_hand)
     assert rows["4/4"]["gain"] == pytest.approx((2 * 4 * 3) ** (1 / 3) - 1)
