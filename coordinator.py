@@ -8,8 +8,12 @@ workers in step (see `Board.in_step`) have submitted their rewards, or an interv
 reward.
 """
 
+import ast
 import contextlib
 import fnmatch
+import functools
+import hashlib
+import inspect
 import io
 import itertools
 import json
@@ -21,7 +25,7 @@ import sys
 import textwrap
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy  # numpy and tqdm come with transformers
@@ -88,7 +92,7 @@ def lacks_workers(run) -> bool:
 def run_coordinator(run) -> None:
     """Open one round after another. Raise Stopped if the process should end."""
     swarm = run.swarm
-    swarm.join({"role": "coordinator"}, folders=["logs"])
+    swarm.join(coordinator_facts(run), folders=["logs"])
     last_round = run.config.MAX_ROUNDS - 1
     t = -1  # the last round that this process has entered
     interval_start = 0.0  # when the interval of round t started
@@ -167,6 +171,13 @@ def round_is_over(run, t: int, submitted: set[str], elapsed: float) -> bool:
 
 
 # ==== The core ends here. Below: who has submitted, the round's log line, monitor, report, plots ==
+
+
+def coordinator_facts(run) -> dict:
+    """Return the code and the settings in the coordinator's session file, for `read_facts`."""
+    names = ("ROUND_ADVANCE", "COORDINATOR_ROUND_INTERVAL", "STALE_AFTER_SECONDS")
+    settings = {name: getattr(run.config, name) for name in names}
+    return {"role": "coordinator", "code": run.code} | settings
 
 
 def log_missing_workers(run) -> None:
@@ -413,6 +424,7 @@ class Experiment:
     board: "drive_store.Board"
     status: dict  # node -> alive, done, stopped, failed or dead
     rows: list  # all rewards with their metrics, by round
+    facts: dict = field(default_factory=dict)  # what defines its arm; see `read_facts`
 
     @property
     def num_rounds(self) -> int:
@@ -637,7 +649,7 @@ def read_experiments(path, names: list[str]) -> list[Experiment]:
         if exp.config.get("layout") != drive_store.LAYOUT:
             say(f"{name} is left out, because its config.json is damaged or of another version")
         elif exp.rows:
-            experiments.append(exp)
+            experiments.append(replace(exp, facts=read_facts(path, exp)))
     return experiments
 
 
@@ -721,7 +733,9 @@ def format_screen(exp: Experiment, swarm) -> str:
     newest = sorted(exp.status, key=board.sessions.get, reverse=True)
     ranked = dict.fromkeys([*exp.unhealthy[: room // 2], *slowest[: room // 4], *newest])
     shown = sorted(list(ranked)[:room], key=lambda n: (n not in exp.unhealthy, exp.round_of(n), n))
-    lines += tabulate(map(exp.summary, shown), "keys", "plain", floatfmt=".2f").splitlines()
+    lines += tabulate(
+        map(exp.summary, shown), "keys", "plain", floatfmt=".2f", disable_numparse=[0]
+    ).splitlines()
     if others := Counter(map(exp.status.get, exp.status.keys() - set(shown))):
         counts = [f"{count} {status}" for status, count in others.most_common()]
         lines.append(f"and {others.total()} more: {', '.join(counts)}")
@@ -779,10 +793,85 @@ def format_sample(group: dict, before: dict | None = None) -> list[str]:
     return [f"? {lines[0].strip()}", *lines[1:]]
 
 
+# -------- The identity of runs --------------------------------------------------------------------
+
+MODULES = ("drive_store", "grpo", "coordinator", "sapo")
+MAX_SESSIONS = 500  # session files that a report reads per experiment; peers may add any number
+
+
+def hash_code() -> str | None:
+    """Return a hash of the four modules, so that the report can tell different versions apart.
+
+    A pasted cell has no source files, so its hash is None.
+    """
+    try:
+        folder = Path(inspect.getfile(drive_store)).parent
+        sources = [(folder / f"{name}.py").read_bytes() for name in MODULES]
+    except (OSError, TypeError):
+        return None
+    return hash_sources(*sources)
+
+
+@functools.cache
+def hash_sources(*sources: bytes) -> str:
+    """Return a hash of Python files that ignores comments, blank lines, docstrings and layout."""
+    outlines = [outline(ast.parse(source)) for source in sources]
+    return hashlib.sha256(json.dumps(outlines).encode()).hexdigest()[:12]
+
+
+def outline(node) -> list | str:
+    """Return a syntax tree as nested lists that are the same on all Python versions.
+
+    In contrast, `ast.dump` omits empty fields on some versions. Docstrings are left out.
+    """
+    if isinstance(node, ast.JoinedStr):  # an f-string, which may contain additional empty strings
+        node.values = [each for each in node.values if getattr(each, "value", None) != ""]
+    if isinstance(node, ast.AST):
+        fields = [(name, value) for name, value in ast.iter_fields(node) if value not in (None, [])]
+        return [type(node).__name__, *[(name, outline(value)) for name, value in fields]]
+    if isinstance(node, list):
+        return [
+            outline(each)
+            for each in node
+            if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))
+        ]
+    return ascii(node)
+
+
+def read_facts(path, exp: Experiment) -> dict[str, str]:
+    """Return what defines a run's arm, as text: its settings, code hash and package versions.
+
+    All processes of all nodes wrote them into their session files. If the processes differ, the
+    text lists the value of each process, such as "0.001 + 0.001 + 0.01".
+    """
+    store = drive_store.DriveStore(path, exp.name)
+    sessions = [name for name in store.list_names("board") if name[:8] == "session."]
+    texts = defaultdict(list)
+    for number, name in enumerate(sessions):
+        facts = (store.read_valid(f"board/{name}") if number < MAX_SESSIONS else None) or {}
+        # A pasted cell has no code, and an earlier version wrote neither code nor settings.
+        if not facts.get("code"):
+            facts = exp.config | facts | {"unknown": True}
+        for fact, value in list(facts.items())[:128]:
+            texts[fact].append(str(value))
+    known = {name: str(value) for name, value in exp.config.items()}
+    for fact, each in texts.items():
+        known[fact] = each[0] if len(set(each)) == 1 else " + ".join(sorted(each))
+    return known
+
+
 # -------- The report ------------------------------------------------------------------------------
 
-# Settings in which an arm's runs may differ. (The settings in ARM are part of the arm's name.)
-MAY_DIFFER = ("SEED", "MAX_ROUNDS", "EXPERIMENT_NAME", "TEST_MODE", "created_at", "maker")
+# Facts that do not define an arm: names and folders, the run's length and seed, how its nodes are
+# divided among processes and devices, and which files are kept.
+MAY_DIFFER = (
+    "EXPERIMENT_NAME", "GDRIVE_PATH", "HF_REPO", "created_at", "maker", "unknown",
+    "MAX_ROUNDS", "SEED", "SEEDS", "CONFIGS", "TEST_MODE",
+    "NODE_ID", "NODE_ROLE", "LOCAL_NODES", "NUM_WORKERS", "role", "model", "host",
+    "DEVICE", "device", "MICRO_BATCH_SIZE",
+    "CHECKPOINT_KEEP", "ROLLOUT_CLEANUP_ENABLED", "ROLLOUT_KEEP_LAST_N_ROUNDS",
+    "ROLLOUT_ARCHIVE_OLD",
+)  # fmt: skip
 # Student's t for the 95% CI of the mean of 2, 3, … 10 values, and of 11 or more.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 # Escapes for text from config.json, which is untrusted, in a Markdown file.
@@ -790,12 +879,13 @@ MARKDOWN = str.maketrans({"|": r"\|", "<": "&lt;"})
 
 
 def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
-    """Compare arms. An arm is a set of runs whose settings and code agree, except for MAY_DIFFER.
+    """Compare arms. An arm is a set of runs whose facts agree, except for MAY_DIFFER.
 
-    Return (rows, notes). There is one row per arm, best first, with its relative gain over the
-    J = 0 baseline. The notes report omitted runs, gaps and other limitations of the rows. Only the
-    rounds that all runs have completed are compared. Otherwise, the longest run would have the
-    highest reward.
+    Return (rows, notes). There is one row per arm, best first, with its relative gain. An arm with
+    changed code is compared with the same arm of this program, and any other arm with its J = 0
+    baseline. The notes report omitted runs, gaps and other limitations of the rows. Only the rounds
+    that all runs have completed are compared. Otherwise, the longest run would have the highest
+    reward.
     """
     # Leave out test runs and runs that ended early.
     compared, notes = [], []
@@ -808,89 +898,115 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         else:
             compared.append(exp)
 
-    # Which settings differ between runs, apart from the settings in an arm's name?
-    settings = [exp.config | {"nodes": len(exp.totals)} for exp in compared]
+    # Which facts differ between runs? A setting that a run's program lacks is part of its code.
+    all_facts = [exp.facts | {"nodes": str(len(exp.totals))} for exp in compared]
     differing = []
-    for name in sorted(set().union(*settings) - {*ARM, *MAY_DIFFER}):
-        values = {str(each.get(name)) for each in settings}  # a missing setting counts as None
+    for name in sorted(set().union(*all_facts) - {*ARM, *MAY_DIFFER}):
+        values = {facts[name] for facts in all_facts if name in facts}
         if len(values) > 1:
             differing.append(name)
 
-    # Group the runs into arms, by I/J and by these settings.
+    # Group the runs into arms. Changed code is shown below, as the name of its experiments.
     common = min((exp.newest_round + 1 for exp in compared), default=0)
-    arms = defaultdict(list)  # (I/J, other settings) -> runs
-    for exp, each in zip(compared, settings, strict=True):
-        others = [f"{name}={drive_store.printable(each.get(name), 999)}" for name in differing]
+    arms = defaultdict(list)  # (I/J, other facts, code) -> runs
+    for exp, facts in zip(compared, all_facts, strict=True):
+        # The arm's name shows the experiment's I/J, which a process may have changed.
+        shown = [name for name in ARM if facts[name] != str(exp.config[name])]
+        shown += [name for name in differing if name in facts and name != "code"]
+        others = [f"{name}={facts[name]}" for name in shown]
         rows = [row for row in exp.rows if row["round"] < common]
-        arms[exp.arm, " ".join(others)].append(replace(exp, rows=rows))
+        arms[exp.arm, " ".join(others), facts.get("code")].append(replace(exp, rows=rows))
         present = {(row["node_id"], row["round"]) for row in rows}
         if num_missing := common * len(exp.totals) - len(present):
             notes.append(f"{exp.name} has gaps: {num_missing} rounds of its nodes are missing")
 
     if names := drive_store.printable(", ".join(differing), 200):
         notes.append(
-            f"runs that differ in {names} are not averaged, and no gain is computed between them"
+            f"runs that differ in {names} are not averaged; "
+            "gains compare arms that differ only in I/J or only in code"
         )
-    if unknown := join_names([exp.name for exp in compared if not exp.config.get("code")]):
-        notes.append(f"code version unknown (a pasted cell, or an earlier version): {unknown}")
+    if unknown := join_names([exp.name for exp in compared if "unknown" in exp.facts]):
+        notes.append(
+            "the code or the settings of some processes are unknown (a pasted cell, or an earlier "
+            f"version): {unknown}"
+        )
 
     rows = []
-    for (arm, others), runs in arms.items():
+    own_code = str(hash_code())
+    for (arm, others, code), runs in arms.items():
         # The baseline trains on the same number of groups, all of them its own.
         num_external = runs[0].config["NUM_TRANSPLANT_TREES"]
         alone = f"{runs[0].config['NUM_TRAIN_SAMPLES'] + num_external}/0"
-        baseline = arms.get((alone, others), []) if num_external > 0 else []
-        rewards = reward_by_seed(runs, common)
+        baseline = (alone, others, code) if num_external > 0 else None
+        label = f"{arm} {others}".strip()
+
+        # The baseline of a changed program is the original, which is the reporting program.
+        names = [exp.name for exp in runs]
+        if "code" in differing and code != own_code:
+            label = f"{arm} {os.path.commonprefix(names)}* {others}".strip()
+            if (arm, others, own_code) in arms:
+                baseline = arm, others, own_code
 
         # Compute the relative gain for each seed that both arms have. Skip a baseline with almost
         # no reward, because the ratio would be meaningless.
-        baseline_rewards = reward_by_seed(baseline, common)
-        gains = []
+        rewards = mean_by_seed("reward", runs, common)
+        baseline_rewards = mean_by_seed("reward", arms.get(baseline, []), common)
+        ratios = []
         for seed, reward in rewards.items():
             if baseline_rewards.get(seed, 0.0) > 0.01 * common:
-                gains.append(reward / baseline_rewards[seed] - 1)
+                ratios.append(max(reward, 0.01 * common) / baseline_rewards[seed])
 
         row = {
-            "I/J": f"{arm} {others}".strip(),
+            "I/J": drive_store.printable(label, 999),
             "nodes": len(runs[0].totals),
             "runs": len(runs),
             "rounds": common,
             "reward per node": statistics.fmean(rewards.values()),
             "sd": statistics.stdev(rewards.values()) if len(rewards) > 1 else None,
             "held-out": mean(mean_of("held_out", exp.last_rounds(20)) for exp in runs),
-            "completions": round(mean(sum(filter(None, exp.curve("completions"))) for exp in runs)),
-            "gain": statistics.fmean(gains) if len(gains) > 1 else None,
-            "interval": interval_of(gains) if len(gains) > 2 else None,
+            "completions": round(mean(mean_by_seed("completions", runs, common).values())),
+            "baseline": None,
+            "gain": statistics.geometric_mean(ratios) - 1 if len(ratios) > 1 else None,
+            "interval": interval_of(ratios) if len(ratios) > 2 else None,
             "by seed": list(map(list, rewards.items())),
-            "experiments": [exp.name for exp in runs],
+            "experiments": names,
             "curves": [exp.curve() for exp in runs],
         }
         rows.append(row)
-        if num_external > 0 and len(gains) < 3:
+        shown = drive_store.printable(label, 60)
+        if label != arm:
+            notes.append(f"{shown}: {join_names(names, 5)}")
+        if baseline in arms:
+            row["baseline"] = drive_store.printable(" ".join(baseline[:2]).strip(), 60)
+            missing = "a gain needs 2" if len(ratios) < 2 else "a 95% CI needs 3"
+            if row["interval"]:
+                missing = "the gain's 95% CI is {:+.0%} to {:+.0%}".format(*row["interval"])
             notes.append(
-                f"{drive_store.printable(row['I/J'], 60)} has {len(gains)} seed(s) in common with "
-                f"usable runs of its baseline {alone}: a gain needs 2, and a 95% CI needs 3"
+                f"{shown} has {len(ratios)} seed(s) in common with usable runs of its baseline "
+                f"{row['baseline']}: {missing}"
             )
     return sorted(rows, key=lambda row: -row["reward per node"]), notes
 
 
-def reward_by_seed(runs: list[Experiment], num_rounds: int) -> dict[int, float]:
-    """Return {seed: cumulative reward per node}, averaged over the runs of a seed.
+def mean_by_seed(metric: str, runs: list[Experiment], num_rounds: int) -> dict[int, float]:
+    """Return {seed: the metric's sum over these rounds, per node}, averaged over the seed's runs.
 
-    It is the paper's metric divided by the number of nodes. A round counts as the mean over the
-    nodes that were present, and a missing round counts as the mean of the other rounds.
+    For the reward, it is the paper's metric divided by the number of nodes. A round counts as the
+    mean over the nodes that were present, and a missing round counts as the mean of the other
+    rounds.
     """
-    rewards = defaultdict(list)  # seed -> the cumulative reward of each run
+    sums = defaultdict(list)  # seed -> the sum of each run
     for exp in runs:
         num_stages = num_rounds * exp.config.get("MAX_STAGES", 1)
-        rewards[exp.config["SEED"]].append(num_stages * (mean(exp.curve()) or 0.0))
-    return {seed: statistics.fmean(values) for seed, values in rewards.items()}
+        sums[exp.config["SEED"]].append(num_stages * (mean(exp.curve(metric)) or 0.0))
+    return {seed: statistics.fmean(values) for seed, values in sums.items()}
 
 
-def interval_of(gains: list[float]) -> list[float]:
-    """Return the 95% confidence interval of the mean gain, [low, high]."""
-    margin = T_95[min(len(gains), 11) - 2] * statistics.stdev(gains) / len(gains) ** 0.5
-    return [mean(gains) - margin, mean(gains) + margin]
+def interval_of(ratios: list[float]) -> list[float]:
+    """Return the 95% confidence interval of the gain, [low, high], from the ratios' logarithms."""
+    logs = numpy.log(ratios)
+    margin = T_95[min(len(logs), 11) - 2] * logs.std(ddof=1) / len(logs) ** 0.5
+    return [float(numpy.expm1(logs.mean() + sign * margin)) for sign in (-1, 1)]
 
 
 def report(path: str, pattern: str) -> int:
@@ -913,15 +1029,15 @@ def report(path: str, pattern: str) -> int:
     for row in rows:
         curves.append((row["I/J"], row["curves"]))
         if row["interval"]:
-            arms.append(drive_store.printable(row["I/J"], 40))
+            arms.append(drive_store.printable(f"{row['I/J']} over {row['baseline']}", 40))
             gains.append(100 * row["gain"])
-            margins.append(100 * (row["interval"][1] - row["gain"]))
+            margins.append([100 * abs(end - row["gain"]) for end in row["interval"]])
 
     bars = {"fmt": "o", "color": COLORS[1], "linewidth": 3, "capsize": 6}
     panels = {"reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves)}
     if gains:
-        title = "gain over J = 0 in %, 95% CI"
-        panels[title] = lambda axis: axis.errorbar(gains, arms, xerr=margins, **bars)
+        xerr = numpy.transpose(margins)  # (2, arms)
+        panels["gain in %, 95% CI"] = lambda axis: axis.errorbar(gains, arms, xerr=xerr, **bars)
 
     name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
     save(path, f"report_{name}.md", text.encode(), say)
@@ -934,27 +1050,21 @@ def report(path: str, pattern: str) -> int:
 
 
 def format_report(rows: list[dict], notes: list[str]) -> str:
-    """Return a Markdown table of the arms, with the notes below it."""
-    columns = (
-        "nodes",
-        "runs",
-        "rounds",
-        "reward per node",
-        "sd",
-        "held-out",
-        "completions",
-        "gain",
-    )
+    """Return a Markdown table of the arms, with the notes below it.
 
+    The rewards and completions are sums per node.
+    """
     table = []
     for row in rows:
-        low, high = row["interval"] or (None, None)
-        arm = {"I/J": drive_store.printable(row["I/J"], 60).translate(MARKDOWN)}
-        arm |= {column: row[column] for column in columns} | {"from": low, "to": high}
-        table.append(arm | {"experiments": join_names(row["experiments"], 1)})
+        arm = {
+            "I/J": drive_store.printable(row["I/J"], 60).translate(MARKDOWN),
+            "runs": row["runs"],
+        }
+        arm |= {"reward": row["reward per node"], "sd": row["sd"], "held-out": row["held-out"]}
+        table.append(arm | {"completions": row["completions"], "gain": row["gain"]})
 
-    form = [".2f"] * len(columns) + ["+.0%"] * 3 + [""]
-    text = tabulate(table, "keys", "github", floatfmt=form, missingval="")
+    form = ["", "", ".2f", ".2f", ".2f", "", "+.0%"]
+    text = tabulate(table, "keys", "github", floatfmt=form, missingval="", disable_numparse=[0])
     return "\n- ".join([f"{text}\n", *[note.translate(MARKDOWN) for note in notes]])
 
 

@@ -15,13 +15,11 @@ Settings are environment variables (see `python sapo.py --help`):
     EXPERIMENT_NAME=first MODEL_NAME=tiny MAX_ROUNDS=60 python sapo.py
 """
 
-import ast
 import contextlib
 import copy
 import difflib
 import gc
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -337,6 +335,7 @@ class Run:
     swarm: "drive_store.Swarm"  # this process's view of the swarm
     log: "Log"
     signals: "Signals"
+    code: str | None = field(default_factory=coordinator.hash_code)  # when the process starts
     history: list[dict] = field(default_factory=list)  # the metrics of each stage and node
     round_ends: list[float] = field(default_factory=list)  # times of the monotonic clock
     present: set = field(default_factory=set)  # in the coordinator: the nodes now in the swarm
@@ -668,9 +667,10 @@ def update_metrics(run: Run, node: Node, groups: "list[grpo.Group]", update: dic
 
 
 def held_out_metrics(run: Run, node: Node, at) -> dict:
-    """Return {"held_out": accuracy} after every EVAL_INTERVAL-th round, otherwise {}."""
+    """Return {"held_out": accuracy} every EVAL_INTERVAL rounds and in the last round, else {}."""
     interval = run.config.EVAL_INTERVAL
-    is_due = interval > 0 and (at.round + 1) % interval == 0
+    end = at.round + 1
+    is_due = interval > 0 and (end % interval == 0 or end == run.config.MAX_ROUNDS)
     if is_due and at.stage == run.config.MAX_STAGES - 1:
         return {"held_out": held_out_accuracy(run, node, at.round)}
     return {}
@@ -695,11 +695,13 @@ def evaluate(run: Run, when: str) -> None:
     """Measure the held-out accuracy "before training" or "after training", if EVAL_INTERVAL is set.
 
     It is logged and appears in the model card. A resumed node reads the accuracy before training
-    from its checkpoint.
+    from its checkpoint. The accuracy after the last round is known if the node has trained in it.
     """
     for node in run.nodes:
         if run.config.EVAL_INTERVAL > 0 and when not in node.held_out:
-            node.held_out[when] = held_out_accuracy(run, node, run.last_round)
+            if "held_out" not in node.metrics:
+                node.metrics["held_out"] = held_out_accuracy(run, node, run.last_round)
+            node.held_out[when] = node.metrics["held_out"]
             run.log.event("held-out", f"{node.id}'s accuracy {when} is {node.held_out[when]:.2f}")
 
 
@@ -1130,24 +1132,10 @@ def saved_settings(config: Config) -> dict:
         "layout": drive_store.LAYOUT,
         "maker": config.node_ids[0],
         "reasoning_gym": grpo.REASONING_GYM_VERSION,
-        "code": hash_code(),
+        "code": coordinator.hash_code(),
         "created_at": time.time(),
         **{name: getattr(config, name) for name in names},
     }
-
-
-def hash_code() -> str | None:
-    """Return a hash of the program, so that the report can tell different versions apart.
-
-    Comments and blank lines do not change the hash, but docstrings and messages do. A pasted cell
-    has no source, so its hash is None.
-    """
-    modules = (drive_store, grpo, coordinator, sys.modules[__name__])
-    try:
-        trees = [ast.dump(ast.parse(inspect.getsource(module))) for module in modules]
-    except (OSError, TypeError):
-        return None
-    return hashlib.sha256("".join(trees).encode()).hexdigest()[:12]
 
 
 def help_text() -> str:
@@ -1761,7 +1749,7 @@ def make_nodes(run: Run, model) -> None:
 
 
 def join(run: Run) -> None:
-    """Join the swarm, and record and log the model, the device and the versions in use."""
+    """Join the swarm. Record the settings (without the access token), code and versions in use."""
     config = run.config
     device = config.DEVICE
     if device.startswith("cuda"):
@@ -1770,7 +1758,9 @@ def join(run: Run) -> None:
         "model": config.MODEL_NAME,
         "device": device,
         "host": os.uname().nodename,
+        "code": run.code,
         **grpo.VERSIONS,
+        **{name: getattr(config, name) for name in TABLE if name != grpo.SECRET},
     }
     run.swarm.join(about)
     load_latest_checkpoint(run)  # an older process of this node may have saved another one

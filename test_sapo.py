@@ -12,6 +12,7 @@ import errno
 import gc
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -1119,7 +1120,8 @@ def test_U7_a_gain_is_over_equal_seeds_and_unlike_runs_are_never_averaged(tmp_pa
     def experiment(name, reward, **settings) -> coordinator.Experiment:
         rows = [{"node_id": "n", "round": t, "reward": reward, "timestamp": 1} for t in range(20)]
         config = {name: row.default for name, row in TABLE.items()} | settings
-        return coordinator.Experiment(name, config, drive_store.Board(), {}, rows)
+        facts = {name: str(value) for name, value in config.items()}
+        return coordinator.Experiment(name, config, drive_store.Board(), {}, rows, facts)
 
     eight = {"NUM_TRAIN_SAMPLES": 8, "NUM_TRANSPLANT_TREES": 0}
     four = {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4}
@@ -1140,17 +1142,20 @@ def test_U7_a_gain_is_over_equal_seeds_and_unlike_runs_are_never_averaged(tmp_pa
     assert any("differ in LOSS_TYPE" in note for note in notes)
 
     # Compute the gain and its 95% CI by hand. With three seeds, Student's t is 4.30.
-    gains = [8 / 4 - 1, 10.4 / 4.8 - 1, 8.8 / 4 - 1]
-    gain, margin = statistics.mean(gains), 4.30 * statistics.stdev(gains) / 3**0.5
-    assert [row["gain"] for row in rows] == pytest.approx([gain, None, None, None])
-    assert rows[0]["interval"] == pytest.approx([gain - margin, gain + margin])
+    logs = [math.log(8 / 4), math.log(10.4 / 4.8), math.log(8.8 / 4)]
+    center, margin = statistics.mean(logs), 4.30 * statistics.stdev(logs) / 3**0.5
+    assert [row["gain"] for row in rows] == pytest.approx([math.expm1(center), None, None, None])
+    ends = [math.expm1(center - margin), math.expm1(center + margin)]
+    assert rows[0]["interval"] == pytest.approx(ends)
 
     # Two seeds give no confidence interval and a single seed gives no gain. A note explains this.
     for num_seeds in (1, 2):
         rows, notes = coordinator.compare_arms(runs[: 2 * num_seeds])
         assert rows[0]["interval"] is None
         assert (rows[0]["gain"] is None) == (num_seeds == 1)
-        assert any(f"4/4 has {num_seeds} seed" in note for note in notes)
+        missing = "a gain needs 2" if num_seeds == 1 else "a 95% CI needs 3"
+        (note,) = [note for note in notes if f"4/4 has {num_seeds} seed" in note]
+        assert note.endswith(f"its baseline 8/0: {missing}")
 
 
 # -------- Whole swarms in this process, judged by the files that they leave behind ----------------
@@ -1487,7 +1492,7 @@ def test_U9_pasted_into_one_cell_the_four_modules_do_the_same(drive, uninterrupt
     codes = []
     for name in ("pasted", "uninterrupted"):
         codes.append(json.loads((drive / f"experiments/{name}/config.json").read_text())["code"])
-    assert codes[0] is None and codes[1] == sapo.hash_code()
+    assert codes[0] is None and codes[1] == coordinator.hash_code()
 
     # In a cell, if two modules defined the same name, the later definition would silently win.
     for one, other in itertools.combinations(modules, 2):

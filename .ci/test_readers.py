@@ -4,10 +4,14 @@ import inspect
 import io
 import itertools
 import json
+import math
+import os
 import re
 import shutil
+import subprocess
 import time
 import warnings
+from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
 
@@ -17,9 +21,13 @@ import pytest
 
 import coordinator
 import drive_store
+import grpo
 import sapo
+from common import folder_of, is_safe_to_print, rewards_of, run, time_limit
 from drive_store import At, DriveStore, Swarm, dump_json
 
+ENVIRON = {"MODEL_NAME": "tiny", "NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4"}
+CONFIG = sapo.read_config(ENVIRON)
 FOUR = ("anna", "bob", "carl", "dora")
 
 
@@ -31,18 +39,29 @@ def experiment(root, name="x", nodes=FOUR, num_rounds=30, states=(), absent=(), 
     row: metrics to add to each reward, or to change
     """
     store = DriveStore(root, name)
-    environ = {"MODEL_NAME": "tiny", "NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4"}
-    store.begin(sapo.saved_settings(sapo.read_config(environ | settings)))
+    config = sapo.read_config(ENVIRON | settings)
+    store.begin(sapo.saved_settings(config))
     for node in [*nodes, "coordinator"]:
         (store.dir / f"nodes/{node}/rewards").mkdir(parents=True)
         (store.dir / f"nodes/{node}/logs").mkdir()
-        session = f"{int(time.time() * 1000) - 5000:013d}-00000000"
-        store.write(f"board/session.{node}.{session}", b"")
+        session = register(store, node, config)
         beat = {"time": time.time(), "session": session, "state": dict(states).get(node, "running")}
         store.write(f"nodes/{node}/heartbeat.json", dump_json(beat))
         rounds = [t for t in range(num_rounds) if (node, t) not in absent and node in nodes]
         write_rows(store, node, rounds, dict(row))
     return store
+
+
+def register(store, node, config, seconds=-5, **changes) -> str:
+    """Write the session file of a process of this node, and return the session.
+
+    changes: facts in which the process differs from `config` and this program
+    """
+    facts = {name: getattr(config, name) for name in sapo.TABLE if name != grpo.SECRET}
+    facts |= {"code": coordinator.hash_code(), **grpo.VERSIONS} | changes
+    session = f"{int((time.time() + seconds) * 1000):013d}-00000000"
+    store.write(f"board/session.{node}.{session}", dump_json(facts))
+    return session
 
 
 def write_rows(store, node, rounds, more) -> None:
@@ -190,29 +209,49 @@ def test_U5_a_new_run_with_the_name_of_a_deleted_run_has_only_its_own_rows(tmp_p
     assert not list((tmp_path / "reports").iterdir()), "a reader leaves the folder unchanged"
 
 
+def test_U5_names_that_look_like_numbers_stay_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(coordinator.shutil, "get_terminal_size", lambda *_: (80, 24))
+    store = experiment(tmp_path, nodes=["1e3", "007"], num_rounds=3)
+    (path,) = store.dir.glob("board/session.coordinator.*")  # a name that makes all names texts
+    path.unlink()
+    swarm = Swarm(store, 300.0)
+    screen = coordinator.format_screen(coordinator.read_experiment(swarm, {}), swarm)
+    lines = [line.split()[:4] for line in screen.splitlines()]
+    for node in ("1e3", "007"):
+        assert [node, "alive", "2", "0.50"] in lines
+
+
+def test_U5_the_readmes_pandas_lines_keep_the_nodes_01_and_1_apart(tmp_path, monkeypatch, capsys):
+    experiment(tmp_path / "rl-swarm", "default", ["01", "1", "1e3"], 12)
+    readme = Path(coordinator.__file__).with_name("README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(readme.split("<!-- pandas -->\n```python\n")[1].split("```")[0], {})
+    assert capsys.readouterr().out.splitlines()[0].split() == ["node_id", "01", "1", "1e3"]
+
+
 def test_U7_a_report_says_what_it_leaves_out_and_why(tmp_path, monkeypatch, capsys):
     experiment(tmp_path, "whole", SEED="1")
     experiment(tmp_path, "gaps", SEED="2", absent={("dora", t) for t in range(3, 30)})
     experiment(tmp_path, "again", SEED="2", row={"reward": 0.7})
     experiment(tmp_path, "short", num_rounds=14)
     experiment(tmp_path, "test", TEST_MODE="True")
-    source, patch = inspect.getsource, monkeypatch.setattr
-    patch(inspect, "getsource", lambda module: source(module) + "\n# a comment\n")
-    experiment(tmp_path, "commented", SEED="3")
-    patch(inspect, "getsource", lambda module: source(module) + "\nx = 1\n")
+    experiment(tmp_path, "third", SEED="3")
+    monkeypatch.setattr(coordinator, "hash_code", lambda: "0123456789ab")
     experiment(tmp_path, "changed", SEED="1")
-    patch(sapo, "hash_code", lambda: None)
+    monkeypatch.setattr(coordinator, "hash_code", lambda: None)
     experiment(tmp_path, "pasted", SEED="1", LEARNING_RATE="0.001")
+    monkeypatch.undo()
 
     assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
     text = capsys.readouterr().out
     rows = json.loads((tmp_path / "reports/report_all.json").read_bytes())
     by_runs = {tuple(row["experiments"]): row for row in rows}
-    runs = ("again", "commented", "gaps", "whole")
+    runs = ("again", "gaps", "third", "whole")
     assert by_runs.keys() == {runs, ("changed",), ("pasted",)}
     by_seed = dict(by_runs[runs]["by seed"])
     assert by_seed == pytest.approx({1: 30 * 0.5, 2: 30 * 0.6, 3: 30 * 0.5})
-    assert "LEARNING_RATE=0.001 code=None" in by_runs["pasted",]["I/J"]
+    assert by_runs["pasted",]["I/J"] == "4/4 pasted* LEARNING_RATE=0.001"
+    assert by_runs["changed",]["I/J"] == "4/4 changed* LEARNING_RATE=0.0006"
     for words in ("short is left out: 14 rounds", "test is left out: 30 rounds, TEST_MODE",
                   "gaps has gaps: 27 rounds", "earlier version): pasted", "code are not averaged"):  # fmt: skip
         assert words in text, words
@@ -268,3 +307,232 @@ def test_U3_a_plot_shows_whole_rounds_and_what_a_point_is_and_does_not_warn(tmp_
             assert axis.get_xlabel() == f"round (rounds per point: {per_point})"
             assert all(tick == int(tick) for tick in axis.get_xticks())
             assert max(len(line.get_xdata()) for line in axis.get_lines()) <= 30
+
+
+# -------- The identity of runs --------------------------------------------------------------------
+
+
+def arms_of(drive) -> dict[str, list[str]]:
+    """Return {an arm's name: its experiments}, as the report has them."""
+    return {row["I/J"]: row["experiments"] for row in sapo.compare_experiments(drive)}
+
+
+@pytest.mark.parametrize("fact, value", [
+    ("LEARNING_RATE", 0.5), ("LOSS_TYPE", "grpo"), ("DTYPE", "bfloat16"), ("FETCH_MAX_PEERS", 1),
+    ("FETCH_TIMEOUT_SECONDS", 1.0), ("EVAL_SAMPLES", 1), ("NUM_TRANSPLANT_TREES", 0),
+    ("code", "0123456789ab"), ("torch", "1.0"),
+])  # fmt: skip
+@pytest.mark.parametrize("who", ["a resumed node", "a node", "all nodes"])
+def test_U5_runs_are_averaged_only_if_all_their_processes_had_equal_facts(
+    tmp_path, fact, value, who
+):
+    for name in ("one", "two", "three"):
+        store = experiment(tmp_path, name, ["anna", "dora"], 2)
+        register(store, "anna", CONFIG, seconds=-2)  # this process was resumed
+        if name == "two" and who == "a resumed node":
+            register(store, "dora", CONFIG, seconds=-1, **{fact: value})
+        elif name == "two":
+            for path in store.dir.glob(f"board/session.{'*' if who == 'all nodes' else 'dora.*'}"):
+                facts = json.loads(path.read_bytes())
+                path.write_bytes(dump_json(facts | {fact: value}))
+
+    names = coordinator.list_experiments(tmp_path)
+    rows, notes = coordinator.compare_arms(coordinator.read_experiments(tmp_path, names))
+    arms = {row["I/J"]: row["experiments"] for row in rows}
+    assert sorted(arms.values()) == [["one", "three"], ["two"]]
+
+    # The arm's name or a note states what differs, and a note names the experiment.
+    (name,) = [name for name, experiments in arms.items() if experiments == ["two"]]
+    assert str(value) in name or fact == "code"
+    assert f"{fact}=" in name or (fact == "code" and name.endswith(" two*"))
+    assert f"{drive_store.printable(name, 60)}: two" in notes
+
+
+def test_U5_places_devices_and_the_division_into_processes_do_not_separate_runs(tmp_path):
+    different = {
+        "GDRIVE_PATH": "/there", "EXPERIMENT_NAME": "two", "NODE_ID": "x", "LOCAL_NODES": 4,
+        "SEED": 7, "MAX_ROUNDS": 99, "DEVICE": "cuda", "device": "cuda, T4", "host": "elsewhere",
+        "MICRO_BATCH_SIZE": 3, "NUM_WORKERS": 9, "SEEDS": "1 2", "CONFIGS": "4/4", "HF_REPO": "me",
+    }  # fmt: skip
+    experiment(tmp_path, "one", num_rounds=4)
+    store = experiment(tmp_path, "two", num_rounds=4)
+    register(store, "anna", CONFIG, seconds=-1, **different)
+    assert arms_of(tmp_path) == {"4/4": ["one", "two"]}
+
+
+def test_U5_each_process_writes_its_settings_code_and_versions_but_never_the_token(tmp_path):
+    secret = {grpo.SECRET: "hf_secret", "MAX_ROUNDS": 2, "NUM_TRAIN_SAMPLES": 1, "LOCAL_NODES": 2}
+    assert run(tmp_path, secret) == 0
+    assert run(tmp_path, secret, MAX_ROUNDS=3, LEARNING_RATE=0.25) == 0
+    board = tmp_path / "experiments/default/board"
+    processes = [json.loads(path.read_bytes()) for path in sorted(board.glob("session.n_1.*"))]
+    assert [facts["LEARNING_RATE"] for facts in processes] == [0.0006, 0.25]
+    for facts in processes:
+        assert sapo.TABLE.keys() - facts.keys() == {grpo.SECRET}
+        assert facts["code"] == coordinator.hash_code()
+        assert grpo.VERSIONS.items() <= facts.items()
+    files = [path for path in tmp_path.glob("experiments/**/*") if path.is_file()]
+    assert not any(b"hf_secret" in path.read_bytes() for path in files)
+    assert list(arms_of(tmp_path)) == ["1/2 unfiltered"], "a single run differs from no other run"
+
+
+def test_U5_experiments_of_earlier_versions_are_compared_with_a_note(tmp_path, capsys):
+    for name, lr in (("old1", "0.001"), ("old2", "0.001"), ("old3", "0.002")):
+        store = experiment(tmp_path, name, LEARNING_RATE=lr, num_rounds=4)
+        for path in store.dir.glob("board/session.*"):
+            path.write_bytes(dump_json({"model": "tiny", "device": "cpu", "host": "here"}))
+    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
+    assert sorted(arms_of(tmp_path).values()) == [["old1", "old2"], ["old3"]]
+    assert "earlier version): old1, old2, old3" in capsys.readouterr().out
+
+
+def test_U5_a_changed_program_is_compared_with_the_original_paired_by_seed(
+    tmp_path, monkeypatch, capsys
+):
+    def experiments(name, *rewards, **settings):
+        for seed, reward in enumerate(rewards):
+            experiment(tmp_path, f"{name}_{seed}", SEED=str(seed), row={"reward": reward},
+                       num_rounds=4, **settings)  # fmt: skip
+
+    experiments("hard_no", 0.2, 0.4, 0.3)
+    experiments("alone", 0.1, 0.1, 0.1, NUM_TRAIN_SAMPLES="8", NUM_TRANSPLANT_TREES="0")
+    monkeypatch.setattr(coordinator, "hash_code", lambda: "0123456789ab")
+    experiments("hard_yes", 0.4, 0.5, 0.9)
+    monkeypatch.undo()
+
+    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
+    rows = {row["I/J"]: row for row in sapo.compare_experiments(tmp_path)}
+    assert list(rows) == ["4/4 hard_yes_*", "4/4", "8/0"]
+    assert [row["baseline"] for row in rows.values()] == ["4/4", "8/0", None]
+
+    # Without the baseline of the original, no note mentions it.
+    changed = [name for name in coordinator.list_experiments(tmp_path) if "hard" in name]
+    pair, notes = coordinator.compare_arms(coordinator.read_experiments(tmp_path, changed))
+    assert [row["baseline"] for row in pair] == ["4/4", None] and "8/0" not in "".join(notes)
+    by_hand = (0.4 / 0.2 * 0.5 / 0.4 * 0.9 / 0.3) ** (1 / 3) - 1
+    assert rows["4/4 hard_yes_*"]["gain"] == pytest.approx(by_hand)
+    assert rows["4/4"]["gain"] == pytest.approx((2 * 4 * 3) ** (1 / 3) - 1)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (cells,) = [line for line in lines if line[:3] == ["|", "4/4", "hard_yes_*"]]
+    assert [cells[i] for i in (4, 6, 8, -2)] == ["3", "2.40", "1.06", f"+{by_hand:.0%}"]
+    assert (tmp_path / "reports/report_all.png").read_bytes()[:4] == b"\x89PNG"
+
+
+CODE = b'''#!/usr/bin/env python
+"""A module."""
+
+import os  # for names
+
+def f(x, *, width=3):  # a comment
+    """Return x."""
+
+    text = f"{x:>{width}}|{x!r}|{{}} # no comment"
+    return f"a" f"{x = }" "\\u2028\xc3\xa9", {"": 1, "b": ""}, """
+
+    two lines"""
+'''
+
+
+def test_U5_equal_code_has_an_equal_hash_on_every_python_version(tmp_path):
+    """The expected hash was computed with Python 3.11, 3.12 and 3.13. Check the installed ones."""
+    expected = coordinator.hash_sources(CODE)
+    assert expected == "3555fbc721c1"
+    source = Path(coordinator.__file__).read_text()
+    start, end = source.index("@functools.cache\ndef hash_sources"), source.index("def read_facts")
+    program = f"import ast, functools, hashlib, json\n{source[start:end]}"
+    program += f"print(hash_sources({CODE!r}))\n"
+    for name in filter(shutil.which, ("python3.11", "python3.12", "python3.13", "python3.14")):
+        done = subprocess.run([name, "-c", program], capture_output=True, text=True, check=False)
+        assert done.returncode or done.stdout.strip() == expected, name
+
+    # What changes the hash, and what does not?
+    same = CODE.replace(b"  # a comment", b"").replace(b"\n\n    text", b"\n    text")
+    same = same.replace(b"A module", b"One module").replace(b"Return x.", b"It returns x.")
+    assert same != CODE and coordinator.hash_sources(same) == expected
+    for old, new in ((b"no comment", b"comment"), (b"{width}", b"5"), (b"\n\n    two", b"\n    two"),
+                     (b"width=3", b"width=4"), (b'{"": 1, "b": ""}', b'{"": "", "b": 1}')):  # fmt: skip
+        assert old in CODE and coordinator.hash_sources(CODE.replace(old, new)) != expected
+
+
+def test_X3_session_files_of_untrusted_peers_neither_end_nor_delay_a_report(tmp_path, capsys):
+    experiment(tmp_path, "one", num_rounds=4)
+    board = experiment(tmp_path, "two", num_rounds=4).dir / "board"
+    session = "session.evil{}.1795300037123-{:08x}"
+    (board / session.format(0, 0)).symlink_to("/etc/passwd")
+    os.mkfifo(board / session.format(1, 0))
+    bad = [b"[" * 60_000 + b"]" * 60_000, b"\xff", b"[]", b'{"code": {"\\u001b[2J": []}}',
+           b'{"code": "x", "NUM_TRAIN_SAMPLES": "\\u001b[2J\\n", "SEED": {"a": NaN}}',
+           b'{"code": "x", "SEED": [1], "NUM_GENERATIONS": "' + b"y" * 60_000 + b'"}']  # fmt: skip
+    for number, data in enumerate(bad):
+        (board / session.format(2, number)).write_bytes(data)
+    for number in range(600):
+        names = [f'"{number}_{i}": [[]]' for i in range(3000)]
+        path = board / session.format(3, number)
+        if number == 0:
+            path.write_text("{" + ", ".join(names) + ', "code": "x"}')
+        else:
+            os.link(board / session.format(3, 0), path)
+    with time_limit(60):
+        assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
+    text = capsys.readouterr().out
+    assert is_safe_to_print(text) and "4/4" in text
+
+
+# -------- Numbers of the report -------------------------------------------------------------------
+
+
+def test_U5_reward_and_completions_of_a_row_describe_the_same_rounds(tmp_path):
+    """61 of 100 rounds are present, and each has two stages."""
+    absent = {("anna", t) for t in range(30, 69)}
+    store = experiment(tmp_path, "x", ["anna"], 100, absent=absent, MAX_STAGES="2")
+    for t in range(100):
+        first = drive_store.stage_file("rewards", "anna", At(t))
+        if (store.dir / first).exists():
+            row = json.loads((store.dir / first).read_bytes()) | {"stage": 1}
+            store.write(drive_store.stage_file("rewards", "anna", At(t, 1)), dump_json(row))
+            with open(store.dir / "nodes/anna/logs/metrics.jsonl", "ab") as log:
+                log.write(dump_json(row) + b"\n")
+    (row,) = sapo.compare_experiments(tmp_path)
+    assert row["rounds"] == 100
+    assert (row["reward per node"], row["completions"]) == (200 * 0.5, 200 * 32)
+
+
+def test_U7_a_report_of_three_seeds_fits_80_columns(tmp_path, capsys):
+    for seed in "123":
+        experiment(tmp_path, f"compare_4-4_seed{seed}", SEED=seed, row={"held_out": 0.42})
+        alone = {"NUM_TRAIN_SAMPLES": "8", "NUM_TRANSPLANT_TREES": "0", "SEED": seed}
+        row = {"reward": 0.1 + float(seed) / 10, "held_out": 0.4}
+        experiment(tmp_path, f"compare_8-0_seed{seed}", row=row, **alone)
+    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
+    text = capsys.readouterr().out
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 4 and max(map(len, table)) <= 80
+    logs = [math.log(0.5 / reward) for reward in (0.2, 0.3, 0.4)]
+    assert f"{math.expm1(mean(logs)):+.0%}" in text and "needs" not in text
+    assert (
+        "4/4 has 3 seed(s) in common with usable runs of its baseline 8/0: the gain's 95% CI"
+        in text
+    )
+
+
+@pytest.mark.parametrize("interval, rounds", [(2, {1, 3}), (3, {2, 3}), (100, {3})])
+def test_U7_the_last_round_is_evaluated_once_and_reaches_the_report(
+    tmp_path, monkeypatch, interval, rounds
+):
+    evaluated = []
+    measure = sapo.held_out_accuracy
+
+    def count(run, node, t):
+        evaluated.append(t)
+        return measure(run, node, t)
+
+    monkeypatch.setattr(sapo, "held_out_accuracy", count)
+    settings = {"LOCAL_NODES": 1, "MAX_ROUNDS": 4, "EVAL_INTERVAL": interval, "EVAL_SAMPLES": 4}
+    assert run(tmp_path, settings) == 0
+    assert evaluated == [-1, *sorted(rounds)]  # -1: before training
+    rows = {row["round"]: row["held_out"] for row in rewards_of(tmp_path) if "held_out" in row}
+    assert rows.keys() == rounds
+    (row,) = sapo.compare_experiments(tmp_path)
+    assert row["held-out"] == mean(rows.values())
+    card = (folder_of(tmp_path, "n") / "model/README.md").read_text()
+    assert f"{rows[3]:.2f} after training" in card
