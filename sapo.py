@@ -20,6 +20,7 @@ import copy
 import difflib
 import gc
 import hashlib
+import inspect
 import json
 import math
 import os

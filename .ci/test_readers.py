@@ -1,6 +1,5 @@
 """Tests of the monitor, the plot and the report (U5, U7) on experiments written by hand."""
 
-import inspect
 import io
 import itertools
 import json
@@ -175,8 +174,9 @@ def test_U5_a_report_opens_few_files_and_shows_its_progress(tmp_path, monkeypatc
     monkeypatch.setattr(drive_store, "open_no_link", slow_open)
     experiments = coordinator.read_experiments(tmp_path, ["e0", "e1", "e2"])
     assert [len(exp.rows) for exp in experiments] == [80, 80, 80]
-    # Per experiment, a reader opens config.json, and two files per node.
-    assert len(opened) == 3 * (1 + 2 * 5)
+    # Per experiment, a reader opens config.json, and three files per node: its heartbeat,
+    # metrics.jsonl and session file.
+    assert len(opened) == 3 * (1 + 3 * 5)
     assert "reading experiments: " in capsys.readouterr().err
 
 
@@ -215,7 +215,7 @@ def test_U5_names_that_look_like_numbers_stay_names(tmp_path, monkeypatch):
     (path,) = store.dir.glob("board/session.coordinator.*")  # a name that makes all names texts
     path.unlink()
     swarm = Swarm(store, 300.0)
-    screen = coordinator.format_screen(coordinator.read_experiment(swarm, {}), swarm)
+    screen = coordinator.format_screen(coordinator.read_experiment(swarm), swarm)
     lines = [line.split()[:4] for line in screen.splitlines()]
     for node in ("1e3", "007"):
         assert [node, "alive", "2", "0.50"] in lines
