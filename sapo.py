@@ -1223,12 +1223,13 @@ def load_latest_checkpoint(run: Run) -> None:
             reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
             run.log.once("resume", f"{reason}; trying an older checkpoint")
 
-    # A node has written a checkpoint if it has a marker, or if it has run before and there is an
-    # unusable file.
+    # A node has written a checkpoint if it has a marker, or if it ran before this process joined and
+    # there is an unusable file.
     board = run.store.read_board()
     for node in run.nodes if run.last_round < 0 else ():
         is_missing = ("checkpoint", node.id) in board.progress
-        if is_missing or (reason and node.id in board.sessions):
+        has_run = node.id in board.sessions and not run.swarm.session
+        if is_missing or (reason and has_run):
             raise drive_store.StoreError(
                 f"cannot resume {node.id} ({reason or 'its checkpoint is missing'}): "
                 "restore the checkpoint or use another NODE_ID"
