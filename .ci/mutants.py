@@ -53,7 +53,7 @@ MUTANTS = [  # module, text, its replacement, guarantee
     ("grpo", "{reason: not error < 2e-3}", "{reason: False}", "L7"),
     ("grpo", "bool(missing)", "False", "L7"),
     ("sapo", "[*models, model], strict", "[*models, copy.deepcopy(model)], strict", "L8"),
-    ("coordinator", "if t == 0 and not board.reached", "if False and not board.reached", "S1"),
+    ("coordinator", "if not submitted and (t == 0", "if False and (t == 0", "S1"),
     ("drive_store", '*self.reached("open", At(t))}', "}", "S1"),
     ("drive_store", "> self.stale_after / 4:", "> 1e9:", "S1"),
     ("coordinator", "if swarm.is_alive(drive_store.COORDINATOR_ID):", "if drive_store.COORDINATOR_ID in board.sessions:", "S2"),
