@@ -1223,8 +1223,8 @@ def load_latest_checkpoint(run: Run) -> None:
             reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
             run.log.once("resume", f"{reason}; trying an older checkpoint")
 
-    # A node has written a checkpoint if it has a marker, or if it ran before this process joined and
-    # there is an unusable file.
+    # A node has written a checkpoint if it has a marker, or if it ran before this process joined
+    # and there is an unusable file.
     board = run.store.read_board()
     for node in run.nodes if run.last_round < 0 else ():
         is_missing = ("checkpoint", node.id) in board.progress
