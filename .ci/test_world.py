@@ -456,7 +456,9 @@ class Oracle:
             self.require(is_there, f"F5: {path} is gone")
         hidden = {*self.world.drive.rglob(".*")} - self.planted
         owners = {self.writers[str(path)] for path in hidden}
-        lone = {each.name for each in finished if len(self.namesakes(each)) == 1}
+        # A process that finds a finished experiment does not join, so it deletes nothing.
+        joined = [each for each in finished if "already finished" not in each.output]
+        lone = {each.name for each in joined if len(self.namesakes(each)) == 1}
         self.require(not owners & lone, f"F3: unfinished files: {hidden}")
         if self.swarm["WARM_START_STEPS"]:
             files = os.listdir(self.world.drive / "warmstart")
