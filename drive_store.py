@@ -331,13 +331,16 @@ def waits(operation):
                         "fix the cause, or use another folder"
                     ) from error
 
-                if pause == 0:
+                if store.outage_start is None:
+                    store.outage_start = started
                     store.on_event("outage", f"waiting for the shared folder ({error})")
                 pause = min(5.0, 2 * pause or 0.5)  # 0.5, 1, 2, 4, 5, 5 … seconds
                 store.sleep(pause)
 
-        if pause > 0:
-            seconds = time.monotonic() - started
+        # `begin` calls other operations, and the first of these calls that succeeds ends the outage.
+        if store.outage_start is not None and store.on_event is not None:
+            seconds = time.monotonic() - store.outage_start
+            store.outage_start = None
             store.on_event("outage over", f"the shared folder is back after {seconds:.0f} s")
         return result
 
@@ -356,6 +359,7 @@ class DriveStore(Folder):
         self.on_event = on_event
         self.sleep = sleep
         self.invalid_files = Counter()  # reason -> number of failed reads
+        self.outage_start = None  # time.monotonic() of the first failed call in an outage
         self.was_there = os.path.isdir(self.root)  # if so, its absence later means an outage
         self.has_joined = False  # from then on, every OSError is an outage
 
@@ -570,8 +574,9 @@ class DriveStore(Folder):
             super().write(f"{new}/config.json", dump_json(settings, indent=1))
             try:
                 super().rename(new, f"/experiments/{name}")
-            except OSError:  # perhaps after the work was done
-                if name not in self.list_names("/experiments"):
+            except OSError as error:  # another process was faster, or the work was done
+                is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+                if not is_there and name not in self.list_names("/experiments"):
                     raise
                 self.remove_leftovers()
 

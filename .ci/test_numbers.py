@@ -12,7 +12,6 @@ import decimal
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -180,7 +179,7 @@ ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0, "original_max_
 LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 REFUSALS = [  # a part of the error message, and a function that breaks a valid model's folder
     ("adapter .LoRA.: merge it", lambda folder: (folder / "adapter_config.json").write_text("{}")),
-    (".", lambda folder: (folder / "config.json").unlink()), (".", shutil.rmtree),
+    (".", lambda folder: (folder / "config.json").unlink()),
     ("no EOS token", rebuild(eos_token_id=None, change=lambda tokenizer: setattr(tokenizer, "eos_token", None))),
     ("its files lack lm_head.weight", rebuild(lacks="lm_head.weight")),
     *((rf"contain 1 tensor\(s\) that the model does not use, such as .*{name}", rebuild(extra=f"model.layers.0.{name}"))

@@ -509,7 +509,7 @@ def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch,
         ({"MAX_ROUNDS": 1}, 0),  # the push to the Hub fails
         ({"MODEL_NAME": "no/such model"}, 2), ({"SEED": "x"}, 2), ({"SEED": 7}, 2), ({"NODE_ID": "../n"}, 2),
         ({"MODEL_NAME": f"/models/{secret}/model", "GDRIVE_PATH": tmp_path / "new"}, 2),
-        ({"NODE_ROLE": "monitor"}, 0), ({"NODE_ROLE": "report"}, 0), ({"HUGGINGFACE_ACCES_TOKEN": secret}, 0),
+        ({"NODE_ROLE": "monitor"}, 0), ({"NODE_ROLE": "report"}, 0), ({"HUGGINGFACE_ACCES_TOKEN": secret}, 2),
         ({"MAX_ROUNDS": 3}, 1),  # a bug in the program, whose traceback is logged
     ):  # fmt: skip
         settings = {"HUGGINGFACE_ACCESS_TOKEN": f" {secret} ", "MAX_ROUNDS": 2}
