@@ -337,7 +337,7 @@ def waits(operation):
                 pause = min(5.0, 2 * pause or 0.5)  # 0.5, 1, 2, 4, 5, 5 … seconds
                 store.sleep(pause)
 
-        # `begin` calls other operations, and the first of these calls that succeeds ends the outage.
+        # `begin` calls other operations. The first call that succeeds ends the outage.
         if store.outage_start is not None and store.on_event is not None:
             seconds = time.monotonic() - store.outage_start
             store.outage_start = None
