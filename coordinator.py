@@ -386,13 +386,16 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 
     # The workers must have joined, learned and shared.
     num_workers = len(run.swarm.board.workers)
-    has_peers = config.NUM_TRANSPLANT_TREES > 0 and num_workers > 1
     failures = {
         f"only {num_workers} of {config.NUM_WORKERS} workers joined": (
             num_workers < config.NUM_WORKERS
         ),
         f"no group gave a gradient: {diagnose(rows)}": not has_signal(rows),
-        "no external group was used": has_peers and not mean_of("external_groups", rows),
+        "no external group was used": (
+            config.NUM_TRANSPLANT_TREES > 0
+            and num_workers > 1
+            and not mean_of("external_groups", rows)
+        ),
     }
     problems += [text for text, holds in failures.items() if holds]
     run.log.event("check", "; ".join(problems) or "passed")
@@ -439,7 +442,12 @@ class Experiment:
     @property
     def is_over(self) -> bool:
         """True if the last round has a reward and no worker is alive."""
-        return self.newest_round >= self.num_rounds - 1 and not self.with_status("alive")
+        return self.newest_round >= self.num_rounds - 1 and not self.alive
+
+    @property
+    def alive(self) -> list[str]:
+        """The workers that are alive."""
+        return [node_id for node_id in self.board.workers if self.status[node_id] == "alive"]
 
     @property
     def unhealthy(self) -> list[str]:
@@ -460,10 +468,6 @@ class Experiment:
             "last reward": f"{age(rows[-1]['timestamp'])} ago" if rows else "",
             "curve": sparkline(curve),
         }
-
-    def with_status(self, status: str) -> list[str]:
-        """Return the workers with this status, such as "alive"."""
-        return [node_id for node_id in self.board.workers if self.status[node_id] == status]
 
     def select(self, **columns) -> list[dict]:
         """Return the rows with these column values, such as round=3."""
@@ -612,7 +616,7 @@ def get_experiment_status(path, name: str) -> dict:
         "experiment": exp.name,
         "current_round": exp.board.open_round,
         "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
-        "num_active_peers": len(exp.with_status("alive")),
+        "num_active_peers": len(exp.alive),
         "peer_ids": exp.board.workers,
         "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None without a coordinator
         "last_updated": max(times, default=None),
@@ -716,7 +720,7 @@ def format_screen(exp: Experiment, swarm) -> str:
 
     # The run's state.
     stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
-    alive = exp.with_status("alive")
+    alive = exp.alive
     created_at = exp.config.get("created_at")
     started = age(created_at) if drive_store.is_finite_number(created_at) else "?"  # untrusted
     lines += textwrap.wrap(
@@ -908,8 +912,7 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
     all_facts = [exp.facts | {"nodes": str(len(exp.totals))} for exp in compared]
     differing = []
     for name in sorted(set().union(*all_facts) - {*ARM, *MAY_DIFFER}):
-        values = {facts[name] for facts in all_facts if name in facts}
-        if len(values) > 1:
+        if len({facts[name] for facts in all_facts if name in facts}) > 1:
             differing.append(name)
 
     # Group the runs into arms. Changed code is shown below, as the name of its experiments.
@@ -1041,9 +1044,14 @@ def report(path: str, pattern: str) -> int:
 
     panels = {"reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves)}
     if gains:
-        xerr = numpy.transpose(margins)  # (2, arms)
         panels["gain in %, 95% CI"] = lambda axis: axis.errorbar(
-            gains, arms, xerr=xerr, fmt="o", color=COLORS[1], linewidth=3, capsize=6
+            gains,
+            arms,
+            xerr=numpy.transpose(margins),  # (2, arms)
+            fmt="o",
+            color=COLORS[1],
+            linewidth=3,
+            capsize=6,
         )
 
     name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
@@ -1122,10 +1130,9 @@ def plot_of(exp: Experiment) -> dict:
     # The reward of up to 20 tasks, and the metrics that explain the reward.
     columns = [name for name in sorted(set().union(*exp.rows)) if name.startswith("reward_")]
     tasks = [(name.removeprefix("reward_"), [exp.curve(name)]) for name in columns[:20]]
-    counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
     informative_shares = []
-    for num_informative, num_groups in counts:
-        informative_shares.append(num_informative / num_groups if num_groups else None)
+    for number, total in zip(exp.curve("informative_local"), exp.curve("groups"), strict=True):
+        informative_shares.append(number / total if total else None)
     nodes_of = column_by("round", exp.rows, "node_id")
     present_shares = [len(set(nodes_of[t])) / len(curves) for t in range(exp.newest_round + 1)]
     shares = [
