@@ -13,9 +13,7 @@ import contextlib
 import fnmatch
 import functools
 import hashlib
-import inspect
 import io
-import itertools
 import json
 import os
 import re
@@ -139,7 +137,6 @@ def round_is_over(run, t: int, submitted: set[str], elapsed: float) -> bool:
     hybrid      like completion, or COORDINATOR_ROUND_INTERVAL after the first reward (the default)
     """
     config = run.config
-    board = run.swarm.board
     interval = config.COORDINATOR_ROUND_INTERVAL
 
     # This process's first round waits for NUM_WORKERS live workers until the interval is over.
@@ -148,13 +145,12 @@ def round_is_over(run, t: int, submitted: set[str], elapsed: float) -> bool:
 
     # In the last round, or if no worker is in step, all workers are expected.
     is_last = t >= config.MAX_ROUNDS - 1
-    expected = board.in_step("rewards", t, config.MAX_STAGES)
+    expected = run.swarm.board.in_step("rewards", t, config.MAX_STAGES)
     if is_last or not expected:
-        expected = set(board.workers)
+        expected = set(run.swarm.board.workers)
 
     # Is an expected worker still alive without having submitted?
-    pending = expected - submitted
-    is_pending = any(map(run.swarm.is_alive, sorted(pending)))
+    is_pending = any(map(run.swarm.is_alive, sorted(expected - submitted)))
 
     # The last round waits for every live worker, for at most interval + STALE_AFTER_SECONDS.
     if is_last and is_pending:
@@ -175,9 +171,13 @@ def round_is_over(run, t: int, submitted: set[str], elapsed: float) -> bool:
 
 def coordinator_facts(run) -> dict:
     """Return the code and the settings in the coordinator's session file, for `read_facts`."""
-    names = ("ROUND_ADVANCE", "COORDINATOR_ROUND_INTERVAL", "STALE_AFTER_SECONDS")
-    settings = {name: getattr(run.config, name) for name in names}
-    return {"role": "coordinator", "code": run.code} | settings
+    return {
+        "role": "coordinator",
+        "code": run.code,
+        "ROUND_ADVANCE": run.config.ROUND_ADVANCE,
+        "COORDINATOR_ROUND_INTERVAL": run.config.COORDINATOR_ROUND_INTERVAL,
+        "STALE_AFTER_SECONDS": run.config.STALE_AFTER_SECONDS,
+    }
 
 
 def log_missing_workers(run) -> None:
@@ -314,13 +314,14 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
 
     # Groups with equal rewards give no gradient. Why are the rewards equal?
     untrained = [row for row in history if row["round"] == history[0]["round"]]
-    rise = {}
-    for name in ("truncated_rate", "answer_tag_rate"):
-        rise[name] = (mean_of(name, late) or 0.0) - (mean_of(name, untrained) or 0.0)
+
+    def rise(name: str) -> float:
+        return (mean_of(name, late) or 0.0) - (mean_of(name, untrained) or 0.0)
+
     advice = "the answers are incorrect: use easier TASKS or a better MODEL_NAME"
     if last > 0.95:
         advice = "nearly all answers are correct: use harder TASKS"
-    elif rise["truncated_rate"] > 0.25 or rise["answer_tag_rate"] < -0.25:
+    elif rise("truncated_rate") > 0.25 or rise("answer_tag_rate") < -0.25:
         advice = "training has made the answers truncated or untagged: lower LEARNING_RATE"
     elif (mean_of("truncated_rate", late) or 0.0) > 0.5:
         advice = "the answers are truncated: raise MAX_NEW_TOKENS"
@@ -346,8 +347,7 @@ def compare_ends(rows: list[dict], num_first: int, num_last: int) -> tuple:
     nodes = []  # (mean of the first rounds, mean of the last rounds, variance of the difference)
     for node_id, rewards in column_by("node_id", rows).items():
         if node_id in first and node_id in last:
-            steps = [after - before for before, after in itertools.pairwise(rewards)]
-            noise = statistics.fmean(step**2 for step in steps) / 2
+            noise = statistics.fmean(numpy.diff(rewards) ** 2) / 2
             factor = 1 / len(first[node_id]) + 1 / len(last[node_id])
             nodes.append((mean(first[node_id]), mean(last[node_id]), noise * factor))
 
@@ -386,13 +386,16 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 
     # The workers must have joined, learned and shared.
     num_workers = len(run.swarm.board.workers)
-    has_peers = config.NUM_TRANSPLANT_TREES > 0 and num_workers > 1
     failures = {
         f"only {num_workers} of {config.NUM_WORKERS} workers joined": (
             num_workers < config.NUM_WORKERS
         ),
         f"no group gave a gradient: {diagnose(rows)}": not has_signal(rows),
-        "no external group was used": has_peers and not mean_of("external_groups", rows),
+        "no external group was used": (
+            config.NUM_TRANSPLANT_TREES > 0
+            and num_workers > 1
+            and not mean_of("external_groups", rows)
+        ),
     }
     problems += [text for text, holds in failures.items() if holds]
     run.log.event("check", "; ".join(problems) or "passed")
@@ -439,7 +442,12 @@ class Experiment:
     @property
     def is_over(self) -> bool:
         """True if the last round has a reward and no worker is alive."""
-        return self.newest_round >= self.num_rounds - 1 and not self.with_status("alive")
+        return self.newest_round >= self.num_rounds - 1 and not self.alive
+
+    @property
+    def alive(self) -> list[str]:
+        """The workers that are alive."""
+        return [node_id for node_id in self.board.workers if self.status[node_id] == "alive"]
 
     @property
     def unhealthy(self) -> list[str]:
@@ -460,10 +468,6 @@ class Experiment:
             "last reward": f"{age(rows[-1]['timestamp'])} ago" if rows else "",
             "curve": sparkline(curve),
         }
-
-    def with_status(self, status: str) -> list[str]:
-        """Return the workers with this status, such as "alive"."""
-        return [node_id for node_id in self.board.workers if self.status[node_id] == status]
 
     def select(self, **columns) -> list[dict]:
         """Return the rows with these column values, such as round=3."""
@@ -540,8 +544,11 @@ def read_rows(store, board, node_id: str, max_bytes: int = MAX_LOG_BYTES) -> lis
     """
     rows = logged_rows(store, node_id, max_bytes)
     last = board.progress.get(("rewards", node_id), drive_store.At(-1, -1))
-    stages = [drive_store.At(last.round, stage) for stage in range(last.stage + 1)]
-    missing = [at for at in stages if at not in rows]
+    missing = [
+        drive_store.At(last.round, stage)
+        for stage in range(last.stage + 1)
+        if (last.round, stage) not in rows
+    ]
     return [*rows.values(), *store.read_rewards(node_id, missing)]
 
 
@@ -592,23 +599,24 @@ def open_experiment(path, name: str, stale_after: float = 300.0) -> "drive_store
     """Open an experiment for reading. Raise StoreError if it does not exist."""
     config = Path(path, "experiments", name, "config.json")
     if not drive_store.is_safe_name(name) or not config.exists():
-        others = join_names(list_experiments(path), 8) or "none"
-        raise drive_store.StoreError(f"no experiment {name!r} in {path}; available: {others}")
+        raise drive_store.StoreError(
+            f"no experiment {name!r} in {path}; "
+            f"available: {join_names(list_experiments(path), 8) or 'none'}"
+        )
     return drive_store.Swarm(drive_store.DriveStore(path, name), stale_after)
 
 
 def get_experiment_status(path, name: str) -> dict:
     """Return the current state of an experiment. Raise StoreError if it does not exist."""
-    swarm = open_experiment(path, name)
-    exp = read_experiment(swarm)
-    checkpoints = sorted(swarm.store.dir.glob("nodes/*/checkpoints/round_*"))
+    exp = read_experiment(open_experiment(path, name))
+    checkpoints = sorted(Path(path, "experiments", name).glob("nodes/*/checkpoints/round_*"))
     newest = max(checkpoints, key=lambda path: path.name, default=None)
     times = [row["timestamp"] for row in exp.rows]
     return {
         "experiment": exp.name,
         "current_round": exp.board.open_round,
         "current_stage": exp.rows[-1]["stage"] if exp.rows else 0,
-        "num_active_peers": len(exp.with_status("alive")),
+        "num_active_peers": len(exp.alive),
         "peer_ids": exp.board.workers,
         "coordinator": exp.status.get(drive_store.COORDINATOR_ID),  # None without a coordinator
         "last_updated": max(times, default=None),
@@ -670,8 +678,10 @@ def run_reader(config, signals) -> int:
     name = config.EXPERIMENT_NAME
     is_watched = sys.stdout.isatty() or in_notebook()
     while is_watched and name not in list_experiments(path):
-        others = join_names(list_experiments(path), 8) or "none"
-        say(f"monitor: waiting for {path}/experiments/{name}; available: {others}")
+        say(
+            f"monitor: waiting for {path}/experiments/{name}; "
+            f"available: {join_names(list_experiments(path), 8) or 'none'}"
+        )
         signals.sleep(10)
 
     swarm = open_experiment(path, name, config.STALE_AFTER_SECONDS)
@@ -710,14 +720,14 @@ def format_screen(exp: Experiment, swarm) -> str:
 
     # The run's state.
     stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
-    alive = exp.with_status("alive")
+    alive = exp.alive
     created_at = exp.config.get("created_at")
     started = age(created_at) if drive_store.is_finite_number(created_at) else "?"  # untrusted
-    state = (
+    lines += textwrap.wrap(
         f"{exp.name:.24}: round {current} of {exp.num_rounds}, stage {stage}, "
-        f"started {started} ago, {len(alive)} of {len(board.workers)} workers alive"
+        f"started {started} ago, {len(alive)} of {len(board.workers)} workers alive",
+        width,
     )
-    lines += textwrap.wrap(state, width)
 
     # The last two rounds, with the remaining time. They come below the nodes.
     ends = column_by("round", exp.last_rounds(11), "timestamp")
@@ -766,8 +776,7 @@ def find_warnings(exp: Experiment, swarm) -> list[str]:
         warnings.append(f"stalled: no progress for {age(moved_at)}")
 
     # Do the nodes learn, and can all files be read?
-    recent = exp.last_rounds(10)
-    diagnosis = diagnose(recent, exp.rows)
+    diagnosis = diagnose(exp.last_rounds(10), exp.rows)
     if diagnosis.startswith(("worse", "nothing")):
         warnings.append(diagnosis)
     for reason, count in swarm.store.invalid_files.most_common(3):
@@ -805,9 +814,10 @@ def hash_code() -> str | None:
     A pasted cell has no source files, so its hash is None.
     """
     try:
-        folder = Path(inspect.getfile(drive_store)).parent
-        sources = [(folder / f"{name}.py").read_bytes() for name in MODULES]
-    except (OSError, TypeError):
+        sources = [
+            Path(drive_store.__file__).with_name(f"{name}.py").read_bytes() for name in MODULES
+        ]
+    except (OSError, AttributeError):
         return None
     return hash_sources(*sources)
 
@@ -902,8 +912,7 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
     all_facts = [exp.facts | {"nodes": str(len(exp.totals))} for exp in compared]
     differing = []
     for name in sorted(set().union(*all_facts) - {*ARM, *MAY_DIFFER}):
-        values = {facts[name] for facts in all_facts if name in facts}
-        if len(values) > 1:
+        if len({facts[name] for facts in all_facts if name in facts}) > 1:
             differing.append(name)
 
     # Group the runs into arms. Changed code is shown below, as the name of its experiments.
@@ -1033,11 +1042,17 @@ def report(path: str, pattern: str) -> int:
             gains.append(100 * row["gain"])
             margins.append([100 * abs(end - row["gain"]) for end in row["interval"]])
 
-    bars = {"fmt": "o", "color": COLORS[1], "linewidth": 3, "capsize": 6}
     panels = {"reward, mean ± sd over runs": lambda axis: draw_curves(axis, curves)}
     if gains:
-        xerr = numpy.transpose(margins)  # (2, arms)
-        panels["gain in %, 95% CI"] = lambda axis: axis.errorbar(gains, arms, xerr=xerr, **bars)
+        panels["gain in %, 95% CI"] = lambda axis: axis.errorbar(
+            gains,
+            arms,
+            xerr=numpy.transpose(margins),  # (2, arms)
+            fmt="o",
+            color=COLORS[1],
+            linewidth=3,
+            capsize=6,
+        )
 
     name = re.sub(r"[^A-Za-z0-9._-]", "", pattern)[:64].strip("._-") or "all"
     save(path, f"report_{name}.md", text.encode(), say)
@@ -1056,15 +1071,26 @@ def format_report(rows: list[dict], notes: list[str]) -> str:
     """
     table = []
     for row in rows:
-        arm = {
-            "I/J": drive_store.printable(row["I/J"], 60).translate(MARKDOWN),
-            "runs": row["runs"],
-        }
-        arm |= {"reward": row["reward per node"], "sd": row["sd"], "held-out": row["held-out"]}
-        table.append(arm | {"completions": row["completions"], "gain": row["gain"]})
+        table.append(
+            {
+                "I/J": drive_store.printable(row["I/J"], 60).translate(MARKDOWN),
+                "runs": row["runs"],
+                "reward": row["reward per node"],
+                "sd": row["sd"],
+                "held-out": row["held-out"],
+                "completions": row["completions"],
+                "gain": row["gain"],
+            }
+        )
 
-    form = ["", "", ".2f", ".2f", ".2f", "", "+.0%"]
-    text = tabulate(table, "keys", "github", floatfmt=form, missingval="", disable_numparse=[0])
+    text = tabulate(
+        table,
+        "keys",
+        "github",
+        floatfmt=["", "", ".2f", ".2f", ".2f", "", "+.0%"],
+        missingval="",
+        disable_numparse=[0],
+    )
     return "\n- ".join([f"{text}\n", *[note.translate(MARKDOWN) for note in notes]])
 
 
@@ -1096,26 +1122,24 @@ def save(root, name: str, data: bytes | None, inform, node_ids=()) -> None:
 def plot_of(exp: Experiment) -> dict:
     """Return the panels of an experiment's plot, for `draw`."""
     # Draw up to eight nodes with colors and names. With more nodes, draw all of them in gray.
-    curves, nodes = [], []
-    for node_id in sorted(exp.totals):
-        curves.append(exp.curve(node_id=node_id))
-        nodes.append((node_id if len(exp.totals) <= 8 else None, [curves[-1]]))
-    nodes.insert(0, (f"mean ± sd of {len(curves)} nodes", curves))
+    curves = {node_id: exp.curve(node_id=node_id) for node_id in sorted(exp.totals)}
+    nodes = [(f"mean ± sd of {len(curves)} nodes", list(curves.values()))]
+    for node_id, curve in curves.items():
+        nodes.append((node_id if len(curves) <= 8 else None, [curve]))
 
     # The reward of up to 20 tasks, and the metrics that explain the reward.
     columns = [name for name in sorted(set().union(*exp.rows)) if name.startswith("reward_")]
     tasks = [(name.removeprefix("reward_"), [exp.curve(name)]) for name in columns[:20]]
-    counts = zip(exp.curve("informative_local"), exp.curve("groups"), strict=True)
     informative_shares = []
-    for num_informative, num_groups in counts:
-        informative_shares.append(num_informative / num_groups if num_groups else None)
+    for number, total in zip(exp.curve("informative_local"), exp.curve("groups"), strict=True):
+        informative_shares.append(number / total if total else None)
     nodes_of = column_by("round", exp.rows, "node_id")
-    num_nodes = [len(set(nodes_of[t])) for t in range(exp.newest_round + 1)]
+    present_shares = [len(set(nodes_of[t])) / len(curves) for t in range(exp.newest_round + 1)]
     shares = [
         ("own groups that are informative", [informative_shares]),
         ("answers in <answer> tags", [exp.curve("answer_tag_rate")]),
         ("truncated answers", [exp.curve("truncated_rate")]),
-        ("nodes that submitted a reward", [[n / len(curves) for n in num_nodes]]),
+        ("nodes that submitted a reward", [present_shares]),
     ]
 
     return {
@@ -1148,8 +1172,9 @@ def plot(panels: dict) -> bytes:
     file = io.BytesIO()
     # A name may contain "$", which would start a formula.
     with matplotlib.rc_context({"text.parse_math": False, "ytick.labelsize": 7}):
-        size = (5.5 * len(panels), 4.5)
-        figure = matplotlib.figure.Figure(size, dpi=110, layout="constrained")
+        figure = matplotlib.figure.Figure(
+            figsize=(5.5 * len(panels), 4.5), dpi=110, layout="constrained"
+        )
         for number, (title, draw_on) in enumerate(panels.items(), start=1):
             draw_on(figure.add_subplot(1, len(panels), number, title=title))
         figure.savefig(file, format="png")
@@ -1211,9 +1236,8 @@ def say(text: str) -> None:
 
 def in_notebook() -> bool:
     """Return whether this runs in a Jupyter kernel. Its packages may also be imported elsewhere."""
-    if not {"ipykernel", "IPython"} <= sys.modules.keys():
-        return False
-    return sys.modules["IPython"].get_ipython() is not None
+    has_packages = {"ipykernel", "IPython"} <= sys.modules.keys()
+    return has_packages and sys.modules["IPython"].get_ipython() is not None
 
 
 def mean(values) -> float | None:
