@@ -194,8 +194,8 @@ def verify(run: "Run", record: dict) -> "grpo.Group":
     question = checked_question(run, record)
     prompt = run.codec.encode_prompt(question)
     shared = record["completions"][: run.config.NUM_GENERATIONS]  # at most G dicts
-    token_ids = checked_ids(run.codec, prompt, shared)
     finished = [completion["finished"] for completion in shared]
+    token_ids = checked_ids(run.codec, prompt, shared, finished)
 
     # Score the text that these tokens decode to (with `grpo.compute_reward`), because the update
     # trains on the tokens.
@@ -259,8 +259,8 @@ def late_peers(run: "Run", node: "Node", at) -> set[str]:
     board = run.swarm.look()
     late = set()
     for peer in choose_peers(run, node, at, expected_workers(run, board, at.round)):
-        is_marked = peer in board.reached("rollouts", at)
-        if not is_marked or fetch_records(run, node, peer, at) is None:  # the file may arrive later
+        # On some storage backends, a file arrives later than its marker.
+        if peer not in board.reached("rollouts", at) or fetch_records(run, node, peer, at) is None:
             late.add(peer)
     late -= set(run.config.node_ids)  # the nodes of this process have published
     return late if any(map(run.swarm.is_alive, sorted(late))) else set()
@@ -393,14 +393,13 @@ def answer_questions(run: Run, node: Node, questions: list, num_generations: int
 
     Training, evaluation and sample answers all use this function.
     """
-    codec = run.codec
-    prompts = [codec.encode_prompt(question) for question in questions]
+    prompts = [run.codec.encode_prompt(question) for question in questions]
     generated = grpo.sample_in_batches(
-        node.model, codec, prompts, num_generations, run.config, seed, run.generation_limit
+        node.model, run.codec, prompts, num_generations, run.config, seed, run.generation_limit
     )
     groups = []
     for question, prompt, completions in zip(questions, prompts, generated, strict=True):
-        finished = [codec.is_finished(ids) for ids in completions]
+        finished = [run.codec.is_finished(ids) for ids in completions]
         groups.append(score(run, question, prompt, completions, finished))
     return groups
 
@@ -506,13 +505,12 @@ def checked_question(run: Run, record: dict) -> "grpo.Question":
     return question
 
 
-def checked_ids(codec, prompt: list[int], completions: list[dict]) -> list[list[int]]:
+def checked_ids(codec, prompt: list, completions: list, finished: list) -> list[list[int]]:
     """Encode a peer's completions with this model's tokenizer.
 
     Raise Rejected if this model could not have generated them.
     """
     texts = [completion["response"] for completion in completions]
-    finished = [completion["finished"] for completion in completions]
     longest = min(codec.max_completion, codec.positions - len(prompt))
     if any(len(text) > 16 * longest for text in texts):  # encoding the text would take long
         raise Rejected("a completion is too long")
@@ -552,8 +550,7 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
 
 def finish_round(run: Run, t: int) -> None:
     """Log the round, save a checkpoint if it is due, and clean up."""
-    config = run.config
-    interval = config.CHECKPOINT_INTERVAL
+    interval = run.config.CHECKPOINT_INTERVAL
     # A checkpoint is due if a multiple of the interval was reached, perhaps in a skipped round.
     checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
     run.last_round = t
@@ -562,14 +559,15 @@ def finish_round(run: Run, t: int) -> None:
     # rows must already be in the file.
     log_round(run, t)
     run.log.flush(run.store)
-    if checkpoint_is_due or t == config.MAX_ROUNDS - 1:
+    if checkpoint_is_due or t == run.config.MAX_ROUNDS - 1:
         save_checkpoint(run)
 
     # Forget groups that are too old for later rounds. Forget unusable files as well, so that they
     # are read again.
-    oldest = t - config.ROLLOUT_MAX_AGE
-    fetched = run.fetched.items()
-    run.fetched = {file: groups for file, groups in fetched if groups and file[1].round >= oldest}
+    oldest = t - run.config.ROLLOUT_MAX_AGE
+    run.fetched = {
+        file: groups for file, groups in run.fetched.items() if groups and file[1].round >= oldest
+    }
     run.verdicts = {key: group for key, group in run.verdicts.items() if key[0] >= oldest}
     for node in run.nodes:
         node.used_external = {key for key in node.used_external if key[0] >= oldest}
@@ -663,8 +661,10 @@ def update_metrics(run: Run, node: Node, groups: "list[grpo.Group]", update: dic
     num_steps = update.pop("optimizer_steps")
     if num_informative > 0 and num_steps < run.config.NUM_ITERATIONS:
         run.log.event("gradient", f"skipped the rest of {node.id}'s update (non-finite gradient)")
-    num_own = len(groups) - len(node.external)
-    return update | {"local_groups": num_own, "informative_groups": num_informative}
+    return update | {
+        "local_groups": len(groups) - len(node.external),
+        "informative_groups": num_informative,
+    }
 
 
 def held_out_metrics(run: Run, node: Node, at) -> dict:
@@ -683,9 +683,8 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
     With REWARD=exact, this is pass@1. The questions have reserved seeds and are the same for all
     nodes.
     """
-    start = drive_store.At(0)
     indices = range(run.config.EVAL_SAMPLES)
-    seeds = [derive_seed(run.config, "", start, "held-out", i) for i in indices]
+    seeds = [derive_seed(run.config, "", drive_store.At(0), "held-out", i) for i in indices]
     questions = make_questions(run, [grpo.HELD_OUT_SEEDS.start + seed for seed in seeds])
     seed = derive_seed(run.config, node.id, drive_store.At(t), "evaluate")
     groups = answer_questions(run, node, questions, 1, seed)
@@ -774,8 +773,7 @@ def log_samples(run: Run, is_last: bool = False) -> list[dict]:
     """
     answers = sample_answers(run)
     for before, now in zip(run.samples, answers, strict=True):
-        lines = coordinator.format_sample(now, before if is_last else None)
-        run.log.info("\n".join(lines))
+        run.log.info("\n".join(coordinator.format_sample(now, before if is_last else None)))
     return answers
 
 
@@ -1008,8 +1006,7 @@ def read_config(environ, saved=None) -> Config:
     }
     notes += [text for text, holds in more_notes.items() if holds]
     if errors:
-        listed = "\n  ".join(dict.fromkeys(errors))
-        raise ConfigError(f"invalid settings:\n  {listed}")
+        raise ConfigError("invalid settings:\n  " + "\n  ".join(dict.fromkeys(errors)))
     return config
 
 
@@ -1032,7 +1029,6 @@ def default_values(given: dict, model: str, dtype: str) -> dict:
 def check_together(config: Config) -> list[str]:
     """Check the parsed settings together, and return the errors."""
     folder = Path(config.GDRIVE_PATH).absolute()  # on an unmounted drive, the parent is missing
-    has_place = os.path.isdir(folder.parent) and not os.path.isfile(folder)
     role = config.NODE_ROLE
     allowed = "use 1 to 64 letters, digits, '.', '_' or '-', without '.' at either end"
     errors = {
@@ -1046,7 +1042,9 @@ def check_together(config: Config) -> list[str]:
         f"NODE_ID={config.NODE_ID!r}: reserved for the coordinator; use another name": (
             role != "coordinator" and config.NODE_ID.lower() == drive_store.COORDINATOR_ID
         ),
-        f"GDRIVE_PATH={folder}: expected a folder whose parent directory exists": not has_place,
+        f"GDRIVE_PATH={folder}: expected a folder whose parent directory exists": (
+            not os.path.isdir(folder.parent) or os.path.isfile(folder)
+        ),
         f"MODEL_NAME={config.MODEL_NAME!r}: expected tiny, a Hugging Face id (such as gpt2) or a "
         "folder that exists": (
             role in ("worker", "prepare")
@@ -1110,8 +1108,8 @@ def choose_model(given: dict, known: dict, device: str) -> tuple[str, list[str]]
     is_tiny = needs_none or given.get("TEST_MODE") or known.get("MODEL_NAME") == "tiny"
     if "MODEL_NAME" in given or is_tiny:
         return given.get("MODEL_NAME", "tiny"), []
-    num_nodes = given.get("LOCAL_NODES", 1) * num_sharers(given.get("NUM_WORKERS", 1))
-    needed = 10 * num_nodes  # GB for weights, gradients, Adam's moments and activations
+    # Each node needs 10 GB for weights, gradients, Adam's moments and activations.
+    needed = 10 * given.get("LOCAL_NODES", 1) * num_sharers(given.get("NUM_WORKERS", 1))
     has_room = device != "cpu" and grpo.available_memory(device) / 1e9 > needed
     model = DEFAULT_MODEL if has_room else "tiny"
     return model, [
@@ -1191,8 +1189,12 @@ def save_checkpoint(run: Run) -> None:
             "trained": sorted(node.used_external),
             "held_out": node.held_out,
         }
-    path = checkpoint_path(run, run.last_round)
-    write_tensors(run.store, path, checkpoint_tensors(run.nodes), json.dumps(about))
+    write_tensors(
+        run.store,
+        checkpoint_path(run, run.last_round),
+        checkpoint_tensors(run.nodes),
+        json.dumps(about),
+    )
     for node in run.nodes:  # so that a later process knows that there must be a checkpoint
         run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
@@ -1212,15 +1214,17 @@ def load_latest_checkpoint(run: Run) -> None:
     reason = ""
     stages = run.store.list_stages("checkpoints", run.nodes[0].id)
     rounds = [at.round for at in stages if at.round > run.last_round]
-    while rounds:
+    for t in reversed(rounds):
         try:
-            load_checkpoint(run, rounds[-1])
-            run.last_round = rounds[-1]
-            run.log.event("resume", f"from the checkpoint after round {run.last_round}")
+            load_checkpoint(run, t)
+            run.last_round = t
+            run.log.event("resume", f"from the checkpoint after round {t}")
             return
         except UNUSABLE as error:
-            text = drive_store.printable(error, 200)
-            reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
+            reason = (
+                f"the checkpoint after round {t} cannot be used "
+                f"({drive_store.printable(error, 200)})"
+            )
             run.log.once("resume", f"{reason}; trying an older checkpoint")
 
     # A node has written a checkpoint if it has a marker, or if it ran before this process joined
@@ -1654,8 +1658,10 @@ def find_standing(run: Run, saved: dict) -> str:
         raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
     standing = "resuming" if is_known else "joining"
     names = coordinator.join_names(board.workers, 5) or "none yet"
-    where = f"round {max(0, board.open_round)} of {config.MAX_ROUNDS}"
-    run.log.info(f"{name}: {standing}, {where}, nodes: {names}")
+    run.log.info(
+        f"{name}: {standing}, round {max(0, board.open_round)} of {config.MAX_ROUNDS}, "
+        f"nodes: {names}"
+    )
     return standing
 
 
@@ -1730,8 +1736,7 @@ def load_weights(run: Run, name: str, model) -> bool:
         tensors, _ = read_tensors(run.store, f"/warmstart/{name}", ours)
         copy_tensors(tensors, ours)
     except UNUSABLE as error:
-        text = drive_store.printable(error, 200)
-        run.log.info(f"warmstart/{name} cannot be used ({text})")
+        run.log.info(f"warmstart/{name} cannot be used ({drive_store.printable(error, 200)})")
         return False
     return True
 
@@ -1767,8 +1772,7 @@ def join(run: Run) -> None:
     run.swarm.join(about)
     load_latest_checkpoint(run)  # an older process of this node may have saved another one
     for node in run.nodes:
-        path = f"nodes/{node.id}/logs/system_info.json"
-        run.store.write(path, drive_store.dump_json(about))
+        run.store.write(f"nodes/{node.id}/logs/system_info.json", drive_store.dump_json(about))
         if run.last_round >= 0:  # a crash may have prevented this marker
             run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
@@ -1794,17 +1798,14 @@ def finish_run(run: Run) -> int:
     for node in run.nodes:
         rows += coordinator.read_rows(run.store, run.swarm.board, node.id)
     if rows:
-        checkpoints = run.store.list_stages("checkpoints", run.nodes[0].id)
-        coordinator.log_end(run, rows, checkpoints)
+        coordinator.log_end(run, rows, run.store.list_stages("checkpoints", run.nodes[0].id))
     evaluate(run, "after training")
     export_models(run, samples)
 
     # The plot is drawn by the coordinator or, if it never joined, by the first worker's process.
     board = run.swarm.board
-    is_first = board.workers[0] in config.node_ids
-    if is_first and drive_store.COORDINATOR_ID not in board.sessions:
-        exp = coordinator.read_experiment(run.swarm)
-        coordinator.write_plot(exp, run.store.root, run.log)
+    if board.workers[0] in config.node_ids and drive_store.COORDINATOR_ID not in board.sessions:
+        coordinator.write_plot(coordinator.read_experiment(run.swarm), run.store.root, run.log)
 
     folders = [f"nodes/{run.nodes[0].id}/checkpoints"]
     for node in run.nodes:
@@ -1835,8 +1836,12 @@ class Log:
     def event(self, kind: str, text: str) -> None:
         """Log a line, and queue a record for training_events.jsonl."""
         self.info(f"{self.node_id} {kind}: {text}")
-        text = self.mask(text)  # before JSON escapes the token's characters
-        record = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text}
+        record = {
+            "timestamp": time.time(),
+            "event": kind,
+            "node_id": self.node_id,
+            "text": self.mask(text),  # before JSON escapes the token's characters
+        }
         self.queue(f"nodes/{self.node_id}/logs/training_events.jsonl", json.dumps(record))
 
     def once(self, kind: str, text: str) -> None:
