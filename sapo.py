@@ -245,7 +245,9 @@ def wait_for_peers(run: "Run", node: "Node", at) -> None:
         if run.swarm.board.open_round > at.round or run.signals.requested:
             return
         if run.seconds_to_wait <= 0:
-            give_up(run, late, at)
+            run.given_up |= late  # see expected_workers
+            names = coordinator.join_names(sorted(late), 3)
+            run.log.once("wait", f"{names} did not publish round {at.round} in time")
             return
         run.swarm.beat()
         run.seconds_to_wait -= run.swarm.sleep()  # seconds since the last poll began
@@ -423,16 +425,11 @@ def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
     round from growing with the swarm.
     """
     period = drive_store.At(at.round // 5)  # used only in the hash
-    others = set(peers) - {node.id}
-    ranked = sorted(others, key=lambda p: derive_seed(run.config, node.id, period, f"read {p}"))
+    ranked = sorted(
+        set(peers) - {node.id},
+        key=lambda p: derive_seed(run.config, node.id, period, f"read {p}"),
+    )
     return sorted(ranked[: run.config.FETCH_MAX_PEERS])
-
-
-def give_up(run: Run, late: set[str], at) -> None:
-    """Log which peers did not publish in time, and give them up (see `expected_workers`)."""
-    names = coordinator.join_names(sorted(late), 3)
-    run.log.once("wait", f"{names} did not publish round {at.round} in time")
-    run.given_up |= late
 
 
 class Rejected(ValueError):
@@ -532,7 +529,7 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
         return
     missed = f"rounds {next_own} to {end - 1}" if end > next_own + 1 else f"round {next_own}"
     run.log.event("skip", f"the swarm ran {missed} without this process")
-    run.log.show_bar(run.config.MAX_ROUNDS, end, "round")  # its rate counts only trained rounds
+    run.log.show_bar(run.config.MAX_ROUNDS, end)  # its rate counts only trained rounds
 
     # A node may have submitted rewards in these rounds before a crash. Add them to its total, which
     # the checkpoint does not include yet, and log the rows that the crash prevented.
@@ -639,14 +636,13 @@ def column_name(task: str) -> str:
 
 def external_metrics(run: Run, node: Node, at, external: list) -> dict:
     """Return the metrics of step 4, such as the number of missing groups."""
-    config = run.config
     board = run.swarm.board
-    peers = set(board.reached("rollouts", drive_store.At(0))) - set(config.node_ids)
+    peers = set(board.reached("rollouts", drive_store.At(0))) - set(run.config.node_ids)
     ages = [max(0, at.round - board.progress["rollouts", peer].round) for peer in peers]
-    published = board.reached("rollouts", at) if config.NUM_TRANSPLANT_TREES > 0 else []
+    published = board.reached("rollouts", at) if run.config.NUM_TRANSPLANT_TREES > 0 else []
     return {
         "external_groups": len(external),
-        "external_short": config.NUM_TRANSPLANT_TREES - len(external),
+        "external_short": run.config.NUM_TRANSPLANT_TREES - len(external),
         "external_peers": len(choose_peers(run, node, at, published)),
         "newest_file_age": min(ages, default=None),
     }
@@ -707,8 +703,6 @@ def evaluate(run: Run, when: str) -> None:
 
 # -------- Logging ---------------------------------------------------------------------------------
 
-SAMPLE_INTERVAL = 20  # rounds between logged sample answers
-
 
 def log_metrics(run: Run, node: Node, at) -> None:
     """Queue a stage's row for metrics.jsonl."""
@@ -753,7 +747,7 @@ def log_round(run: Run, t: int) -> None:
             "no peer published in time in ten rounds: raise FETCH_TIMEOUT_SECONDS, use a "
             "coordinator with ROUND_ADVANCE=completion or, if this node is alone, start others",
         )
-    if (t + 1) % SAMPLE_INTERVAL == 0 and t < config.MAX_ROUNDS - 1:
+    if (t + 1) % 20 == 0 and t < config.MAX_ROUNDS - 1:
         log_samples(run)
 
 
@@ -1013,8 +1007,12 @@ def read_config(environ, saved=None) -> Config:
 def default_values(given: dict, model: str, dtype: str) -> dict:
     """Return the defaults for this model, TEST_MODE and this machine."""
     generated_id = f"node_{secrets.token_hex(4)}" if given.get("LOCAL_NODES", 1) == 1 else "node"
-    values = {name: row.default for name, row in TABLE.items()}
-    values |= {"GDRIVE_PATH": drive_store.default_root(), "NODE_ID": generated_id, "DTYPE": dtype}
+    values = {
+        **{name: row.default for name, row in TABLE.items()},
+        "GDRIVE_PATH": drive_store.default_root(),
+        "NODE_ID": generated_id,
+        "DTYPE": dtype,
+    }
 
     # Apply the presets (see `setting`). Later presets have priority.
     is_tiny, is_test = model == "tiny", given.get("TEST_MODE", False)
@@ -1158,8 +1156,8 @@ def help_text() -> str:
 
 def start_command(config: Config, **changes) -> str:
     """Return the command that restarts this process, without the access token."""
-    shown = {name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET}
-    shown |= {
+    shown = {
+        **{name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET},
         "EXPERIMENT_NAME": config.EXPERIMENT_NAME,
         "GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH),
         **changes,
@@ -1200,7 +1198,7 @@ def save_checkpoint(run: Run) -> None:
 
     # Checkpoints of later rounds do not count, because they could not be loaded.
     stages = run.store.list_stages("checkpoints", run.nodes[0].id)
-    rounds = sorted({at.round for at in stages if at.round <= run.last_round})
+    rounds = [at.round for at in stages if at.round <= run.last_round]
     for old in rounds[: -run.config.CHECKPOINT_KEEP]:
         run.store.delete(checkpoint_path(run, old), frees_space=True)
 
@@ -1544,8 +1542,10 @@ def prepare(run: Run, saved) -> int:
 def run_clock(run: Run, saved: dict | None) -> int:
     """Run the coordinator once a worker has created the experiment. Return the exit code."""
     if saved is None:
-        command = start_command(run.config, NODE_ROLE="worker", NODE_ID="anna")
-        run.log.info(f"waiting for the first worker, which creates the experiment:\n  {command}")
+        run.log.info(
+            "waiting for the first worker, which creates the experiment:\n  "
+            + start_command(run.config, NODE_ROLE="worker", NODE_ID="anna")
+        )
         while (saved := run.store.load_config()) is None:
             run.signals.sleep(0.1)  # poll often, because workers open round 1 after 0.5 s
         run.config = read_config(run.config.environ, saved)
@@ -1581,9 +1581,12 @@ def run_worker(run: Run, saved: dict | None) -> int:
                 "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
-        names = set(filter(drive_store.is_safe_name, run.store.list_names("/experiments")))
-        names -= {config.EXPERIMENT_NAME}
-        beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
+        names = [
+            name
+            for name in run.store.list_names("/experiments")
+            if drive_store.is_safe_name(name) and name != config.EXPERIMENT_NAME
+        ]
+        beside = f", beside {coordinator.join_names(names, 5)}" if names else ""
         log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
 
     apply_warm_start(run, model)
@@ -1610,7 +1613,7 @@ def run_worker(run: Run, saved: dict | None) -> int:
     if run.last_round < 0:
         evaluate(run, "before training")
 
-    log.show_bar(config.MAX_ROUNDS, run.last_round + 1, "round")
+    log.show_bar(config.MAX_ROUNDS, run.last_round + 1)
     try:
         train(run)
     except drive_store.Stopped:  # between two rounds
@@ -1867,13 +1870,13 @@ class Log:
         for path, lines in queued.items():
             store.append(path, "".join(lines))
 
-    def show_bar(self, total: int, done: int, unit: str) -> None:
+    def show_bar(self, total: int, done: int) -> None:
         """Show a new progress bar on a terminal. Files and notebooks get plain lines only."""
         self.bar.close()
         self.bar = tqdm.tqdm(
             total=total,
             initial=done,
-            unit=unit,
+            unit="round",
             dynamic_ncols=True,
             leave=False,
             disable=not sys.stdout.isatty(),
