@@ -194,8 +194,8 @@ def verify(run: "Run", record: dict) -> "grpo.Group":
     question = checked_question(run, record)
     prompt = run.codec.encode_prompt(question)
     shared = record["completions"][: run.config.NUM_GENERATIONS]  # at most G dicts
-    token_ids = checked_ids(run.codec, prompt, shared)
     finished = [completion["finished"] for completion in shared]
+    token_ids = checked_ids(run.codec, prompt, shared, finished)
 
     # Score the text that these tokens decode to (with `grpo.compute_reward`), because the update
     # trains on the tokens.
@@ -245,7 +245,9 @@ def wait_for_peers(run: "Run", node: "Node", at) -> None:
         if run.swarm.board.open_round > at.round or run.signals.requested:
             return
         if run.seconds_to_wait <= 0:
-            give_up(run, late, at)
+            run.given_up |= late  # see expected_workers
+            names = coordinator.join_names(sorted(late), 3)
+            run.log.once("wait", f"{names} did not publish round {at.round} in time")
             return
         run.swarm.beat()
         run.seconds_to_wait -= run.swarm.sleep()  # seconds since the last poll began
@@ -259,8 +261,8 @@ def late_peers(run: "Run", node: "Node", at) -> set[str]:
     board = run.swarm.look()
     late = set()
     for peer in choose_peers(run, node, at, expected_workers(run, board, at.round)):
-        is_marked = peer in board.reached("rollouts", at)
-        if not is_marked or fetch_records(run, node, peer, at) is None:  # the file may arrive later
+        # On some storage backends, a file arrives later than its marker.
+        if peer not in board.reached("rollouts", at) or fetch_records(run, node, peer, at) is None:
             late.add(peer)
     late -= set(run.config.node_ids)  # the nodes of this process have published
     return late if any(map(run.swarm.is_alive, sorted(late))) else set()
@@ -393,14 +395,13 @@ def answer_questions(run: Run, node: Node, questions: list, num_generations: int
 
     Training, evaluation and sample answers all use this function.
     """
-    codec = run.codec
-    prompts = [codec.encode_prompt(question) for question in questions]
+    prompts = [run.codec.encode_prompt(question) for question in questions]
     generated = grpo.sample_in_batches(
-        node.model, codec, prompts, num_generations, run.config, seed, run.generation_limit
+        node.model, run.codec, prompts, num_generations, run.config, seed, run.generation_limit
     )
     groups = []
     for question, prompt, completions in zip(questions, prompts, generated, strict=True):
-        finished = [codec.is_finished(ids) for ids in completions]
+        finished = [run.codec.is_finished(ids) for ids in completions]
         groups.append(score(run, question, prompt, completions, finished))
     return groups
 
@@ -424,16 +425,11 @@ def choose_peers(run: Run, node: Node, at, peers) -> list[str]:
     round from growing with the swarm.
     """
     period = drive_store.At(at.round // 5)  # used only in the hash
-    others = set(peers) - {node.id}
-    ranked = sorted(others, key=lambda p: derive_seed(run.config, node.id, period, f"read {p}"))
+    ranked = sorted(
+        set(peers) - {node.id},
+        key=lambda p: derive_seed(run.config, node.id, period, f"read {p}"),
+    )
     return sorted(ranked[: run.config.FETCH_MAX_PEERS])
-
-
-def give_up(run: Run, late: set[str], at) -> None:
-    """Log which peers did not publish in time, and give them up (see `expected_workers`)."""
-    names = coordinator.join_names(sorted(late), 3)
-    run.log.once("wait", f"{names} did not publish round {at.round} in time")
-    run.given_up |= late
 
 
 class Rejected(ValueError):
@@ -506,13 +502,12 @@ def checked_question(run: Run, record: dict) -> "grpo.Question":
     return question
 
 
-def checked_ids(codec, prompt: list[int], completions: list[dict]) -> list[list[int]]:
+def checked_ids(codec, prompt: list, completions: list, finished: list) -> list[list[int]]:
     """Encode a peer's completions with this model's tokenizer.
 
     Raise Rejected if this model could not have generated them.
     """
     texts = [completion["response"] for completion in completions]
-    finished = [completion["finished"] for completion in completions]
     longest = min(codec.max_completion, codec.positions - len(prompt))
     if any(len(text) > 16 * longest for text in texts):  # encoding the text would take long
         raise Rejected("a completion is too long")
@@ -534,7 +529,7 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
         return
     missed = f"rounds {next_own} to {end - 1}" if end > next_own + 1 else f"round {next_own}"
     run.log.event("skip", f"the swarm ran {missed} without this process")
-    run.log.show_bar(run.config.MAX_ROUNDS, end, "round")  # its rate counts only trained rounds
+    run.log.show_bar(run.config.MAX_ROUNDS, end)  # its rate counts only trained rounds
 
     # A node may have submitted rewards in these rounds before a crash. Add them to its total, which
     # the checkpoint does not include yet, and log the rows that the crash prevented.
@@ -552,8 +547,7 @@ def log_skipped(run: Run, next_own: int, end: int) -> None:
 
 def finish_round(run: Run, t: int) -> None:
     """Log the round, save a checkpoint if it is due, and clean up."""
-    config = run.config
-    interval = config.CHECKPOINT_INTERVAL
+    interval = run.config.CHECKPOINT_INTERVAL
     # A checkpoint is due if a multiple of the interval was reached, perhaps in a skipped round.
     checkpoint_is_due = (run.last_round + 1) // interval < (t + 1) // interval
     run.last_round = t
@@ -562,14 +556,15 @@ def finish_round(run: Run, t: int) -> None:
     # rows must already be in the file.
     log_round(run, t)
     run.log.flush(run.store)
-    if checkpoint_is_due or t == config.MAX_ROUNDS - 1:
+    if checkpoint_is_due or t == run.config.MAX_ROUNDS - 1:
         save_checkpoint(run)
 
     # Forget groups that are too old for later rounds. Forget unusable files as well, so that they
     # are read again.
-    oldest = t - config.ROLLOUT_MAX_AGE
-    fetched = run.fetched.items()
-    run.fetched = {file: groups for file, groups in fetched if groups and file[1].round >= oldest}
+    oldest = t - run.config.ROLLOUT_MAX_AGE
+    run.fetched = {
+        file: groups for file, groups in run.fetched.items() if groups and file[1].round >= oldest
+    }
     run.verdicts = {key: group for key, group in run.verdicts.items() if key[0] >= oldest}
     for node in run.nodes:
         node.used_external = {key for key in node.used_external if key[0] >= oldest}
@@ -641,14 +636,13 @@ def column_name(task: str) -> str:
 
 def external_metrics(run: Run, node: Node, at, external: list) -> dict:
     """Return the metrics of step 4, such as the number of missing groups."""
-    config = run.config
     board = run.swarm.board
-    peers = set(board.reached("rollouts", drive_store.At(0))) - set(config.node_ids)
+    peers = set(board.reached("rollouts", drive_store.At(0))) - set(run.config.node_ids)
     ages = [max(0, at.round - board.progress["rollouts", peer].round) for peer in peers]
-    published = board.reached("rollouts", at) if config.NUM_TRANSPLANT_TREES > 0 else []
+    published = board.reached("rollouts", at) if run.config.NUM_TRANSPLANT_TREES > 0 else []
     return {
         "external_groups": len(external),
-        "external_short": config.NUM_TRANSPLANT_TREES - len(external),
+        "external_short": run.config.NUM_TRANSPLANT_TREES - len(external),
         "external_peers": len(choose_peers(run, node, at, published)),
         "newest_file_age": min(ages, default=None),
     }
@@ -663,8 +657,10 @@ def update_metrics(run: Run, node: Node, groups: "list[grpo.Group]", update: dic
     num_steps = update.pop("optimizer_steps")
     if num_informative > 0 and num_steps < run.config.NUM_ITERATIONS:
         run.log.event("gradient", f"skipped the rest of {node.id}'s update (non-finite gradient)")
-    num_own = len(groups) - len(node.external)
-    return update | {"local_groups": num_own, "informative_groups": num_informative}
+    return update | {
+        "local_groups": len(groups) - len(node.external),
+        "informative_groups": num_informative,
+    }
 
 
 def held_out_metrics(run: Run, node: Node, at) -> dict:
@@ -683,9 +679,8 @@ def held_out_accuracy(run: Run, node: Node, t: int) -> float:
     With REWARD=exact, this is pass@1. The questions have reserved seeds and are the same for all
     nodes.
     """
-    start = drive_store.At(0)
     indices = range(run.config.EVAL_SAMPLES)
-    seeds = [derive_seed(run.config, "", start, "held-out", i) for i in indices]
+    seeds = [derive_seed(run.config, "", drive_store.At(0), "held-out", i) for i in indices]
     questions = make_questions(run, [grpo.HELD_OUT_SEEDS.start + seed for seed in seeds])
     seed = derive_seed(run.config, node.id, drive_store.At(t), "evaluate")
     groups = answer_questions(run, node, questions, 1, seed)
@@ -707,8 +702,6 @@ def evaluate(run: Run, when: str) -> None:
 
 
 # -------- Logging ---------------------------------------------------------------------------------
-
-SAMPLE_INTERVAL = 20  # rounds between logged sample answers
 
 
 def log_metrics(run: Run, node: Node, at) -> None:
@@ -754,7 +747,7 @@ def log_round(run: Run, t: int) -> None:
             "no peer published in time in ten rounds: raise FETCH_TIMEOUT_SECONDS, use a "
             "coordinator with ROUND_ADVANCE=completion or, if this node is alone, start others",
         )
-    if (t + 1) % SAMPLE_INTERVAL == 0 and t < config.MAX_ROUNDS - 1:
+    if (t + 1) % 20 == 0 and t < config.MAX_ROUNDS - 1:
         log_samples(run)
 
 
@@ -774,8 +767,7 @@ def log_samples(run: Run, is_last: bool = False) -> list[dict]:
     """
     answers = sample_answers(run)
     for before, now in zip(run.samples, answers, strict=True):
-        lines = coordinator.format_sample(now, before if is_last else None)
-        run.log.info("\n".join(lines))
+        run.log.info("\n".join(coordinator.format_sample(now, before if is_last else None)))
     return answers
 
 
@@ -1008,16 +1000,19 @@ def read_config(environ, saved=None) -> Config:
     }
     notes += [text for text, holds in more_notes.items() if holds]
     if errors:
-        listed = "\n  ".join(dict.fromkeys(errors))
-        raise ConfigError(f"invalid settings:\n  {listed}")
+        raise ConfigError("invalid settings:\n  " + "\n  ".join(dict.fromkeys(errors)))
     return config
 
 
 def default_values(given: dict, model: str, dtype: str) -> dict:
     """Return the defaults for this model, TEST_MODE and this machine."""
     generated_id = f"node_{secrets.token_hex(4)}" if given.get("LOCAL_NODES", 1) == 1 else "node"
-    values = {name: row.default for name, row in TABLE.items()}
-    values |= {"GDRIVE_PATH": drive_store.default_root(), "NODE_ID": generated_id, "DTYPE": dtype}
+    values = {
+        **{name: row.default for name, row in TABLE.items()},
+        "GDRIVE_PATH": drive_store.default_root(),
+        "NODE_ID": generated_id,
+        "DTYPE": dtype,
+    }
 
     # Apply the presets (see `setting`). Later presets have priority.
     is_tiny, is_test = model == "tiny", given.get("TEST_MODE", False)
@@ -1032,7 +1027,6 @@ def default_values(given: dict, model: str, dtype: str) -> dict:
 def check_together(config: Config) -> list[str]:
     """Check the parsed settings together, and return the errors."""
     folder = Path(config.GDRIVE_PATH).absolute()  # on an unmounted drive, the parent is missing
-    has_place = os.path.isdir(folder.parent) and not os.path.isfile(folder)
     role = config.NODE_ROLE
     allowed = "use 1 to 64 letters, digits, '.', '_' or '-', without '.' at either end"
     errors = {
@@ -1046,7 +1040,9 @@ def check_together(config: Config) -> list[str]:
         f"NODE_ID={config.NODE_ID!r}: reserved for the coordinator; use another name": (
             role != "coordinator" and config.NODE_ID.lower() == drive_store.COORDINATOR_ID
         ),
-        f"GDRIVE_PATH={folder}: expected a folder whose parent directory exists": not has_place,
+        f"GDRIVE_PATH={folder}: expected a folder whose parent directory exists": (
+            not os.path.isdir(folder.parent) or os.path.isfile(folder)
+        ),
         f"MODEL_NAME={config.MODEL_NAME!r}: expected tiny, a Hugging Face id (such as gpt2) or a "
         "folder that exists": (
             role in ("worker", "prepare")
@@ -1110,8 +1106,8 @@ def choose_model(given: dict, known: dict, device: str) -> tuple[str, list[str]]
     is_tiny = needs_none or given.get("TEST_MODE") or known.get("MODEL_NAME") == "tiny"
     if "MODEL_NAME" in given or is_tiny:
         return given.get("MODEL_NAME", "tiny"), []
-    num_nodes = given.get("LOCAL_NODES", 1) * num_sharers(given.get("NUM_WORKERS", 1))
-    needed = 10 * num_nodes  # GB for weights, gradients, Adam's moments and activations
+    # Each node needs 10 GB for weights, gradients, Adam's moments and activations.
+    needed = 10 * given.get("LOCAL_NODES", 1) * num_sharers(given.get("NUM_WORKERS", 1))
     has_room = device != "cpu" and grpo.available_memory(device) / 1e9 > needed
     model = DEFAULT_MODEL if has_room else "tiny"
     return model, [
@@ -1160,8 +1156,8 @@ def help_text() -> str:
 
 def start_command(config: Config, **changes) -> str:
     """Return the command that restarts this process, without the access token."""
-    shown = {name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET}
-    shown |= {
+    shown = {
+        **{name: config.environ.get(name, "") for name in TABLE if name != grpo.SECRET},
         "EXPERIMENT_NAME": config.EXPERIMENT_NAME,
         "GDRIVE_PATH": os.path.abspath(config.GDRIVE_PATH),
         **changes,
@@ -1191,14 +1187,18 @@ def save_checkpoint(run: Run) -> None:
             "trained": sorted(node.used_external),
             "held_out": node.held_out,
         }
-    path = checkpoint_path(run, run.last_round)
-    write_tensors(run.store, path, checkpoint_tensors(run.nodes), json.dumps(about))
+    write_tensors(
+        run.store,
+        checkpoint_path(run, run.last_round),
+        checkpoint_tensors(run.nodes),
+        json.dumps(about),
+    )
     for node in run.nodes:  # so that a later process knows that there must be a checkpoint
         run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
     # Checkpoints of later rounds do not count, because they could not be loaded.
     stages = run.store.list_stages("checkpoints", run.nodes[0].id)
-    rounds = sorted({at.round for at in stages if at.round <= run.last_round})
+    rounds = [at.round for at in stages if at.round <= run.last_round]
     for old in rounds[: -run.config.CHECKPOINT_KEEP]:
         run.store.delete(checkpoint_path(run, old), frees_space=True)
 
@@ -1212,15 +1212,17 @@ def load_latest_checkpoint(run: Run) -> None:
     reason = ""
     stages = run.store.list_stages("checkpoints", run.nodes[0].id)
     rounds = [at.round for at in stages if at.round > run.last_round]
-    while rounds:
+    for t in reversed(rounds):
         try:
-            load_checkpoint(run, rounds[-1])
-            run.last_round = rounds[-1]
-            run.log.event("resume", f"from the checkpoint after round {run.last_round}")
+            load_checkpoint(run, t)
+            run.last_round = t
+            run.log.event("resume", f"from the checkpoint after round {t}")
             return
         except UNUSABLE as error:
-            text = drive_store.printable(error, 200)
-            reason = f"the checkpoint after round {rounds.pop()} cannot be used ({text})"
+            reason = (
+                f"the checkpoint after round {t} cannot be used "
+                f"({drive_store.printable(error, 200)})"
+            )
             run.log.once("resume", f"{reason}; trying an older checkpoint")
 
     # A node has written a checkpoint if it has a marker, or if it ran before this process joined
@@ -1540,8 +1542,10 @@ def prepare(run: Run, saved) -> int:
 def run_clock(run: Run, saved: dict | None) -> int:
     """Run the coordinator once a worker has created the experiment. Return the exit code."""
     if saved is None:
-        command = start_command(run.config, NODE_ROLE="worker", NODE_ID="anna")
-        run.log.info(f"waiting for the first worker, which creates the experiment:\n  {command}")
+        run.log.info(
+            "waiting for the first worker, which creates the experiment:\n  "
+            + start_command(run.config, NODE_ROLE="worker", NODE_ID="anna")
+        )
         while (saved := run.store.load_config()) is None:
             run.signals.sleep(0.1)  # poll often, because workers open round 1 after 0.5 s
         run.config = read_config(run.config.environ, saved)
@@ -1577,9 +1581,12 @@ def run_worker(run: Run, saved: dict | None) -> int:
                 "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
-        names = set(filter(drive_store.is_safe_name, run.store.list_names("/experiments")))
-        names -= {config.EXPERIMENT_NAME}
-        beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
+        names = [
+            name
+            for name in run.store.list_names("/experiments")
+            if drive_store.is_safe_name(name) and name != config.EXPERIMENT_NAME
+        ]
+        beside = f", beside {coordinator.join_names(names, 5)}" if names else ""
         log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
 
     apply_warm_start(run, model)
@@ -1606,7 +1613,7 @@ def run_worker(run: Run, saved: dict | None) -> int:
     if run.last_round < 0:
         evaluate(run, "before training")
 
-    log.show_bar(config.MAX_ROUNDS, run.last_round + 1, "round")
+    log.show_bar(config.MAX_ROUNDS, run.last_round + 1)
     try:
         train(run)
     except drive_store.Stopped:  # between two rounds
@@ -1654,8 +1661,10 @@ def find_standing(run: Run, saved: dict) -> str:
         raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
     standing = "resuming" if is_known else "joining"
     names = coordinator.join_names(board.workers, 5) or "none yet"
-    where = f"round {max(0, board.open_round)} of {config.MAX_ROUNDS}"
-    run.log.info(f"{name}: {standing}, {where}, nodes: {names}")
+    run.log.info(
+        f"{name}: {standing}, round {max(0, board.open_round)} of {config.MAX_ROUNDS}, "
+        f"nodes: {names}"
+    )
     return standing
 
 
@@ -1730,8 +1739,7 @@ def load_weights(run: Run, name: str, model) -> bool:
         tensors, _ = read_tensors(run.store, f"/warmstart/{name}", ours)
         copy_tensors(tensors, ours)
     except UNUSABLE as error:
-        text = drive_store.printable(error, 200)
-        run.log.info(f"warmstart/{name} cannot be used ({text})")
+        run.log.info(f"warmstart/{name} cannot be used ({drive_store.printable(error, 200)})")
         return False
     return True
 
@@ -1767,8 +1775,7 @@ def join(run: Run) -> None:
     run.swarm.join(about)
     load_latest_checkpoint(run)  # an older process of this node may have saved another one
     for node in run.nodes:
-        path = f"nodes/{node.id}/logs/system_info.json"
-        run.store.write(path, drive_store.dump_json(about))
+        run.store.write(f"nodes/{node.id}/logs/system_info.json", drive_store.dump_json(about))
         if run.last_round >= 0:  # a crash may have prevented this marker
             run.store.move_marker("checkpoint", node.id, drive_store.At(run.last_round))
 
@@ -1794,17 +1801,14 @@ def finish_run(run: Run) -> int:
     for node in run.nodes:
         rows += coordinator.read_rows(run.store, run.swarm.board, node.id)
     if rows:
-        checkpoints = run.store.list_stages("checkpoints", run.nodes[0].id)
-        coordinator.log_end(run, rows, checkpoints)
+        coordinator.log_end(run, rows, run.store.list_stages("checkpoints", run.nodes[0].id))
     evaluate(run, "after training")
     export_models(run, samples)
 
     # The plot is drawn by the coordinator or, if it never joined, by the first worker's process.
     board = run.swarm.board
-    is_first = board.workers[0] in config.node_ids
-    if is_first and drive_store.COORDINATOR_ID not in board.sessions:
-        exp = coordinator.read_experiment(run.swarm)
-        coordinator.write_plot(exp, run.store.root, run.log)
+    if board.workers[0] in config.node_ids and drive_store.COORDINATOR_ID not in board.sessions:
+        coordinator.write_plot(coordinator.read_experiment(run.swarm), run.store.root, run.log)
 
     folders = [f"nodes/{run.nodes[0].id}/checkpoints"]
     for node in run.nodes:
@@ -1835,8 +1839,12 @@ class Log:
     def event(self, kind: str, text: str) -> None:
         """Log a line, and queue a record for training_events.jsonl."""
         self.info(f"{self.node_id} {kind}: {text}")
-        text = self.mask(text)  # before JSON escapes the token's characters
-        record = {"timestamp": time.time(), "event": kind, "node_id": self.node_id, "text": text}
+        record = {
+            "timestamp": time.time(),
+            "event": kind,
+            "node_id": self.node_id,
+            "text": self.mask(text),  # before JSON escapes the token's characters
+        }
         self.queue(f"nodes/{self.node_id}/logs/training_events.jsonl", json.dumps(record))
 
     def once(self, kind: str, text: str) -> None:
@@ -1862,13 +1870,13 @@ class Log:
         for path, lines in queued.items():
             store.append(path, "".join(lines))
 
-    def show_bar(self, total: int, done: int, unit: str) -> None:
+    def show_bar(self, total: int, done: int) -> None:
         """Show a new progress bar on a terminal. Files and notebooks get plain lines only."""
         self.bar.close()
         self.bar = tqdm.tqdm(
             total=total,
             initial=done,
-            unit=unit,
+            unit="round",
             dynamic_ncols=True,
             leave=False,
             disable=not sys.stdout.isatty(),

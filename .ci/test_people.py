@@ -230,7 +230,7 @@ def test_U3_the_free_space_and_the_space_for_checkpoints_are_logged_before_train
 def test_U3_the_progress_bar_does_not_count_rounds_that_this_process_missed(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     log = sapo.Log("")
-    log.show_bar(2000, 0, "round")
+    log.show_bar(2000, 0)
     config = SimpleNamespace(MAX_ROUNDS=2000)
     run = SimpleNamespace(log=log, config=config, nodes=[], is_first_round=True)
     sapo.log_skipped(run, 0, 400)
