@@ -419,8 +419,9 @@ class DriveStore(Folder):
 
     def read_reward(self, node_id: str, at: At) -> dict | None:
         """Return a node's reward and metrics for a stage, or None if there is no valid file."""
-        path = stage_file("rewards", node_id, at)
-        return self.read_valid(path, lambda data: parse_reward(data, node_id, at))
+        return self.read_valid(
+            stage_file("rewards", node_id, at), lambda data: parse_reward(data, node_id, at)
+        )
 
     def read_rewards(self, node_id: str, stages: list[At]) -> list[dict]:
         """Return a node's rewards and metrics for these stages. Skip missing and invalid files."""
@@ -462,8 +463,7 @@ class DriveStore(Folder):
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)
         # If an earlier attempt failed, `temp` may be a hard link to `target`. Do not empty that.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temp)
+        temp.unlink(missing_ok=True)
 
         with open(local, "rb") as source, open(temp, "wb", opener=open_no_link) as copy:
             shutil.copyfileobj(source, copy, 2**20)
@@ -493,8 +493,7 @@ class DriveStore(Folder):
                 os.replace(temp, target)
             self.sleep(2.0)
 
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temp)
+        temp.unlink(missing_ok=True)
 
     @waits
     def download(self, path: str, local: Path, max_bytes: int) -> None:
@@ -688,8 +687,11 @@ def rollout_file(groups: list, about: dict) -> dict:
 
     `about` holds informational fields, such as the model that generated the groups.
     """
-    rollouts = {str(index): group_to_json(group) for index, group in enumerate(groups)}
-    return {"format": 1, **about, "rollouts": rollouts}
+    return {
+        "format": 1,
+        **about,
+        "rollouts": {str(index): group_to_json(group) for index, group in enumerate(groups)},
+    }
 
 
 def parse_rollouts(data: dict, node_id: str, at: At) -> list[dict]:
@@ -717,8 +719,13 @@ def group_to_json(group) -> dict:
         completions.append({"response": text, "reward": reward, "finished": finished})
 
     question = group.question
-    asked = {"task": question.task, "seed": question.seed, "prompt": question.text}
-    return asked | {"answer": question.answer, "completions": completions}
+    return {
+        "task": question.task,
+        "seed": question.seed,
+        "prompt": question.text,
+        "answer": question.answer,
+        "completions": completions,
+    }
 
 
 def group_from_json(data, key: tuple) -> dict:
@@ -732,18 +739,29 @@ def group_from_json(data, key: tuple) -> dict:
     if not 0 <= data["seed"] < 2**53 or not 2 <= len(data["completions"]) <= 64:
         raise InvalidFileError("seed or number of completions out of range")
 
+    # Keep only these fields, because groups stay in memory for ROLLOUT_MAX_AGE rounds.
     completions = []
     for completion in data["completions"]:
         require(completion, {"response": str, "finished": bool})
-        if not is_finite_number(completion.get("reward", 0)):
+        reward = completion.get("reward", 0)
+        if not is_finite_number(reward):
             raise InvalidFileError("reward is not a finite number")
-        kept = {name: completion[name] for name in ("response", "finished")}
-        completions.append(kept | {"reward": completion.get("reward", 0)})
+        completions.append(
+            {
+                "response": completion["response"],
+                "finished": completion["finished"],
+                "reward": reward,
+            }
+        )
 
-    # Drop all other fields, because groups stay in memory for ROLLOUT_MAX_AGE rounds.
-    kept = {name: data[name] for name in ("task", "seed", "prompt")}
-    answer = str(data.get("answer"))[:64]
-    return kept | {"key": key, "answer": answer, "completions": completions}
+    return {
+        "task": data["task"],
+        "seed": data["seed"],
+        "prompt": data["prompt"],
+        "key": key,
+        "answer": str(data.get("answer"))[:64],
+        "completions": completions,
+    }
 
 
 def require(data, types: dict) -> None:
