@@ -840,7 +840,6 @@ class Swarm:
 
     def __init__(self, store: DriveStore, stale_after: float):
         self.store = store
-        self.node_ids = store.node_ids
         self.stale_after = stale_after
         self.board = Board()  # as of the last poll
         self.statuses = {}  # node -> status, cached until the next poll (`status` reads a file)
@@ -864,16 +863,16 @@ class Swarm:
         board = self.look()
         self.coordinator_seen_at = self.looked_at
 
-        previous = max(board.sessions.get(node_id, "0") for node_id in self.node_ids)
+        previous = max(board.sessions.get(node_id, "0") for node_id in self.store.node_ids)
         milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
         self.session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
 
         # Take over the markers of earlier processes.
         for (kind, node_id), at in board.progress.items():
-            if node_id in self.node_ids:
+            if node_id in self.store.node_ids:
                 self.store.markers[kind, node_id] = marker_name(kind, node_id, at)
 
-        for node_id in self.node_ids:
+        for node_id in self.store.node_ids:
             for folder in ("", *folders):
                 self.store.make_dir(f"nodes/{node_id}/{folder}")
             self.store.post(node_id, f"session.{node_id}.{self.session}", dump_json(about))
@@ -921,7 +920,7 @@ class Swarm:
     def check_superseded(self) -> None:
         """Raise Stopped if a newer process has registered one of this process's nodes."""
         sessions = self.look().sessions
-        if any(sessions.get(node_id, "") > self.session for node_id in self.node_ids):
+        if any(sessions.get(node_id, "") > self.session for node_id in self.store.node_ids):
             raise Stopped("superseded")
 
     def sleep(self) -> float:
@@ -932,14 +931,13 @@ class Swarm:
         an outage does not eat into the time a node waits for its peers.
         """
         look_seconds = min(2.0, time.monotonic() - self.looked_at)
-        unchanged = self.looked_at - self.changed_at
-        pause = max(0.02, look_seconds, min(2.0, unchanged / 10))
+        pause = max(0.02, look_seconds, min(2.0, (self.looked_at - self.changed_at) / 10))
         time.sleep(pause)
         return look_seconds + pause
 
     def enter(self, t: int) -> None:
         """Enter round t with all nodes of this process."""
-        for node_id in self.node_ids:
+        for node_id in self.store.node_ids:
             self.store.move_marker("open", node_id, At(t))
 
     def beat(self, state: str = "running") -> None:
@@ -947,7 +945,7 @@ class Swarm:
         is_due = state != "running" or time.monotonic() >= self.next_heartbeat
         if is_due and self.session:  # not before the process has joined
             data = dump_json({"time": time.time(), "session": self.session, "state": state})
-            for node_id in self.node_ids:
+            for node_id in self.store.node_ids:
                 self.store.write(f"nodes/{node_id}/heartbeat.json", data)
             self.next_heartbeat = time.monotonic() + min(10.0, self.stale_after / 8)
 
@@ -998,4 +996,4 @@ class Swarm:
 
     def others(self) -> set[str]:
         """Return the nodes of all other processes that ever joined."""
-        return self.board.sessions.keys() - set(self.node_ids)
+        return self.board.sessions.keys() - set(self.store.node_ids)

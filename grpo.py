@@ -1379,8 +1379,9 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         # Some tokenizers drop tokens, which is an error. Others insert spaces, so prompts are
         # compared without whitespace.
         texts = [codec.decode(ids) for ids in completions]
-        answers = [extract_tagged_answer(text) or "" for text in texts]
-        is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
+        is_right = all(
+            safe_score(question, extract_tagged_answer(text) or "") >= 0.99 for text in texts
+        )
         asked = plain_text(question.text).replace(" ", "")
         seen = plain_text(codec.tokenizer.decode(prompt)).replace(" ", "")
         # An id that is too high raises IndexError on a CPU and fails an opaque assertion on a GPU.
