@@ -423,8 +423,9 @@ class DriveStore(Folder):
 
     def read_reward(self, node_id: str, at: At) -> dict | None:
         """Return a node's reward and metrics for a stage, or None if there is no valid file."""
-        path = stage_file("rewards", node_id, at)
-        return self.read_valid(path, lambda data: parse_reward(data, node_id, at))
+        return self.read_valid(
+            stage_file("rewards", node_id, at), lambda data: parse_reward(data, node_id, at)
+        )
 
     def read_rewards(self, node_id: str, stages: list[At]) -> list[dict]:
         """Return a node's rewards and metrics for these stages. Skip missing and invalid files."""
@@ -466,8 +467,7 @@ class DriveStore(Folder):
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)
         # If an earlier attempt failed, `temp` may be a hard link to `target`. Do not empty that.
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temp)
+        temp.unlink(missing_ok=True)
 
         with open(local, "rb") as source, open(temp, "wb", opener=open_no_link) as copy:
             shutil.copyfileobj(source, copy, 2**20)
@@ -497,8 +497,7 @@ class DriveStore(Folder):
                 os.replace(temp, target)
             self.sleep(2.0)
 
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temp)
+        temp.unlink(missing_ok=True)
 
     @waits
     def download(self, path: str, local: Path, max_bytes: int) -> None:
@@ -693,8 +692,11 @@ def rollout_file(groups: list, about: dict) -> dict:
 
     `about` holds informational fields, such as the model that generated the groups.
     """
-    rollouts = {str(index): group_to_json(group) for index, group in enumerate(groups)}
-    return {"format": 1, **about, "rollouts": rollouts}
+    return {
+        "format": 1,
+        **about,
+        "rollouts": {str(index): group_to_json(group) for index, group in enumerate(groups)},
+    }
 
 
 def parse_rollouts(data: dict, node_id: str, at: At) -> list[dict]:
@@ -722,8 +724,13 @@ def group_to_json(group) -> dict:
         completions.append({"response": text, "reward": reward, "finished": finished})
 
     question = group.question
-    asked = {"task": question.task, "seed": question.seed, "prompt": question.text}
-    return asked | {"answer": question.answer, "completions": completions}
+    return {
+        "task": question.task,
+        "seed": question.seed,
+        "prompt": question.text,
+        "answer": question.answer,
+        "completions": completions,
+    }
 
 
 def group_from_json(data, key: tuple) -> dict:
@@ -737,18 +744,29 @@ def group_from_json(data, key: tuple) -> dict:
     if not 0 <= data["seed"] < 2**53 or not 2 <= len(data["completions"]) <= 64:
         raise InvalidFileError("seed or number of completions out of range")
 
+    # Keep only these fields, because groups stay in memory for ROLLOUT_MAX_AGE rounds.
     completions = []
     for completion in data["completions"]:
         require(completion, {"response": str, "finished": bool})
-        if not is_finite_number(completion.get("reward", 0)):
+        reward = completion.get("reward", 0)
+        if not is_finite_number(reward):
             raise InvalidFileError("reward is not a finite number")
-        kept = {name: completion[name] for name in ("response", "finished")}
-        completions.append(kept | {"reward": completion.get("reward", 0)})
+        completions.append(
+            {
+                "response": completion["response"],
+                "finished": completion["finished"],
+                "reward": reward,
+            }
+        )
 
-    # Drop all other fields, because groups stay in memory for ROLLOUT_MAX_AGE rounds.
-    kept = {name: data[name] for name in ("task", "seed", "prompt")}
-    answer = str(data.get("answer"))[:64]
-    return kept | {"key": key, "answer": answer, "completions": completions}
+    return {
+        "task": data["task"],
+        "seed": data["seed"],
+        "prompt": data["prompt"],
+        "key": key,
+        "answer": str(data.get("answer"))[:64],
+        "completions": completions,
+    }
 
 
 def require(data, types: dict) -> None:
@@ -827,7 +845,6 @@ class Swarm:
 
     def __init__(self, store: DriveStore, stale_after: float):
         self.store = store
-        self.node_ids = store.node_ids
         self.stale_after = stale_after
         self.board = Board()  # as of the last poll
         self.statuses = {}  # node -> status, cached until the next poll (`status` reads a file)
@@ -851,16 +868,16 @@ class Swarm:
         board = self.look()
         self.coordinator_seen_at = self.looked_at
 
-        previous = max(board.sessions.get(node_id, "0") for node_id in self.node_ids)
+        previous = max(board.sessions.get(node_id, "0") for node_id in self.store.node_ids)
         milliseconds = max(int(time.time() * 1000), int(previous[:13]) + 1)
         self.session = f"{milliseconds:013d}-{secrets.token_hex(4)}"
 
         # Take over the markers of earlier processes.
         for (kind, node_id), at in board.progress.items():
-            if node_id in self.node_ids:
+            if node_id in self.store.node_ids:
                 self.store.markers[kind, node_id] = marker_name(kind, node_id, at)
 
-        for node_id in self.node_ids:
+        for node_id in self.store.node_ids:
             for folder in ("", *folders):
                 self.store.make_dir(f"nodes/{node_id}/{folder}")
             self.store.post(node_id, f"session.{node_id}.{self.session}", dump_json(about))
@@ -908,7 +925,7 @@ class Swarm:
     def check_superseded(self) -> None:
         """Raise Stopped if a newer process has registered one of this process's nodes."""
         sessions = self.look().sessions
-        if any(sessions.get(node_id, "") > self.session for node_id in self.node_ids):
+        if any(sessions.get(node_id, "") > self.session for node_id in self.store.node_ids):
             raise Stopped("superseded")
 
     def sleep(self) -> float:
@@ -919,14 +936,13 @@ class Swarm:
         an outage does not eat into the time a node waits for its peers.
         """
         look_seconds = min(2.0, time.monotonic() - self.looked_at)
-        unchanged = self.looked_at - self.changed_at
-        pause = max(0.02, look_seconds, min(2.0, unchanged / 10))
+        pause = max(0.02, look_seconds, min(2.0, (self.looked_at - self.changed_at) / 10))
         time.sleep(pause)
         return look_seconds + pause
 
     def enter(self, t: int) -> None:
         """Enter round t with all nodes of this process."""
-        for node_id in self.node_ids:
+        for node_id in self.store.node_ids:
             self.store.move_marker("open", node_id, At(t))
 
     def beat(self, state: str = "running") -> None:
@@ -934,7 +950,7 @@ class Swarm:
         is_due = state != "running" or time.monotonic() >= self.next_heartbeat
         if is_due and self.session:  # not before the process has joined
             data = dump_json({"time": time.time(), "session": self.session, "state": state})
-            for node_id in self.node_ids:
+            for node_id in self.store.node_ids:
                 self.store.write(f"nodes/{node_id}/heartbeat.json", data)
             self.next_heartbeat = time.monotonic() + min(10.0, self.stale_after / 8)
 
@@ -985,4 +1001,4 @@ class Swarm:
 
     def others(self) -> set[str]:
         """Return the nodes of all other processes that ever joined."""
-        return self.board.sessions.keys() - set(self.node_ids)
+        return self.board.sessions.keys() - set(self.store.node_ids)

@@ -455,8 +455,7 @@ def grouped_attention(module, query, key, value, attention_mask, **more):
     scores = scores.view(rows, kv_heads, -1, length, total)
     # Mask with the lowest number, not -inf. Otherwise, a padding token that may attend to no token
     # would become NaN.
-    lowest = torch.finfo(scores.dtype).min
-    scores = scores.masked_fill(~attention_mask.unsqueeze(2), lowest)
+    scores = scores.masked_fill(~attention_mask.unsqueeze(2), torch.finfo(scores.dtype).min)
     weights = torch.softmax(scores, dim=-1).view(rows, kv_heads, -1, total)
     return (weights @ value).view(rows, heads, length, -1).transpose(1, 2), None
 
@@ -475,11 +474,10 @@ def token_logprobs_in_chunks(model, hidden, targets, temperature: float):
     chunk = max(1, MAX_LOGIT_ELEMENTS // model.config.get_text_config().vocab_size)
     if len(targets) <= chunk:
         return token_logprobs(model, hidden, targets, temperature)
-    pieces = []
-    for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True):
-        pieces.append(
-            recompute_in_backward(token_logprobs, model, h, y, temperature, use_reentrant=False)
-        )
+    pieces = [
+        recompute_in_backward(token_logprobs, model, h, y, temperature, use_reentrant=False)
+        for h, y in zip(hidden.split(chunk), targets.split(chunk), strict=True)
+    ]
     return torch.cat(pieces)
 
 
@@ -574,9 +572,14 @@ class Limit:
         for group in groups:
             for begin in range(0, len(group.completions), self.completions):
                 # A part shares its old_logprobs tensors with the group, so a step can fill them in.
-                part = replace(group)
-                for name in ("completions", "advantages", "weights", "old_logprobs"):
-                    setattr(part, name, getattr(group, name)[begin : begin + self.completions])
+                rows = slice(begin, begin + self.completions)
+                part = replace(
+                    group,
+                    completions=group.completions[rows],
+                    advantages=group.advantages[rows],
+                    weights=group.weights[rows],
+                    old_logprobs=group.old_logprobs[rows],
+                )
                 if len(part.completions) > room:
                     batches.append([])
                     room = self.completions
@@ -1067,13 +1070,14 @@ class Codec:
         truncated. Raise QuestionError if it does not fit even without examples.
         """
         examples = self.solved_examples(question)
-        while True:
-            ids = self.prompt_ids(examples, question.text)
+        is_plain = not self.tokenizer.chat_template
+        for num_dropped in range(len(examples) + 1):
+            # Plain text gets a BOS if the tokenizer adds one, as Llama's does.
+            prompt = self.prompt_text(examples[num_dropped:], question.text)
+            ids = self.tokenizer(prompt, add_special_tokens=is_plain).input_ids
             if len(ids) <= self.max_prompt:
                 return ids
-            if not examples:
-                raise QuestionError(f"{question.task}: a prompt of {len(ids)} tokens does not fit")
-            examples.pop(0)
+        raise QuestionError(f"{question.task}: a prompt of {len(ids)} tokens does not fit")
 
     def fits(self, question: Question) -> bool:
         """Return whether this question fits into a prompt."""
@@ -1095,15 +1099,6 @@ class Codec:
                 if solved.text != question.text and example not in examples:
                     examples.append(example)
         return examples
-
-    def prompt_ids(self, examples: list[str], text: str) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Plain text gets a BOS if the tokenizer adds one, as Llama's does.
-        """
-        prompt = self.prompt_text(examples, text)
-        is_plain = not self.tokenizer.chat_template
-        return self.tokenizer(prompt, add_special_tokens=is_plain).input_ids
 
     def prompt_text(self, examples: list[str], text: str) -> str:
         """Return the prompt as text, from the chat template or with few-shot examples."""
@@ -1177,8 +1172,7 @@ class Codec:
 
     def ended(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return which of these completions end with their last token: (rows, t) -> (rows,)."""
-        newest = tokens[:, max(0, tokens.shape[1] - 9) :]
-        ended = [self.is_finished(ids) for ids in newest.tolist()]
+        ended = [self.is_finished(ids) for ids in tokens[:, -9:].tolist()]
         return torch.tensor(ended, device=tokens.device)
 
     def is_finished(self, ids: list[int]) -> bool:
@@ -1250,7 +1244,7 @@ def load_pretrained(config):
     # Recurrent layers keep a state instead of keys and values. Module names reveal them.
     names = " ".join(name for name, _ in model.named_modules())
     has_state = re.search(r"mamba|linear_attn|\bconv(1d)?\b", names) is not None
-    reasons = {
+    refuse(config, {
         "it has recurrent layers (Mamba, linear attention), whose state cannot be copied for "
         "several completions": has_state,
         f"its files lack {' '.join(missing[:1])}": bool(missing),
@@ -1259,8 +1253,7 @@ def load_pretrained(config):
         "it does not expose hidden states": model.base_model is model,
         "its tokenizer is not based on the tokenizers library": not tokenizer.is_fast,
         "its weights are quantized or frozen: use the full-precision model": not is_trainable,
-    }
-    refuse(config, reasons)
+    })  # fmt: skip
 
     # Keep only the ids of the generation config. Its sampling settings are not used here, and some
     # of them would make save_pretrained raise an error after the last round.
@@ -1310,13 +1303,11 @@ def make_codec(model, tokenizer, config, dtype: torch.dtype) -> Codec:
         eos_id = usual if usual in eos_ids else min(eos_ids, default=None)
     text_config = model.config.get_text_config()
     positions = num_positions(text_config)
-    reasons = {
+    refuse(config, {
         "it has no EOS token, so it could not end an answer": eos_id is None,
-        f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS} must be below its context length, {positions}": (
-            positions <= config.MAX_NEW_TOKENS
-        ),
-    }
-    refuse(config, reasons)
+        f"MAX_NEW_TOKENS={config.MAX_NEW_TOKENS} must be below its context length, {positions}":
+            positions <= config.MAX_NEW_TOKENS,
+    })  # fmt: skip
     return Codec(
         tokenizer=tokenizer,
         eos_ids=eos_ids | {eos_id},
@@ -1380,16 +1371,19 @@ def check_tokens(codec: Codec, config, tasks) -> list[int]:
         # if the tokenizer has such tokens.
         prompt = codec.encode_prompt(question)
         right = f"<answer>{question.answer}</answer>"
-        completions = codec.encode_completions([right, f"It is {right}"], [True, True])
-        completions.append(codec.tokenizer(right, add_special_tokens=False).input_ids)
+        completions = [
+            *codec.encode_completions([right, f"It is {right}"], [True, True]),
+            codec.tokenizer(right, add_special_tokens=False).input_ids,
+        ]
 
         # Some tokenizers drop tokens, which is an error. Others insert spaces, so prompts are
         # compared without whitespace.
         texts = [codec.decode(ids) for ids in completions]
-        answers = [extract_tagged_answer(text) or "" for text in texts]
-        is_right = all(safe_score(question, answer) >= 0.99 for answer in answers)
-        texts_seen = [plain_text(text) for text in (question.text, codec.tokenizer.decode(prompt))]
-        asked, seen = [text.replace(" ", "") for text in texts_seen]
+        is_right = all(
+            safe_score(question, extract_tagged_answer(text) or "") >= 0.99 for text in texts
+        )
+        asked = plain_text(question.text).replace(" ", "")
+        seen = plain_text(codec.tokenizer.decode(prompt)).replace(" ", "")
         # An id that is too high raises IndexError on a CPU and fails an opaque assertion on a GPU.
         highest = max(codec.tokenizer.vocab_size - 1, *map(max, [prompt, *completions]))
         refuse(config, {
@@ -1484,8 +1478,7 @@ def build_tiny_model(tasks):
     for task in dict.fromkeys(tasks):
         for i in range(100):
             text = first_valid_question(task, 1000 * i).text + "\n"
-            pieces = set(re.split(r"[0-9]+", text))
-            counts.update(piece for piece in pieces if len(piece) >= 5)
+            counts.update(set(re.findall("[^0-9]{5,}", text)))
     phrases = sorted(piece for piece, count in counts.items() if count >= 10)
     phrases += [text.split("{}")[0] for text in ANSWER_TEMPLATES[1:] if len(text) >= 5]
 
