@@ -1198,7 +1198,7 @@ def save_checkpoint(run: Run) -> None:
 
     # Checkpoints of later rounds do not count, because they could not be loaded.
     stages = run.store.list_stages("checkpoints", run.nodes[0].id)
-    rounds = [at.round for at in stages if at.round <= run.last_round]
+    rounds = sorted({at.round for at in stages if at.round <= run.last_round})
     for old in rounds[: -run.config.CHECKPOINT_KEEP]:
         run.store.delete(checkpoint_path(run, old), frees_space=True)
 
@@ -1581,12 +1581,12 @@ def run_worker(run: Run, saved: dict | None) -> int:
                 "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
-        names = [
+        names = {
             name
             for name in run.store.list_names("/experiments")
             if drive_store.is_safe_name(name) and name != config.EXPERIMENT_NAME
-        ]
-        beside = f", beside {coordinator.join_names(names, 5)}" if names else ""
+        }
+        beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
         log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
 
     apply_warm_start(run, model)
