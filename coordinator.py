@@ -107,8 +107,8 @@ def run_coordinator(run) -> None:
             interval_start = swarm.looked_at
 
         # The interval starts with the round's first reward, because a round may take many
-        # intervals. With `time`, this holds only for round 0, because models may take minutes to
-        # download.
+        # intervals. With `time`, this holds only for round 0, in which models may take minutes
+        # to download.
         submitted = submitted_workers(run, t)
         if not submitted and (t == 0 or run.config.ROUND_ADVANCE != "time"):
             interval_start = swarm.looked_at
@@ -131,8 +131,8 @@ def round_is_over(run, t: int, submitted: set[str], elapsed: float) -> bool:
 
     ROUND_ADVANCE selects the rule. The workers in step are expected to submit a reward, and
     `submitted` contains the workers that have done so.
-    time        COORDINATOR_ROUND_INTERVAL after the round started, if an expected worker is alive
-                or a reward was submitted; otherwise, the round stays open
+    time        when COORDINATOR_ROUND_INTERVAL is over, if an expected worker is alive or a reward
+                was submitted; otherwise, the round stays open
     completion  when a reward was submitted, and every live expected worker has submitted
     hybrid      like completion, or COORDINATOR_ROUND_INTERVAL after the first reward (the default)
     """
@@ -193,8 +193,8 @@ def log_missing_workers(run) -> None:
 def submitted_workers(run, t: int) -> set[str]:
     """Return the workers that have submitted a reward for the last stage of round t.
 
-    On some storage backends, a marker may never become visible. If the board has not changed for
-    STALE_AFTER_SECONDS, therefore read the reward files as well.
+    On some storage backends, a marker may never become visible. Therefore, if the board has not
+    changed for STALE_AFTER_SECONDS, read the reward files as well.
     """
     board = run.swarm.board
     last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)
@@ -285,9 +285,9 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
     if num_rounds == 0:
         return "no rewards, because no answers were generated (NUM_TRAIN_SAMPLES=0)"
 
-    # A verdict requires a change by more than two standard errors, and by more in a short run, in
-    # which few rounds show the noise. "Worse" requires one more, because it is checked twice and
-    # because the noise of a single round is skewed.
+    # A verdict requires a change of more than two standard errors. A short run requires more,
+    # because the noise is estimated from few rounds. "Worse" requires one more standard error,
+    # because it is checked twice and because the noise of a single round is skewed.
     num_errors = 2 + 8 / num_rounds
 
     # Compare the last 20 rounds with the first 20 (in a short run, its halves). Compare them with
@@ -304,7 +304,7 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
     if numpy.isnan(error):
         return "no verdict, because no node has rewards in both the first and the last rounds"
 
-    # Were there informative groups, at least in the last rounds?
+    # Were there informative groups in the last rounds or, if the reward rose, in any round?
     change = f"mean reward {first:.2f} -> {last:.2f}"
     has_learned = last - first > max(0.05, num_errors * error)
     late = [row for row in rows if row["round"] > rows[-1]["round"] - part]
@@ -334,16 +334,16 @@ def compare_ends(rows: list[dict], num_first: int, num_last: int) -> tuple:
     """Compare the rewards in the first and in the last rounds of these rows.
 
     Return (mean of the first rounds, mean of the last rounds, standard error of their difference).
-    These are over the nodes that have rewards in both, because a node that joins or leaves changes
-    the mean. If there is no such node, for example after one round, return NaNs.
+    All three cover only the nodes that have rewards in both, because a node that joins or leaves
+    changes the mean. If there is no such node, for example after one round, return NaNs.
     """
     rounds = sorted(column_by("round", rows))
     early, late = rounds[:num_first], rounds[len(rounds) - num_last :]
     first = column_by("node_id", [row for row in rows if row["round"] in early])
     last = column_by("node_id", [row for row in rows if row["round"] in late])
 
-    # Completions of one question are correlated, so the noise of a mean is estimated from the
-    # spread of a node's rewards. Differences of successive rewards contain hardly any trend.
+    # Completions of one question are correlated, so the noise of a mean is estimated from a node's
+    # rewards. Their successive differences are used, because they contain hardly any trend.
     nodes = []  # (mean of the first rounds, mean of the last rounds, variance of the difference)
     for node_id, rewards in column_by("node_id", rows).items():
         if node_id in first and node_id in last:
@@ -406,8 +406,8 @@ def check_test_run(run, rows: list[dict], node_ids: list[str], folders: list[str
 
 ARM = ("NUM_TRAIN_SAMPLES", "NUM_TRANSPLANT_TREES", "EXTERNAL_FILTER", "LOCAL_OVERSAMPLE")
 NEEDED = (*ARM, "SEED", "MAX_ROUNDS", "MAX_STAGES")  # settings that readers need
-# Readers ignore later rounds, and the older rows of a longer metrics.jsonl. An untrusted peer may
-# have written any number of rows. A row takes about 1 KiB.
+# Readers ignore later rounds, and the older rows of a longer metrics.jsonl, because an untrusted
+# peer may have written any number of rows. A row takes about 1 KiB.
 END_OF_ROUNDS = 100_000
 MAX_ROWS = 20_000
 MAX_LOG_BYTES = 64 << 20
@@ -513,7 +513,7 @@ class Experiment:
 
 
 def read_experiment(swarm, max_bytes: int = 1 << 40) -> Experiment:
-    """Read an experiment. If its config.json is unusable, its settings are 1.
+    """Read an experiment. If its config.json is unusable, each setting is 1.
 
     max_bytes: the limit for all metrics.jsonl files together.
     """
@@ -538,9 +538,9 @@ def read_experiment(swarm, max_bytes: int = 1 << 40) -> Experiment:
 def read_rows(store, board, node_id: str, max_bytes: int = MAX_LOG_BYTES) -> list[dict]:
     """Return a node's rewards with their metrics. If a row occurs twice, the last row counts.
 
-    They come from metrics.jsonl, one file per node, because opening thousands of reward files on a
+    Rows come from metrics.jsonl, one file per node, because opening thousands of reward files on a
     mounted drive would take minutes. A node appends a round's rows at the end of the round, so the
-    newest rows may be missing there. They come from the reward files.
+    newest rows may be missing there. These rows come from the reward files.
     """
     rows = logged_rows(store, node_id, max_bytes)
     last = board.progress.get(("rewards", node_id), drive_store.At(-1, -1))
@@ -729,7 +729,7 @@ def format_screen(exp: Experiment, swarm) -> str:
         width,
     )
 
-    # The last two rounds, with the remaining time. They come below the nodes.
+    # Format the last two rounds, with the remaining time. They are printed below the nodes.
     ends = column_by("round", exp.last_rounds(11), "timestamp")
     round_ends = [max(ends[t]) for t in sorted(ends)]
     below = [
@@ -872,8 +872,8 @@ def read_facts(path, exp: Experiment) -> dict[str, str]:
 
 # -------- The report ------------------------------------------------------------------------------
 
-# Facts that do not define an arm: names and folders, the run's length and seed, how its nodes are
-# divided among processes and devices, and which files are kept.
+# Facts that do not define an arm: names and folders, the run's length and seed, how its work is
+# divided among processes, devices and micro-batches, and which files are kept.
 MAY_DIFFER = (
     "EXPERIMENT_NAME", "GDRIVE_PATH", "HF_REPO", "created_at", "maker", "unknown",
     "MAX_ROUNDS", "SEED", "SEEDS", "CONFIGS", "TEST_MODE",
@@ -908,18 +908,18 @@ def compare_arms(experiments: list[Experiment]) -> tuple[list[dict], list[str]]:
         else:
             compared.append(exp)
 
-    # Which facts differ between runs? A setting that a run's program lacks is part of its code.
+    # Which facts differ between runs? A setting that a program lacks is not compared.
     all_facts = [exp.facts | {"nodes": str(len(exp.totals))} for exp in compared]
     differing = []
     for name in sorted(set().union(*all_facts) - {*ARM, *MAY_DIFFER}):
         if len({facts[name] for facts in all_facts if name in facts}) > 1:
             differing.append(name)
 
-    # Group the runs into arms. Changed code is shown below, as the name of its experiments.
+    # Group the runs into arms. An arm with changed code gets its name below.
     common = min((exp.newest_round + 1 for exp in compared), default=0)
     arms = defaultdict(list)  # (I/J, other facts, code) -> runs
     for exp, facts in zip(compared, all_facts, strict=True):
-        # The arm's name shows the experiment's I/J, which a process may have changed.
+        # The arm's name starts with the experiment's I/J. Add values that a process has changed.
         shown = [name for name in ARM if facts[name] != str(exp.config[name])]
         shown += [name for name in differing if name in facts and name != "code"]
         others = [f"{name}={facts[name]}" for name in shown]
@@ -1109,8 +1109,9 @@ def write_plot(exp: Experiment, root, log) -> None:
 def save(root, name: str, data: bytes | None, inform, node_ids=()) -> None:
     """Write a file to reports/ and print its path.
 
-    node_ids: of this process. The next process of its first node deletes an unfinished file. If
-    reports/ is missing or not writable, skip the file, because no process should wait for it.
+    node_ids: the nodes of this process. If it is killed, the next process of its first node deletes
+    the unfinished file. If reports/ is missing or not writable, skip the file, because no process
+    should wait for it.
     """
     store = drive_store.DriveStore(root, "", node_ids)
     with contextlib.suppress(OSError):
@@ -1127,7 +1128,7 @@ def plot_of(exp: Experiment) -> dict:
     for node_id, curve in curves.items():
         nodes.append((node_id if len(curves) <= 8 else None, [curve]))
 
-    # The reward of up to 20 tasks, and the metrics that explain the reward.
+    # Draw the reward of up to 20 tasks, and the metrics that explain the reward.
     columns = [name for name in sorted(set().union(*exp.rows)) if name.startswith("reward_")]
     tasks = [(name.removeprefix("reward_"), [exp.curve(name)]) for name in columns[:20]]
     informative_shares = []
@@ -1182,7 +1183,7 @@ def plot(panels: dict) -> bytes:
 
 
 def draw_curves(axis, lines: list[tuple]) -> None:
-    """Draw one line per (label, curves) pair. Average rounds so that it has at most 30 points.
+    """Draw one line per (label, curves) pair. Average rounds to get at most 30 points per line.
 
     Several curves (of seeds or nodes) are drawn as their mean, with a band of one standard
     deviation. A line without a label is gray. A point without values is a gap.

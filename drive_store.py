@@ -171,8 +171,8 @@ class Folder:
                 os.unlink(temp)
                 return False
 
-        # By rule 1, only an older process of this node that is being superseded may write `target`
-        # at this moment.
+        # By rule 1, the only other process that may write `target` at this moment is an older
+        # process of this node that is being superseded.
         os.replace(temp, target)
         return True
 
@@ -337,7 +337,7 @@ def waits(operation):
                 pause = min(5.0, 2 * pause or 0.5)  # 0.5, 1, 2, 4, 5, 5 … seconds
                 store.sleep(pause)
 
-        # `begin` calls other operations. The first call that succeeds ends the outage.
+        # An operation may call others, as `begin` does. The first success ends the outage.
         if store.outage_start is not None and store.on_event is not None:
             seconds = time.monotonic() - store.outage_start
             store.outage_start = None
@@ -373,7 +373,7 @@ class DriveStore(Folder):
 
         Raise InvalidFileError if the file is larger than max_bytes or unreadable, because a peer's
         bad file must not stop this process. For outages, see `check_read_error`. With `from_end`,
-        return the last max_bytes of a larger file, such as a log.
+        return the last max_bytes of a larger file instead.
         """
         try:
             with open(self.resolve(path), "rb", opener=open_no_link) as file:
@@ -552,10 +552,10 @@ class DriveStore(Folder):
 
     @waits
     def begin(self, settings: dict) -> dict:
-        """Create the experiment, or find that it exists. Return its settings.
+        """Create the experiment, unless it exists. Return its settings.
 
-        Raise StoreError if its folder exists, but has no valid config.json. A drive may show the
-        folder before the file, so this waits for the file first.
+        Raise StoreError if its folder exists, but has no valid config.json. The folder may
+        become visible before the file, so wait for the file first.
         """
         name, new = self.dir.name, f"/experiments/{self.temporary_name}"
         self.make_root()
@@ -564,16 +564,17 @@ class DriveStore(Folder):
 
         # The process that creates the experiment also creates every folder that has several
         # writers, because on Google Drive, a folder that two processes create at once ends up
-        # existing twice. It renames the complete folder, which fails if another process was faster.
-        # The calls on `new` do not wait for it, because a newer process with the same NODE_ID may
-        # have deleted it. Instead, this method is repeated, and finds the newer process's folder.
+        # existing twice. It then renames the complete folder, which fails if another process was
+        # faster. The calls on `new` do not wait until it exists, because a newer process with the
+        # same NODE_ID may have deleted it. Instead, this method is repeated, and it finds the newer
+        # process's folder.
         if name not in self.list_names("/experiments"):
             for path in (new, f"{new}/board", f"{new}/nodes"):
                 super().make_dir(path)
             super().write(f"{new}/config.json", dump_json(settings, indent=1))
             try:
                 super().rename(new, f"/experiments/{name}")
-            except OSError as error:  # another process was faster, or the work was done
+            except OSError as error:  # another process was faster, or the rename was done
                 is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
                 if not is_there and name not in self.list_names("/experiments"):
                     raise
@@ -630,7 +631,7 @@ class DriveStore(Folder):
             for name in self.list_names(folder):
                 if re.fullmatch(pattern, name):
                     self.delete(f"{folder}/{name}", frees_space=True)
-                    if folder == "/experiments":  # a folder, which `begin` did not complete
+                    if folder == "/experiments":  # a folder that `begin` did not complete
                         shutil.rmtree(self.resolve(f"{folder}/{name}"), ignore_errors=True)
 
     @waits

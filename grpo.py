@@ -343,8 +343,8 @@ if not sys.stderr.isatty():  # show download progress only in a terminal
 # -------- The forward pass ------------------------------------------------------------------------
 
 MAX_LOGIT_ELEMENTS = 2**27  # logits (tokens x vocabulary) per chunk, 512 MiB in float32
-# The name of the forward method's cache argument, which changed in transformers 5.24. The new
-# version accepts the old name, but prints a warning.
+# The name of the forward method's cache argument, which changed in transformers 5.24. Newer
+# versions accept the old name, but print a warning.
 HAS_NEW_NAME = hasattr(transformers.modeling_outputs.BaseModelOutputWithPast, "cache")
 CACHE_ARGUMENT = "cache" if HAS_NEW_NAME else "past_key_values"
 
@@ -659,7 +659,7 @@ def estimate_generated_at_once(model, config, available: int) -> int:
     """Estimate how many completions a CPU can generate at once.
 
     config: MAX_NEW_TOKENS; available: bytes. A CPU needs this estimate because Linux kills a
-    process that uses too much memory. A GPU raises an error instead, which lowers `Limit`.
+    process that uses too much memory. On a GPU, torch raises an error, which lowers `Limit`.
 
     The estimate assumes prompts of 512 tokens, a KV cache in float32, four copies of the next
     token's logits, and a budget of a quarter of the available memory.
@@ -912,10 +912,10 @@ def is_same_answer(answer: str, right: str) -> bool:
 
 
 def plain_text(text: str) -> str:
-    """Return the normal form of a text, in which questions and answers are compared.
+    """Return a text in the normal form in which questions and answers are compared.
 
-    It has composed letters (ä may be one or two code points), ASCII digits, and single spaces in
-    place of any other whitespace.
+    It has composed letters (ä may be one or two code points), ASCII digits and minus signs, and
+    single spaces in place of any other whitespace.
     """
     text = unicodedata.normalize("NFC", text).replace("\N{MINUS SIGN}", "-")
     text = "".join(str(int(char)) if char.isdecimal() else char for char in text)
@@ -1002,7 +1002,7 @@ def load_task_file(path: str) -> str:
         raise ValueError(f"file:{path}: " + "; ".join(errors[:5]))
 
     # A hash selects the held-out questions, so that they do not depend on the order of the lines.
-    # The name covers the normal forms, which are hashed, and the questions as they are asked.
+    # The task's name contains a hash of the normal forms, the original questions and the answers.
     answers = {form: answer for form, (_, answer) in rows.items()} | dict(rows.values())
     digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()
     forms = sorted(rows, key=lambda form: hashlib.sha256(form.encode()).digest())
@@ -1030,7 +1030,7 @@ DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\
 
 
 # A SentencePiece tokenizer, as in Llama 2, puts a blank in front of a text and drops it again when
-# it decodes. These are the rules in its file that do so, and their replacements, which do not.
+# it decodes. Each key is a rule in its file that does this, and each value is its replacement.
 BLANK_RULES = {
     '"prepend":"▁"': '"prepend":""',
     '"content":" ","start":1': '"content":" ","start":0',
@@ -1643,8 +1643,8 @@ def orthogonalize_gradients(optimizer, args, kwargs) -> None:
 def warm_start_recipe(model, codec: Codec, config, tasks) -> dict:
     """Return the settings, data and initial weights of a warm start, as {name: value}.
 
-    The hash of this dict is the file's name. WARM_START_VERSION stands for the code, and the
-    weights' checksums for MODEL_NAME, so a model's folder may be moved.
+    The hash of this dict is the file's name. WARM_START_VERSION represents the code. The weights'
+    checksums replace MODEL_NAME, so a model's folder may be moved.
     """
     names = "WARM_START_STEPS SEED NUM_SHOTS MAX_NEW_TOKENS ANSWER_TAG_SHARE DTYPE".split()
     questions = [first_valid_question(task, 1, codec.fits) for task in sorted(tasks)]
@@ -1719,8 +1719,8 @@ def save_model(model, codec: Codec, card: str, folder) -> None:
     trained afterward.
     """
     transformers.utils.logging.disable_progress_bar()  # hides the bar "Writing model shards"
-    # If two matrices differ in the original files, they are not tied, whatever their config.json
-    # says. The exported files must not be tied either.
+    # If the input and output embeddings differ in the original files, they are not tied, whatever
+    # config.json says. The exported config.json must not tie them either.
     model.config.tie_word_embeddings = (
         model.get_output_embeddings().weight is model.get_input_embeddings().weight
     )

@@ -5,7 +5,7 @@
 #   CONFIGS="8/0 4/4" SEEDS="1 2 3" bash run_swarm.sh     one run per I/J and seed, then the report
 #   LOCAL_NODES=8 CONFIGS="8/0 4/4u 8/0x4" … run_swarm.sh the same with all nodes in one process
 #                                     (u: EXTERNAL_FILTER=False, xK: LOCAL_OVERSAMPLE=K)
-# The screen shows the coordinator and worker_0. LOG_DIR (default: a new folder) keeps all output.
+# The screen shows the coordinator and worker_0. All output is kept in LOG_DIR (default: a new folder).
 set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

@@ -691,7 +691,8 @@ def evaluate(run: Run, when: str) -> None:
     """Measure the held-out accuracy "before training" or "after training", if EVAL_INTERVAL is set.
 
     It is logged and appears in the model card. A resumed node reads the accuracy before training
-    from its checkpoint. The accuracy after the last round is known if the node has trained in it.
+    from its checkpoint. If the node has trained in the last round, the accuracy after training is
+    already known.
     """
     for node in run.nodes:
         if run.config.EVAL_INTERVAL > 0 and when not in node.held_out:
@@ -956,7 +957,7 @@ def read_config(environ, saved=None) -> Config:
     device = given.get("DEVICE", next(iter(devices)))
     model, notes = choose_model(given, known, device)
 
-    # A near miss of a name is an error, because the run would use a different value for hours.
+    # A near miss of a name is an error, because the run might ignore the intended value for hours.
     for name in sorted(set(environ) - set(TABLE)):
         text = f"{name} is not a setting of this program; did you mean"
         close = difflib.get_close_matches(name.upper(), TABLE, n=1, cutoff=0.88)
@@ -1242,7 +1243,7 @@ def load_checkpoint(run: Run, t: int) -> None:
     """Load the checkpoint after round t into the nodes.
 
     Hyperparameters come from the settings, not from the file. Raise one of UNUSABLE if the file
-    does not fit. Whether the model fits is decided by the tensors, because its folder may be moved.
+    does not fit. The tensors decide whether the model fits, because its folder may be moved.
     """
     ours = checkpoint_tensors(run.nodes)
     tensors, text = read_tensors(run.store, checkpoint_path(run, t), ours)
@@ -1294,7 +1295,7 @@ def check_room(run: Run) -> None:
             "free some space or set TMPDIR to a different local folder"
         )
 
-    # The oldest checkpoint is deleted after a new one was written.
+    # The oldest checkpoint is deleted only after a new checkpoint has been written.
     with contextlib.suppress(OSError):  # some storage backends do not report their free space
         run.log.info(
             f"free space: {shutil.disk_usage(run.store.root).free / 1e9:.2f} GB in the shared "
@@ -1626,8 +1627,8 @@ def run_worker(run: Run, saved: dict | None) -> int:
 def find_standing(run: Run, saved: dict) -> str:
     """Log and return whether this process is "finished", "resuming" or "joining".
 
-    saved: the contents of config.json. Raise ConfigError if the node is new, and no rounds are left
-    for it or the user probably meant to resume a stopped node.
+    saved: the contents of config.json. Raise ConfigError if a new node cannot join, because no
+    rounds are left or because the user probably meant to resume a stopped node.
     """
     config, name = run.config, run.config.EXPERIMENT_NAME
     board = run.swarm.look()
@@ -1645,7 +1646,7 @@ def find_standing(run: Run, saved: dict) -> str:
         return "finished"
 
     # A new node may join until the last round is over. A node with a generated name may only join
-    # live nodes, because otherwise, its user has probably run a command again to resume a node.
+    # live nodes. If no node is alive, its user has probably repeated a command to resume a node.
     is_known = not {*board.sessions, str(saved.get("maker"))}.isdisjoint(config.node_ids)
     has_generated_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
     has_live_node = any(map(run.swarm.is_alive, board.workers))
@@ -1671,7 +1672,7 @@ def find_standing(run: Run, saved: dict) -> str:
 def resume_command(run: Run, node_id: str) -> str:
     """Return the command that resumes this node's process, which may run several nodes."""
     sessions = run.swarm.board.sessions
-    num_nodes = list(sessions.values()).count(sessions[node_id])  # with the same process
+    num_nodes = list(sessions.values()).count(sessions[node_id])  # in the same process
     name = node_id if num_nodes == 1 else node_id.rpartition("_")[0]
     return start_command(run.config, NODE_ID=name, LOCAL_NODES=str(num_nodes))
 
@@ -1773,7 +1774,7 @@ def join(run: Run) -> None:
         **{name: getattr(config, name) for name in TABLE if name != grpo.SECRET},
     }
     run.swarm.join(about)
-    load_latest_checkpoint(run)  # an older process of this node may have saved another one
+    load_latest_checkpoint(run)  # an older process of this node may have saved a newer file
     for node in run.nodes:
         run.store.write(f"nodes/{node.id}/logs/system_info.json", drive_store.dump_json(about))
         if run.last_round >= 0:  # a crash may have prevented this marker
@@ -1792,7 +1793,7 @@ def join(run: Run) -> None:
 def finish_run(run: Run) -> int:
     """Log what was learned, and write the models and the plot. Return the exit code."""
     config = run.config
-    # If it missed the last rounds, the last round that it trained may have no checkpoint.
+    # If this process missed the last rounds, the last round that it trained may not be saved.
     if not run.is_first_round and run.last_round < config.MAX_ROUNDS - 1:
         save_checkpoint(run)
     prune_rollouts(run)  # again, in case an earlier process was killed before it did
@@ -1930,7 +1931,7 @@ if __name__ == "__main__":
         coordinator.say(help_text())  # tolerates a closed pipe, as in `| head`
         sys.exit(0 if {"--help", "-h", "help"} & set(arguments) else 2)
 
-    # A notebook would run this file with the modules of the copy that was run before.
+    # Without this check, a notebook would run this file with the modules of an earlier copy.
     own_folder = Path(inspect.getfile(main)).resolve().parent
     folders = {
         Path(inspect.getfile(function)).parent.resolve()

@@ -951,7 +951,7 @@ def test_U1_all_refused_tasks_are_named():
 
 
 def test_U1_a_misspelled_setting_is_an_error_and_other_programs_variables_are_not():
-    # A name without its last letter is a near miss, except if it is short or an ordinary word.
+    # A name without its last letter is a near miss, unless it is short or an ordinary word.
     names = TABLE.keys() - {"SEED", "SEEDS", "TASKS", "CONFIGS"}
     near_misses = {name[:-1]: name for name in names}
     near_misses |= {"LEARING_RATE": "LEARNING_RATE", "MAX_RUONDS": "MAX_ROUNDS", "seed": "SEED"}

@@ -258,7 +258,7 @@ def test_U2_the_same_command_without_a_name_trains_no_new_node_in_a_stopped_swar
     assert len(names) == num_nodes and all(name in output for name in names)
     (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)
 
-    # A node with a name of its own may join and so, while a node is alive, may any node.
+    # A node with its own name may always join. While a node is alive, any node may join.
     for live, name in ((False, "ben"), (True, None)):
         copy = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name}_{live}"))
         for path in folder_of(copy).glob("*/heartbeat.json") if live else ():
@@ -712,7 +712,7 @@ def test_U8_a_final_model_has_the_same_logits_and_the_printed_line_tries_it(fini
 
 
 def test_U3_try_py_asks_the_better_known_sample_question_and_prints_its_answer(finished):
-    # The last lines about samples show both questions, each with answers of before and now.
+    # The last lines about samples show both questions, each with answers from before and now.
     command = re.findall(r"(?m)try it: python (.*)$", finished.output)[-1]
     done = subprocess.run([sys.executable, command], capture_output=True, text=True)
     asked = re.match(r"(.* \(correct: .*?\))\n", done.stdout)[1]

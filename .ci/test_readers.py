@@ -174,7 +174,7 @@ def test_U5_a_report_opens_few_files_and_shows_its_progress(tmp_path, monkeypatc
     monkeypatch.setattr(drive_store, "open_no_link", slow_open)
     experiments = coordinator.read_experiments(tmp_path, ["e0", "e1", "e2"])
     assert [len(exp.rows) for exp in experiments] == [80, 80, 80]
-    # Per experiment, a reader opens config.json, and three files per node: its heartbeat,
+    # Per experiment, a reader opens config.json and three files per node: its heartbeat,
     # metrics.jsonl and session file.
     assert len(opened) == 3 * (1 + 3 * 5)
     assert "reading experiments: " in capsys.readouterr().err
@@ -212,7 +212,7 @@ def test_U5_a_new_run_with_the_name_of_a_deleted_run_has_only_its_own_rows(tmp_p
 def test_U5_names_that_look_like_numbers_stay_names(tmp_path, monkeypatch):
     monkeypatch.setattr(coordinator.shutil, "get_terminal_size", lambda *_: (80, 24))
     store = experiment(tmp_path, nodes=["1e3", "007"], num_rounds=3)
-    (path,) = store.dir.glob("board/session.coordinator.*")  # a name that makes all names texts
+    (path,) = store.dir.glob("board/session.coordinator.*")  # with it, all names are text
     path.unlink()
     swarm = Swarm(store, 300.0)
     screen = coordinator.format_screen(coordinator.read_experiment(swarm), swarm)
@@ -313,7 +313,7 @@ def test_U3_a_plot_shows_whole_rounds_and_what_a_point_is_and_does_not_warn(tmp_
 
 
 def arms_of(drive) -> dict[str, list[str]]:
-    """Return {an arm's name: its experiments}, as the report has them."""
+    """Return {an arm's name: its experiments}, as in the report."""
     return {row["I/J"]: row["experiments"] for row in sapo.compare_experiments(drive)}
 
 
@@ -434,7 +434,7 @@ def f(x, *, width=3):  # a comment
 
 
 def test_U5_equal_code_has_an_equal_hash_on_every_python_version(tmp_path):
-    """The expected hash was computed with Python 3.11, 3.12 and 3.13. Check the installed ones."""
+    """The expected hash is from Python 3.11, 3.12 and 3.13. Check the installed versions."""
     expected = coordinator.hash_sources(CODE)
     assert expected == "3555fbc721c1"
     source = Path(coordinator.__file__).read_text()

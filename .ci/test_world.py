@@ -268,7 +268,7 @@ class Oracle:
             else:
                 is_there = (int(round_), int(stage)) in self.files[node, kind]
                 self.require(is_there, f"F1: {inside} appears before its file")
-        elif inside == ".":  # the experiment appears complete, with all folders of several writers
+        elif inside == ".":  # the experiment appears complete, with board/ and nodes/
             self.require({*os.listdir(path)} == {"config.json", "board", "nodes"}, "F6: incomplete")
             self.publish(process, f"{path}/config.json")
 
@@ -993,7 +993,10 @@ def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_se
 def test_F6_a_crash_or_error_while_an_experiment_is_created_leaves_a_usable_folder(
     scene, monkeypatch, fault
 ):
-    """The experiment is complete as soon as it is visible. The parts of a killed process go."""
+    """The experiment is complete as soon as it is visible.
+
+    The next process of a node deletes the unfinished parts of its killed process.
+    """
     monkeypatch.setattr(world, "ERRORS", (errno.EIO, errno.ETIMEDOUT, errno.EEXIST))
     for call in range(9, 20):
         scene = Oracle(World(scene.world.drive.with_name(f"call_{call}"), call), scene.swarm)
@@ -1041,7 +1044,7 @@ def test_F3_totals_and_rows_equal_the_reward_files_after_crashes(scene, moment):
 def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_published(
     scene, monkeypatch
 ):
-    """A GPU may compute different completions. Peers have read the older ones."""
+    """A GPU may generate different completions, but peers have read the older completions."""
     process = scene.world.process("n", **scene.swarm)
     fake, trained = grpo.sample_in_batches, []
 
@@ -1116,7 +1119,7 @@ def test_F4_a_resumed_node_posts_the_checkpoint_marker_that_a_crash_prevented(sc
 
 @pytest.mark.parametrize("name", ["n", "prepare"])
 def test_F3_a_plot_that_a_crash_interrupted_leaves_no_file(scene, name):
-    """A reader's leftover goes with the next `prepare`. Files of other nodes are kept."""
+    """The next `prepare` deletes a reader's leftover. Files of other nodes are kept."""
     finish(scene, "n", MAX_ROUNDS=1)
     reports = scene.world.drive / "reports"
     for owner in ("n", "prepare", "n-b"):
