@@ -38,15 +38,15 @@ class DictStore(drive_store.DriveStore):
         return True
 
     @drive_store.waits
-    def read(self, path, max_bytes):
+    def read(self, path, max_bytes, from_end=False):
         if not re.fullmatch(EXCHANGED, path):
-            return super().read(path, max_bytes)
+            return super().read(path, max_bytes, from_end)
         return DATA.get(path)
 
     @drive_store.waits
-    def list_names(self, path, lenient=False):
+    def list_names(self, path):
         if not re.fullmatch(EXCHANGED, f"{path}/"):
-            return super().list_names(path, lenient)
+            return super().list_names(path)
         return sorted(name.removeprefix(f"{path}/") for name in DATA if name.startswith(f"{path}/"))
 
 
