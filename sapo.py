@@ -1819,6 +1819,9 @@ def finish_run(run: Run) -> int:
 
 # -------- Log and signals -------------------------------------------------------------------------
 
+if os.name == "nt":
+    raise SystemExit("native Windows is not supported: run this program in WSL")
+
 
 class Log:
     """Log lines, which are printed immediately, and JSON records. `flush` writes both to files.
