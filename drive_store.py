@@ -331,16 +331,13 @@ def waits(operation):
                         "fix the cause, or use another folder"
                     ) from error
 
-                if store.outage_start is None:
-                    store.outage_start = started
+                if pause == 0:
                     store.on_event("outage", f"waiting for the shared folder ({error})")
                 pause = min(5.0, 2 * pause or 0.5)  # 0.5, 1, 2, 4, 5, 5 … seconds
                 store.sleep(pause)
 
-        # An operation may call others, as `begin` does. The first success ends the outage.
-        if store.outage_start is not None and store.on_event is not None:
-            seconds = time.monotonic() - store.outage_start
-            store.outage_start = None
+        if pause > 0:
+            seconds = time.monotonic() - started
             store.on_event("outage over", f"the shared folder is back after {seconds:.0f} s")
         return result
 
@@ -359,7 +356,6 @@ class DriveStore(Folder):
         self.on_event = on_event
         self.sleep = sleep
         self.invalid_files = Counter()  # reason -> number of failed reads
-        self.outage_start = None  # time.monotonic() of the first failed call in an outage
         self.was_there = os.path.isdir(self.root)  # if so, its absence later means an outage
         self.has_joined = False  # from then on, every OSError is an outage
 
@@ -550,35 +546,20 @@ class DriveStore(Folder):
 
     # -- housekeeping
 
-    @waits
     def begin(self, settings: dict) -> dict:
         """Create the experiment, unless it exists. Return its settings.
 
-        Raise StoreError if its folder exists, but has no valid config.json. The folder may
-        become visible before the file, so wait for the file first.
+        Raise StoreError if its folder exists, but has no valid config.json. The folder may become
+        visible before the file, so wait for the file first.
         """
-        name, new = self.dir.name, f"/experiments/{self.temporary_name}"
-        self.make_root()
-        for path in ("/experiments", "/warmstart", "/reports", "/archives", f"/archives/{name}"):
-            self.make_dir(path)
-
         # The process that creates the experiment also creates every folder that has several
         # writers, because on Google Drive, a folder that two processes create at once ends up
-        # existing twice. It then renames the complete folder, which fails if another process was
-        # faster. The calls on `new` do not wait until it exists, because a newer process with the
-        # same NODE_ID may have deleted it. Instead, this method is repeated, and it finds the newer
-        # process's folder.
-        if name not in self.list_names("/experiments"):
-            for path in (new, f"{new}/board", f"{new}/nodes"):
-                super().make_dir(path)
-            super().write(f"{new}/config.json", dump_json(settings, indent=1))
-            try:
-                super().rename(new, f"/experiments/{name}")
-            except OSError as error:  # another process was faster, or the rename was done
-                is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
-                if not is_there and name not in self.list_names("/experiments"):
-                    raise
-                self.remove_leftovers()
+        # existing twice.
+        self.make_root()
+        shared = ("/experiments", "/warmstart", "/reports", "/archives")
+        for path in (*shared, f"/archives/{self.dir.name}"):
+            self.make_dir(path)
+        self.create(settings)
 
         deadline = time.monotonic() + BEGIN_TIMEOUT_SECONDS
         while (saved := self.load_config()) is None:
@@ -589,6 +570,28 @@ class DriveStore(Folder):
                 )
             self.sleep(0.5)
         return saved
+
+    @waits
+    def create(self, settings: dict) -> None:
+        """Build the experiment's folder under a temporary name and rename it, unless it exists.
+
+        The rename fails if another process was faster. No call in here waits on its own, because a
+        newer process with the same NODE_ID may have deleted the temporary folder. Instead, all of
+        this is repeated, and then finds the newer process's folder.
+        """
+        experiments = self.resolve("/experiments")
+        name, new = self.dir.name, f"/experiments/{self.temporary_name}"
+        if name in os.listdir(experiments):
+            return
+        for path in (new, f"{new}/board", f"{new}/nodes"):
+            super().make_dir(path)
+        super().write(f"{new}/config.json", dump_json(settings, indent=1))
+        try:
+            super().rename(new, f"/experiments/{name}")
+        except OSError as error:  # another process was faster, or the work was done
+            is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
+            if not is_there and name not in os.listdir(experiments):
+                raise
 
     @waits
     def load_config(self) -> dict | None:

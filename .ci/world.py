@@ -369,23 +369,26 @@ class World:
         fault, process.fail_once = process.fail_once, None
         if self.now < process.fails_until:
             fault = self.rng.choice(["before", "after"])
+        is_write = name in CHANGES or (name == "open" and writes(args[1:], kwargs))
         if fault and not (fault == "after" and name in CHANGES):
-            raise self.error(path)
+            raise self.error(path, is_write)
         process.is_calling = True  # an `open` with an opener counts once
         try:
             result = function(*args, **kwargs)
         finally:
             process.is_calling = False
-        if name in CHANGES or (name == "open" and writes(args[1:], kwargs)):
+        if is_write:
             target = os.path.abspath(args[1]) if name in MOVES else path
             self.note_names(process, name, path, target)
             self.tell(self.observe, process, name, path, target)
         if fault:
-            raise self.error(path)
+            raise self.error(path, is_write)
         return self.listing(process, path, result) if name == "listdir" else result
 
-    def error(self, path) -> OSError:
+    def error(self, path, is_write: bool) -> OSError:
         code = self.rng.choice(ERRORS)
+        if code == errno.ENOSPC and not is_write:  # a full disk does not keep anyone from reading
+            code = errno.EIO
         return OSError(code, os.strerror(code), str(path))
 
     def note_names(self, process, name, path, target) -> None:
