@@ -33,7 +33,7 @@ import sapo
 from test_sapo import at_call, contents, group_by_hand, make_config, new_store
 
 SHORT = LEARNING | {"WARM_START_STEPS": 8, "MAX_ROUNDS": 4, "MAX_NEW_TOKENS": 5}
-SHORT |= {"CHECKPOINT_INTERVAL": 1, "CHECKPOINT_KEEP": 9}
+SHORT |= {"CHECKPOINT_INTERVAL": 1, "CHECKPOINT_KEEP": 9, "FETCH_MAX_PEERS": 99}
 CONFIG_JSON = sapo.saved_settings(make_config(**QUICK | SHORT | {"NODE_ID": "q"}))
 READERS = ("monitor", "report")
 REPEATABLE = dict(derandomize=True, deadline=None, suppress_health_check=[*HealthCheck])
@@ -76,8 +76,8 @@ def write(path, content=b"") -> None:
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
 
 
-def begin(drive, publishing="pq"):
-    """Write an experiment with files that an honest peer q and a hostile peer p left in 2001.
+def begin(drive, publishing="pq", peers="qp"):
+    """Write an experiment with files that an honest peer q and hostile peers, such as p, left in 2001.
 
     Only the peers in `publishing` have rollouts and rewards. Return the experiment's folder.
     """
@@ -85,7 +85,7 @@ def begin(drive, publishing="pq"):
     for name in ("board", "../../warmstart", "../../reports", "../../archives/default"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     write(folder / "config.json", CONFIG_JSON)
-    for name in ("q", "p", "coordinator"):
+    for name in (*peers, "coordinator"):
         session = {"session": "1000000000000-00000000", "time": 1e9, "state": "running"}
         write(folder / f"nodes/{name}/heartbeat.json", session)
         write(folder / f"board/session.{name}.{session['session']}", {})
@@ -102,23 +102,13 @@ def begin(drive, publishing="pq"):
     return folder
 
 
-@pytest.fixture(scope="module")
-def honest_run(tmp_path_factory):
-    """Return the shared folder of a run in which p published nothing. Tests undo their changes."""
-    drive = tmp_path_factory.mktemp("honest_run")
-    begin(drive, "q")
-    assert run_roles(drive, "worker")[0] == [0]
-    folder = begin(drive)  # add p's files, for the monitor and the report
-    row = (folder / f"nodes/p/{STAGES[1]}").read_bytes()
-    write(folder / "nodes/p/logs/metrics.jsonl", row + b"\n")
-    return drive
-
-
 STAGES = [f"{kind}/round_{t:06d}.stage_0.json" for t in range(4) for kind in ("rollouts", "rewards")]  # fmt: skip
-PEER_FILES = """nodes/p/heartbeat.json nodes/p/model nodes/junk board/junk board/open.p.000000.0 board/rollouts.p.000009.0
-    board/rewards.n_1.000009.0 nodes/n_0/checkpoints/round_000999.safetensors nodes/n_0/.new-1 nodes/n_0/logs/.new-2 ../linked
-    ../broken/board ../broken/config.json""".split()
-PEER_FILES += [f"nodes/p/{name}" for name in STAGES[:6]]
+# Each hostile peer leaves files of one kind. In these paths, P is its name and NN is its number.
+PEER_FILES = """nodes/P/heartbeat.json nodes/P/model nodes/junkNN board/junkNN board/open.P.000000.0
+    board/rollouts.P.000009.0 nodes/n_0/checkpoints/round_0009NN.safetensors nodes/n_0/.new-1NN board/rewards.n_1.0001NN.0
+    nodes/n_0/logs/.new-2NN ../linkedNN ../brokenNN/board ../brokenNN/config.json nodes/leafNN
+    nodes/treeNN/rollouts nodes/treeNN/rewards""".split()
+PEER_FILES += [f"nodes/P/{name}" for name in STAGES[:6]]
 OWN_FILES = """nodes/n_0/heartbeat.json nodes/n_0/logs/system_info.json nodes/n_0/model/config.json
     nodes/n_0/model/model.safetensors nodes/coordinator/heartbeat.json
     ../../reports/default.png ../../reports/report_all.md ../../reports/report_all.json""".split()
@@ -143,6 +133,19 @@ MAKE = {  # kind -> function that creates it at a path, perhaps as a link into `
     "pickle of torch": lambda path, _: torch.save(EVIL, path.open("wb")),
 }
 MAKE |= {kind: lambda path, _, data=data: path.write_bytes(data) for kind, data in BYTES.items()}
+HOSTILE = {f"p{number:02d}": kind for number, kind in enumerate(MAKE)}
+
+
+@pytest.fixture(scope="module")
+def honest_run(tmp_path_factory):
+    """Return the shared folder of a run in which only q published. Tests undo their changes."""
+    drive = tmp_path_factory.mktemp("honest_run")
+    begin(drive, "q", ["q", "p", *HOSTILE])
+    assert run_roles(drive, "worker")[0] == [0]
+    folder = begin(drive)  # add p's files, for the monitor and the report
+    row = (folder / f"nodes/p/{STAGES[1]}").read_bytes()
+    write(folder / "nodes/p/logs/metrics.jsonl", row + b"\n")
+    return drive
 
 
 @pytest.fixture
@@ -183,15 +186,21 @@ def outcome(drive) -> tuple:
     return rewards, [path.read_bytes() for path in checkpoints], contents(drive / "warmstart")
 
 
-@pytest.mark.parametrize("kind", MAKE)
-def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_path, outside, kind):
-    # Plant files of this kind wherever a peer or the node itself writes. (If a folder were in the
-    # way of the node's own files, the node would wait.)
+@pytest.mark.parametrize("shift", [0, 7, 14])
+def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_path, outside, shift):
+    # Plant files of all kinds wherever a peer can write, and a file in place of each of the node's
+    # own files. (If a folder were in the way of the node's own files, the node would wait.)
     drive = tmp_path / "drive"
-    folder = begin(drive)
-    own_files = [f"../../warmstart/{name}" for name in os.listdir(honest_run / "warmstart")]
-    plant(folder, PEER_FILES, kind, outside)
-    paths = plant(folder, own_files + OWN_FILES if kind != "folder" else [], kind, outside)
+    folder = begin(drive, "q", ["q", "p", *HOSTILE])
+    for number, (peer, kind) in enumerate(HOSTILE.items()):
+        names = [re.sub("NN", f"{number:02d}", name) for name in PEER_FILES]
+        plant(folder, [re.sub(r"\bP\b", peer, name) for name in names], kind, outside)
+    own_files = [f"../../warmstart/{name}" for name in sorted(os.listdir(honest_run / "warmstart"))]
+    kinds = [kind for kind in MAKE if kind != "folder"]
+    kinds = itertools.islice(itertools.cycle(kinds), shift, None)
+    paths = []
+    for name, kind in zip(own_files + OWN_FILES, kinds, strict=False):
+        paths += plant(folder, [name], kind, outside)
 
     # They cost little memory and do not affect the results. The node replaces files that are in its
     # way.
@@ -203,40 +212,42 @@ def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_pa
     for path in paths:
         assert path.is_file() and not path.is_symlink() and path.stat().st_size < 2**30, path
 
-    # Each reason to reject p's files is logged once, and each failed read is counted.
+    # Each reason to reject a peer's files is logged once, and each failed read is counted.
     rejections = events_of(drive, "n_0", "reject")
     assert len(rejections) == len({*rejections})
-    assert {text[:3] for text in rejections} == {"p: "}
-    assert sum(row["rejected"] for row in read_log(drive, "n_0")) >= 3
+    assert {text.split(": ")[0] for text in rejections} == HOSTILE.keys()
+    assert sum(row["rejected"] for row in read_log(drive, "n_0")) >= 3 * len(HOSTILE)
     report = json.loads((drive / "reports/report_all.json").read_text())
     assert [row["experiments"] for row in report] == [["default"]]
 
 
 CLEANUP = {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_KEEP_LAST_N_ROUNDS": 1, "ROLLOUT_MAX_AGE": 0}
 LINKED = {  # path of a link -> exit code of a worker, which Ctrl-C stops if it waits
-    "nodes/p": 0, "nodes/p/rollouts": 0, "nodes/q/rewards": 0, "nodes/n_0": 2, "nodes/n_0/rollouts": 2,
-    "nodes/n_0/checkpoints": 2, "nodes/n_0/logs": 2, "../../archives/default/n_0": 2,
-    "nodes/n_0/logs/stdout.log": 130, "nodes/n_0/logs/metrics.jsonl": 130,
+    "nodes/n_0": 2, "nodes/n_0/rollouts": 2, "nodes/n_0/checkpoints": 2, "nodes/n_0/logs": 2,
+    "../../archives/default/n_0": 2, "nodes/n_0/logs/stdout.log": 130,
+    "nodes/n_0/logs/metrics.jsonl": 130,
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["link", "link to a folder", "dangling link"])
 @pytest.mark.parametrize("name", LINKED)
-def test_X2_nothing_is_changed_where_a_link_leads(tmp_path, outside, monkeypatch, kind, name):
+def test_X2_no_file_is_changed_through_a_link(honest_run, tmp_path, outside, monkeypatch, name):
     monkeypatch.setattr(sapo.Signals, "sleep", Mock(side_effect=KeyboardInterrupt))
-    plant(begin(tmp_path / "drive"), [name], kind, outside)
-    statuses, output = run_roles(tmp_path / "drive", "worker", ROLLOUT_ARCHIVE_OLD=True, **CLEANUP)
-    assert statuses == [LINKED[name]]
-    assert statuses == [0] or os.path.basename(name) in output
+    for number, kind in enumerate(["link", "link to a folder", "dangling link"]):
+        drive = tmp_path / str(number)
+        plant(begin(drive), [name], kind, outside)
+        shutil.copytree(honest_run / "warmstart", drive / "warmstart", dirs_exist_ok=True)
+        statuses, output = run_roles(drive, "worker", ROLLOUT_ARCHIVE_OLD=True, **CLEANUP)
+        assert statuses == [LINKED[name]] and os.path.basename(name) in output
 
 
-def test_X2_a_backup_by_hard_links_keeps_what_the_program_deletes_and_replaces(tmp_path):
-    drive, backup = tmp_path / "drive", tmp_path / "backup"
-    begin(drive)
-    assert run_roles(drive, "worker", MAX_ROUNDS=3)[0] == [0]
+def test_X2_a_backup_by_hard_links_keeps_the_files_that_the_program_deletes_or_replaces(
+    honest_run, tmp_path
+):
+    drive = shutil.copytree(honest_run, tmp_path / "drive")
+    backup = tmp_path / "backup"
     shutil.copytree(drive, backup, copy_function=os.link, ignore=shutil.ignore_patterns("*logs"))
     before = contents(backup)
-    assert run_roles(drive, "worker", **CLEANUP, CHECKPOINT_KEEP=1)[0] == [0]
+    assert run_roles(drive, "worker", **CLEANUP, MAX_ROUNDS=6, CHECKPOINT_KEEP=1)[0] == [0]
     assert contents(backup) == before
     names = [name for name in before if "n_0/checkpoints" in name or "n_0/rollouts" in name]
     assert sum(not (drive / name).exists() for name in names) > 3
@@ -303,9 +314,9 @@ FILE = safetensors.torch.save(TENSORS, {"about": "x"})
 HEADERS = [FILE[8:-40], FILE[8:-40].replace(b"[2,3]", b"[3,2]"), FILE[8:-40].replace(b"F32", b"I32")]  # fmt: skip
 
 
-@settings(max_examples=200, **REPEATABLE)
+@settings(max_examples=100, **REPEATABLE)
 @given(data=st.data(), name=st.sampled_from(READ.split()))
-def test_X3_every_reader_copes_with_a_damaged_file(honest_run, data, name):
+def test_X3_the_readers_survive_any_damaged_file(honest_run, data, name):
     path = honest_run / "experiments/default" / name
     valid = path.read_bytes()
     try:
@@ -325,22 +336,18 @@ WRONG += [("MAX_ROUNDS", 1.5), ("MAX_ROUNDS", None), ("MAX_STAGES", "2"), ("MAX_
 WRONG += [("NUM_TRAIN_SAMPLES", "8"), ("NUM_TRANSPLANT_TREES", {}), ("LOCAL_OVERSAMPLE", -1)]
 
 
-@pytest.mark.parametrize("name, value", WRONG)
-def test_X3_one_experiment_with_a_wrong_setting_does_not_end_the_readers(
-    honest_run, tmp_path, name, value
-):
-    drive = shutil.copytree(honest_run, tmp_path / "drive")
-    shutil.copytree(drive / "experiments/default", drive / "experiments/other")
-    write(drive / "experiments/other/config.json", CONFIG_JSON | {name: value})
-    statuses, output = run_roles(drive, "report", EXPERIMENT_NAME="*")
+def test_X3_one_experiment_with_a_wrong_setting_does_not_end_the_readers(honest_run, tmp_path):
+    folder = shutil.copytree(honest_run, tmp_path / "drive") / "experiments"
+    for number, (name, value) in enumerate(WRONG):
+        wrong = shutil.copytree(folder / "default", folder / f"wrong_{number}")
+        write(wrong / "config.json", CONFIG_JSON | {name: value})
+        statuses, output = run_roles(folder.parent, "monitor", EXPERIMENT_NAME=wrong.name)
+        assert statuses == [0] and re.search("(?m)^! unusable files .1.: ", output)
+    statuses, output = run_roles(folder.parent, "report", EXPERIMENT_NAME="*")
     assert statuses == [0]
-    assert len(re.findall("(?m)^other is left out", output)) == 1
-    report = json.loads((drive / "reports/report_all.json").read_text())
+    assert len(re.findall(r"(?m)^wrong_\d+ is left out", output)) == len(WRONG)
+    report = json.loads((folder.parent / "reports/report_all.json").read_text())
     assert [row["experiments"] for row in report] == [["default"]]
-
-    statuses, output = run_roles(drive, "monitor", EXPERIMENT_NAME="other")
-    assert statuses == [0]
-    assert re.search("(?m)^! unusable files .1.: ", output)
 
 
 def test_X3_a_log_that_grows_by_megabytes_does_not_hold_up_the_monitor(tmp_path):
@@ -353,18 +360,18 @@ def test_X3_a_log_that_grows_by_megabytes_does_not_hold_up_the_monitor(tmp_path)
     (folder / "board/open.q.000002.0").touch()
 
     for number in range(3):
-        row = {"node_id": "p", "round": number, "stage": 0, "timestamp": 1, "reward": 0}
+        row = {"node_id": "p", "round": number, "timestamp": 1, "reward": 0}
+        start = json.dumps(row)[:-1]
         with open(log, "a") as file:
-            for stage in range(120_000):
-                file.write(json.dumps(row | {"stage": stage}) + "\n")
+            file.write("".join(f'{start}, "stage": {stage}}}\n' for stage in range(120_000)))
         assert log.stat().st_size > 8 * 2**20 * (number + 1)
 
-        # Measure the memory of the first polls and the CPU time of the last poll.
-        if number < 2:
+        # Measure the memory of the first poll and the CPU time of the last poll.
+        if number == 0:
             tracemalloc.start()
         started = time.process_time()
         exp = coordinator.read_experiment(swarm, coordinator.MONITOR_BYTES)
-        if number < 2:
+        if number == 0:
             assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
             tracemalloc.stop()
         assert [row["reward"] for row in exp.select(node_id="q")] == [0.5, 0.5]
@@ -378,9 +385,8 @@ def test_X3_a_question_of_a_million_characters_is_displayed_at_once():
     assert len(lines) <= 3 and sum(map(len, lines)) < 400 and "(correct: 1)" in lines[-1]
 
 
-@pytest.mark.parametrize("round_", [99_999, 999_999])
-def test_X3_a_forged_reward_of_a_distant_round_does_not_hold_up_a_plot(tmp_path, round_):
-    folder = begin(tmp_path)
+def test_X3_a_forged_reward_of_a_distant_round_does_not_hold_up_a_plot(tmp_path):
+    folder, round_ = begin(tmp_path), 999_999
     row = {"node_id": "p", "round": round_, "stage": 0, "timestamp": 1e9, "reward": 0.5}
     for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", round_):
         (folder / f"board/open.{name}.{t:06d}.0").touch()
@@ -404,7 +410,7 @@ def test_X3_a_forged_reward_of_a_distant_round_does_not_hold_up_a_plot(tmp_path,
 
 @settings(max_examples=400, **REPEATABLE)
 @given(damaged(json.dumps(CONFIG_JSON).encode()))
-def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_few_sentences(data):
+def test_X3_any_config_json_gives_valid_settings_or_a_short_error(data):
     try:
         with time_limit(5):
             config, notes = settings_from(data)
@@ -429,7 +435,7 @@ def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_few_s
     st.sampled_from([1, 1, 1, 2**20, 2**50]),
     st.sampled_from([FILE[-40:], b"\xff" * 40, FILE[-39:], FILE[-40:] + b"x"]),
 )
-def test_X3_a_strangers_tensors_fit_and_are_finite_or_are_refused(tmp_path, header, times, numbers):
+def test_X3_a_peers_tensors_are_rejected_unless_they_fit_and_are_finite(tmp_path, header, times, numbers):
     """times: the factor by which the file exaggerates the length of its header"""
     length = min(len(header) * times, 2**64 - 1)
     write(tmp_path / "weights", length.to_bytes(8, "little") + header + numbers)
@@ -472,7 +478,7 @@ def verifier():
 
 @settings(max_examples=500, **REPEATABLE)
 @given(st.sampled_from(QUESTIONS), st.data())
-def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(verifier, key, data):
+def test_X1_L3_no_completion_of_a_peer_is_evaluated_or_opens_a_file(verifier, key, data):
     # Combine payloads, the correct answer and random text into two completions.
     question = grpo.make_question(*key)
     piece = st.sampled_from([*PAYLOADS, question.answer]) | st.text(max_size=10)
@@ -495,7 +501,7 @@ def test_X1_L3_no_completion_of_a_stranger_is_evaluated_or_opens_anything(verifi
     assert not isinstance(verified, Exception) or is_safe_to_print(str(verified))
 
 
-def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch, capfd):
+def test_X4_the_token_is_in_no_file_log_or_error(tmp_path, monkeypatch, capfd):
     secret = 'hf_0123456789abcdef"éSECRET'  # JSON escapes some of its characters
     drive = tmp_path / "drive"
 
