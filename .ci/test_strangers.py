@@ -59,8 +59,9 @@ def run_roles(drive, *roles, **more) -> tuple[list, str]:
     Peers' files must not hold up a role or cause a traceback, and must not be printed raw.
     """
     screen = io.StringIO()
-    plot = patch("coordinator.plot", lambda *_: b"a picture")
-    with time_limit(30), contextlib.redirect_stdout(screen), plot:
+    plot = patch("coordinator.plot", lambda *_: b"a plot")
+    delay = patch("coordinator.opening_delay", lambda _: 0.0)  # no coordinator is alive
+    with time_limit(30), contextlib.redirect_stdout(screen), plot, delay:
         statuses = [run(drive, SHORT, NODE_ROLE=role, **more) for role in roles]
     assert is_safe_to_print(screen.getvalue())
     return statuses, screen.getvalue()
@@ -435,7 +436,9 @@ def test_X3_any_config_json_gives_valid_settings_or_a_short_error(data):
     st.sampled_from([1, 1, 1, 2**20, 2**50]),
     st.sampled_from([FILE[-40:], b"\xff" * 40, FILE[-39:], FILE[-40:] + b"x"]),
 )
-def test_X3_a_peers_tensors_are_rejected_unless_they_fit_and_are_finite(tmp_path, header, times, numbers):
+def test_X3_a_peers_tensors_are_rejected_unless_they_fit_and_are_finite(
+    tmp_path, header, times, numbers
+):
     """times: the factor by which the file exaggerates the length of its header"""
     length = min(len(header) * times, 2**64 - 1)
     write(tmp_path / "weights", length.to_bytes(8, "little") + header + numbers)
