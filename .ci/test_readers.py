@@ -103,7 +103,7 @@ def test_U5_absent_rounds_are_gaps_and_a_point_is_the_mean_of_its_rounds(tmp_pat
 
 
 @pytest.mark.parametrize("num_nodes", [8, 128])
-def test_U5_at_80x24_what_looks_wrong_comes_first(tmp_path, monkeypatch, num_nodes):
+def test_U5_at_80x24_problems_come_first(tmp_path, monkeypatch, num_nodes):
     monkeypatch.setattr(coordinator.shutil, "get_terminal_size", lambda *_: (80, 24))
     nodes = [f"w{i:03d}" for i in range(num_nodes)]
     states = dict.fromkeys([*nodes[:7], "coordinator"], "failed")
@@ -346,7 +346,7 @@ def test_U5_the_monitors_reward_of_a_node_covers_ten_rounds_of_any_number_of_sta
     assert exp.summary("anna")["reward"] == pytest.approx(mean(range(20, 30)) / 100 + 0.25)
 
 
-def test_U3_a_plot_shows_whole_rounds_and_what_a_point_is_and_does_not_warn(tmp_path):
+def test_U3_a_plot_shows_whole_rounds_and_explains_its_points_without_warnings(tmp_path):
     def axes_of(num_rounds) -> list:
         """Draw an experiment's panels, and return their axes."""
         rows = []
