@@ -349,6 +349,7 @@ def test_U2_U3_S2_L6_a_swarm_continues_without_a_killed_worker_and_ctrl_c_stops_
 # Texts that depend on the machine, the time or which process is faster.
 MASKS = {
     r"(?m)^\S* ?(warm start \d+|wait: until|waiting for the first).*\n": "",
+    r"(?m)^([0-7]/9 reward|written: ).*\n": "", r"joining, round \d": "joining, round N",
     r"(?m)^.*NODE_ID=anna.*\n": "", r"(?m)(nodes: |end: ).*$": r"\1TEXT",
     r"(a|joining another node's) new experiment": "NEW EXPERIMENT", r"\d+:\d\d ago": "MM:SS ago",
     r"(?s)worker_\d was asked:.*": "NODE was asked: QUESTION AND ANSWERS\n",
@@ -363,12 +364,13 @@ def test_U2_U3_U5_U6_a_swarm_in_test_mode_prints_the_transcript(tmp_path, monkey
     monkeypatch.setenv("LINES", "40")
     drive = tmp_path / "drive"
     settings = {"TEST_MODE": True, "NUM_WORKERS": 2, "GDRIVE_PATH": drive, "OMP_NUM_THREADS": 1}
+    settings["MAX_ROUNDS"] = 9  # more rounds than by default, because the coordinator may join late
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = run_command(tmp_path / "swarm", *RUN_SWARM, seconds=600, **settings)
     assert done.status == 0, done.screen
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < before + 120, "CPU time"
     for node in ("worker_0", "worker_1"):
-        assert rounds_of(drive, node) == [0, 1, 2]
+        assert rounds_of(drive, node) == [*range(9)]
 
     # The processes write to the screen at once, so compare the lines of one process after another.
     parts = dict.fromkeys(("run_swarm", "prepare", "coordinator", "worker_0"), "")
@@ -715,10 +717,9 @@ def test_U9_a_second_copy_in_one_kernel_is_an_error(tmp_path, monkeypatch):
     for module in MODULES:
         shutil.copy(ROOT / f"{module}.py", tmp_path)
     monkeypatch.setattr(sys, "argv", ["sapo.py"])
-    monkeypatch.setenv("GDRIVE_PATH", f"{tmp_path}/drive")
+    monkeypatch.setenv("MAX_ROUNDS", "invalid")  # without the error below, the process ends
     with pytest.raises(RuntimeError, match="restart the kernel to run another copy"):
         runpy.run_path(f"{tmp_path}/sapo.py", run_name="__main__")
-    assert not (tmp_path / "drive").exists()
 
 
 # -------- U10: bugs in the program's own code -----------------------------------------------------
