@@ -178,7 +178,7 @@ def time_limit(seconds: float = 30):
     It does not raise TimeoutError, because that is an OSError, which makes the program retry.
     """
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail(f"took longer than {seconds} s"))
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1)  # again each second, until the block ends
     try:
         yield
     finally:
