@@ -288,12 +288,13 @@ def test_L1_an_uninformative_group_costs_no_forward_pass_but_counts_in_the_dapo_
     assert_close(weights - start, (alone - start) * 3 / 12)
 
 
-@pytest.mark.parametrize("num_good_passes", [0, 4])
+@pytest.mark.parametrize("num_good_passes", [0, 4, 16])
 def test_L8_memory_that_runs_out_halves_the_batch_at_last_to_one_completion(num_good_passes):
-    """Memory is too small from the start, or only after four forward passes.
+    """Memory is too small from the start, or only after 4 or 16 forward passes.
 
-    In the second case, it runs out in the third optimizer step, and the retry must still use the
-    old log-probabilities from the first step.
+    In the last two cases, it runs out in the middle of the first and of the third optimizer step.
+    The retry must not add to the gradients of the failed attempt, and it must still use the old
+    log-probabilities from the first step.
     """
     config = update_settings()
     expected, metrics = our_update(small_gpt2(), ragged_groups(), NUM_ITERATIONS=3)
@@ -311,13 +312,14 @@ def test_L8_memory_that_runs_out_halves_the_batch_at_last_to_one_completion(num_
         return model
 
     model = model_that_runs_out(1)
-    assert our_generate(model, [[3, 4], [5]], 4, config, 5, {2}) == completions
-    weights, in_parts = our_update(model_that_runs_out(1), ragged_groups(), NUM_ITERATIONS=3)
+    assert our_generate(model, [[3, 4], [5]], 4, config, 5, {2}, at_once=3) == completions
+    model = model_that_runs_out(1)
+    weights, in_parts = our_update(model, ragged_groups(), at_once=5, NUM_ITERATIONS=3)
     assert_close(weights, expected)
     for name in ("loss", "clip_fraction", "grad_norm", "trained_tokens", "logp_own"):
         assert in_parts[name] == pytest.approx(metrics[name], rel=1e-3), name
     with pytest.raises(grpo.ModelError, match="one completion"):
-        our_update(model_that_runs_out(0), ragged_groups(), NUM_ITERATIONS=3)
+        our_update(model_that_runs_out(0), ragged_groups(), at_once=1, NUM_ITERATIONS=3)
 
 
 @pytest.mark.parametrize("temperature, pad_id", [(1.0, 0), (0.7, 20)])
