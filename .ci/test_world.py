@@ -1012,6 +1012,25 @@ def test_F6_a_crash_or_error_while_an_experiment_is_created_leaves_a_usable_fold
             assert os.listdir(scene.world.drive / "experiments") == ["default"], call
 
 
+def test_F3_rewards_submitted_before_a_crash_are_counted_and_logged(scene):
+    """The swarm continues meanwhile, so the resumed node skips these rounds."""
+    scene.swarm |= {"MAX_ROUNDS": 12, "CHECKPOINT_INTERVAL": 3}
+    scene.start("other")
+    process = scene.start("n")
+
+    def kill_in_round_4(process, name, path):
+        if "board/rewards.n." in path and 4 in scene.rounds("n"):
+            process.strike("kill")
+
+    scene.world.refuse = kill_in_round_4
+    scene.run(lambda: process.status == -9)
+    scene.world.refuse = lambda *_: None
+    scene.run(lambda: scene.opened() > 6)
+    process.start()
+    scene.run()
+    scene.check()
+
+
 def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_published(
     scene, monkeypatch
 ):

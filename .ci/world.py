@@ -9,8 +9,9 @@ Before any such call, a process can be killed, suspended or stopped, or the call
 callbacks `World.observe` and `World.trained` report each change of the folder and each update of a
 model to the test.
 
-Only the first section, the seams, depends on the program's internals. The simulation does not cover
-torch, writes that are torn within one call, or libraries' writes to local files.
+Only the first section, the seams, and `parse_board` in `World.patched` depend on the program's
+internals. The simulation does not cover torch, writes that are torn within one call, or libraries'
+writes to local files.
 """
 
 import builtins
