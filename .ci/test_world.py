@@ -1182,6 +1182,24 @@ def test_F2_a_folder_that_is_unmounted_for_a_minute_is_not_created_again(scene, 
     assert is_stopped or process.status == 0
 
 
+@pytest.mark.parametrize("kind", ["checkpoints", "warmstart"])
+def test_F2_a_temporary_error_on_a_file_that_a_node_needs_is_an_outage(scene, kind):
+    """The node must not continue without its newest checkpoint, or with a second warm start."""
+    scene.swarm |= {"WARM_START_STEPS": 3}
+    finish(scene, "prepare", NODE_ROLE="prepare")
+    if kind == "checkpoints":
+        finish(scene, MAX_ROUNDS=4)
+    path = str(max(scene.world.drive.rglob(f"{kind}/*.safetensors")))
+    codes = [errno.EIO] * 3
+    scene.world.refuse = lambda _, name, called: called == path and codes and codes.pop()
+    process = scene.world.process("n", **scene.swarm)
+    process.struck.append("outage")  # so that the oracle expects one
+    process.start()
+    scene.run()
+    assert process.status == 0 and not codes and "outage" in process.output, process.output
+    assert len(os.listdir(scene.world.drive / "warmstart")) == 1
+
+
 def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(scene):
     finish(scene, "peer", MAX_ROUNDS=1)
     codes = [errno.EIO] * 2
