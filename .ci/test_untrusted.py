@@ -9,11 +9,11 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import shutil
 import sys
-import time
 import tracemalloc
 from math import inf, nan
 from unittest.mock import Mock, patch
@@ -194,10 +194,8 @@ def check_planted(drive, outside, honest_run, kinds, own_kinds) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < kilobytes + 500_000
     assert outcome(drive) == outcome(honest_run)
     for path, kind in own_paths.items():
-        assert path.is_file() and not path.is_symlink() and path.stat().st_size < 2**30, (
-            path,
-            kind,
-        )
+        is_replaced = path.is_file() and not path.is_symlink() and path.stat().st_size < 2**30
+        assert is_replaced, (path, kind)
 
     # Each reason to reject a peer's files is logged once, and each failed read is counted.
     rejections = events_of(drive, "n_0", "reject")
@@ -347,30 +345,34 @@ def test_X3_experiments_with_a_wrong_setting_do_not_end_the_readers(honest_run, 
     assert [row["experiments"] for row in report] == [["default"]]
 
 
-def test_X3_a_log_that_grows_by_megabytes_does_not_hold_up_the_monitor(tmp_path):
+def test_X3_a_long_log_with_distant_rounds_does_not_hold_up_the_readers(tmp_path):
     folder = begin(tmp_path)
-    log = folder / "nodes/p/logs/metrics.jsonl"
-    log.parent.mkdir()
-    swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
-    honest = json.dumps({"node_id": "q", "round": 1, "stage": 0, "timestamp": 1e9, "reward": 0.5})
-    write(folder / "nodes/q/logs/metrics.jsonl", f"{honest}\n".encode())
-    (folder / "board/open.q.000002.0").touch()
+    row = {"timestamp": 1e9, "reward_gcd": 0.1, "reward": 0.5, "node_id": "p", "round": 1}
+    filler = json.dumps(row)[:-1]
+    write(folder / "nodes/p/logs/metrics.jsonl")
+    with open(folder / "nodes/p/logs/metrics.jsonl", "a") as log:
+        log.writelines(f'{filler}, "stage": {stage}}}\n' for stage in range(150_000))
+    for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", 99_999), ("p", 999_999):
+        (folder / f"board/open.{name}.{t:06d}.0").touch()
+        forged = json.dumps(row | {"node_id": name, "round": t, "stage": 0}).encode()
+        write(folder / f"nodes/{name}/rewards/round_{t:06d}.stage_0.json", forged)
+        (folder / f"nodes/{name}/logs").mkdir(exist_ok=True)
+        with open(folder / f"nodes/{name}/logs/metrics.jsonl", "ab") as log:
+            log.write(forged + b"\n")
 
-    # Measure the memory of the first poll and the CPU time of the last poll.
-    row = json.dumps({"node_id": "p", "round": 1, "timestamp": 1, "reward": 0, "stage": 0})
-    for number in range(3):
-        with open(log, "a") as file:
-            file.writelines(f"{row[:-2]}{stage}}}\n" for stage in range(120_000))
-        assert log.stat().st_size > 8 * 2**20 * (number + 1)
-        if number == 0:
-            tracemalloc.start()
-        started = time.process_time()
+    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
+    with time_limit(20):
+        tracemalloc.start()
         exp = coordinator.read_experiment(swarm, coordinator.MONITOR_BYTES)
-        if number == 0:
-            assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
-            tracemalloc.stop()
+        assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
+        tracemalloc.stop()
         assert [row["reward"] for row in exp.select(node_id="q")] == [0.5, 0.5]
-    assert time.process_time() < started + 3
+        coordinator.format_screen(exp, swarm)
+        assert coordinator.plot(coordinator.plot_of(exp)).startswith(b"\x89PNG")
+        assert run(tmp_path, NODE_ROLE="report") == 0
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < kilobytes + 200_000
+    assert (tmp_path / "reports/report_all.png").exists()
 
 
 def test_X3_a_question_of_a_million_characters_is_displayed_at_once():
@@ -378,30 +380,6 @@ def test_X3_a_question_of_a_million_characters_is_displayed_at_once():
     with time_limit(2):
         lines = coordinator.format_sample(group)
     assert len(lines) <= 3 and sum(map(len, lines)) < 400 and "(correct: 1)" in lines[-1]
-
-
-@pytest.mark.parametrize("round_", [99_999, 999_999])
-def test_X3_a_forged_reward_of_a_distant_round_does_not_hold_up_a_plot(tmp_path, round_):
-    folder = begin(tmp_path)
-    row = {"node_id": "p", "round": round_, "stage": 0, "timestamp": 1e9, "reward": 0.5}
-    for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", round_):
-        (folder / f"board/open.{name}.{t:06d}.0").touch()
-        forged = row | {"node_id": name, "round": t, "reward_gcd": 0.1}
-        write(folder / f"nodes/{name}/rewards/round_{t:06d}.stage_0.json", forged)
-        log = folder / f"nodes/{name}/logs/metrics.jsonl"
-        log.parent.mkdir(exist_ok=True)
-        with open(log, "a") as file:
-            file.write(json.dumps(forged) + "\n")
-
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with time_limit(20):
-        swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
-        exp = coordinator.read_experiment(swarm)
-        coordinator.format_screen(exp, swarm)
-        assert coordinator.plot(coordinator.plot_of(exp)).startswith(b"\x89PNG")
-        assert run(tmp_path, NODE_ROLE="report") == 0
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < kilobytes + 200_000
-    assert (tmp_path / "reports/report_all.png").exists()
 
 
 @settings(max_examples=400, **REPEATABLE)
@@ -454,50 +432,38 @@ PAYLOADS = [
 ]  # fmt: skip
 FORMS = "{}|{} {}|[[{}]]|({})|{}+{}|{}∧{}|'{}'|\\frac{{{}}}{{{}}}|print({})|<answer>{}".split("|")
 WATCHED = "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import"
-QUESTIONS = list(itertools.product(grpo.TASK_TABLE, (3, 99)))
 SEEN = []  # watched events in this process
 sys.addaudithook(lambda event, _: event in WATCHED.split() and SEEN.append(event))
 
 
-@pytest.fixture(scope="module")
-def verifier():
-    """Provide a mock Run for `verify`, with all tasks.
+def test_X1_L3_no_completion_of_a_peer_is_evaluated_or_opens_anything():
+    tasks = [*grpo.TASK_TABLE]
+    config = make_config(**QUICK | {"TASKS": ",".join(tasks), "MAX_NEW_TOKENS": 64})
+    verifier = Mock(["config", "codec"], config=config)
+    verifier.codec = grpo.load_model(config, config.tasks)[1]
+    rng = random.Random(1)
 
-    Each question is scored once here, so that imports and caches cause no events in the tests.
-    """
-    config = make_config(**QUICK | {"TASKS": ",".join(grpo.TASK_TABLE), "MAX_NEW_TOKENS": 64})
-    codec = grpo.load_model(config, config.tasks)[1]
-    for question in itertools.starmap(grpo.make_question, QUESTIONS):
-        codec.encode_prompt(question)
-        for text in (question.answer, "1", "x ∧ y", "1/2", "[[1]]"):
-            grpo.compute_reward(question, f"<answer>{text}</answer>")
-    assert SEEN, "the audit hook has recorded no event"
-    return Mock(["config", "codec"], config=config, codec=codec)
+    # Verification and scoring must not cause a watched event. In the first pass, imports and caches
+    # cause such events.
+    for is_first, task, form in itertools.product((True, False), tasks, FORMS):
+        question = grpo.make_question(task, 3)
+        for payload in (*rng.sample(PAYLOADS, 3), question.answer):
+            text = form.format(payload, question.answer)
+            responses = [f"<answer>{text}</answer>", text + "x"]
+            completions = [{"response": response, "finished": True} for response in responses]
+            group = group_by_hand(3, task, completions=completions, key=(0, 0, "p", 0))
+            SEEN.clear()
+            try:
+                with time_limit(5):
+                    sapo.verify(verifier, group)
+            except (sapo.Rejected, grpo.QuestionError) as error:
+                assert is_safe_to_print(str(error))
+            for response, kind in itertools.product(responses, ("exact", "verifier")):
+                assert 0 <= grpo.compute_reward(question, response, kind) <= 1
+            assert is_first or not SEEN
 
-
-@settings(max_examples=500, **REPEATABLE)
-@given(st.sampled_from(QUESTIONS), st.data())
-def test_X1_L3_no_completion_of_a_peer_is_evaluated_or_opens_anything(verifier, key, data):
-    # Combine payloads, the correct answer and random text into two completions.
-    question = grpo.make_question(*key)
-    piece = st.sampled_from([*PAYLOADS, question.answer]) | st.text(max_size=10)
-    text = data.draw(st.sampled_from(FORMS)).format(*data.draw(st.tuples(piece, piece)))
-    responses = [f"<answer>{text}</answer>", text + "x"]
-    completions = [{"response": response, "finished": True} for response in responses]
-    group = group_by_hand(key[1], key[0], completions=completions, key=(0, 0, "p", 0))
-
-    # Verification and scoring must not cause a watched event.
-    SEEN.clear()
-    with time_limit(5):
-        try:
-            verified = sapo.verify(verifier, group)
-        except (sapo.Rejected, grpo.QuestionError) as error:
-            verified = error
-        cases = itertools.product([question], responses, ("exact", "verifier"))
-        rewards = list(itertools.starmap(grpo.compute_reward, cases))
-    assert not SEEN
-    assert all(0 <= reward <= 1 for reward in rewards)
-    assert not isinstance(verified, Exception) or is_safe_to_print(str(verified))
+    open(os.devnull).close()
+    assert SEEN, "the audit hook does not record events"
 
 
 def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch, capfd):
