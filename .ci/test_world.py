@@ -638,7 +638,7 @@ class Oracle:
 
         It registers as "evil" and publishes groups, some of which are valid. It claims one round
         more than it has published, and plants files next to a node's own files. Damaged files are
-        tested in test_strangers.py.
+        tested in test_untrusted.py.
         """
         board, folder = self.dir / "board", self.dir / "nodes/evil/rollouts"
         if not board.exists():
