@@ -853,8 +853,6 @@ class Swarm:
         self.board = Board()  # as of the last poll
         self.statuses = {}  # node -> status, cached until the next poll (`status` reads a file)
         self.moved_at = {}  # node -> when one of its markers was last seen to move
-        self.beats = {}  # node -> the time in the last heartbeat that was read
-        self.has_other_clock = set()  # nodes whose clock difference was already logged
         self.session = ""  # of this process, once it has joined
 
         # Times by time.monotonic().
@@ -973,8 +971,6 @@ class Swarm:
         signs = [int(session[:13]) / 1000, self.moved_at.get(node_id, 0.0)]
         if is_finite_number(heartbeat.get("time")):
             signs.append(heartbeat["time"])
-            if self.store.on_event is not None:  # there is a log
-                self.compare_clocks(node_id, heartbeat["time"])
 
         # The time may be in the future, because a peer's clock may be ahead.
         youngest = min(abs(time.time() - sign) for sign in signs)
@@ -983,22 +979,6 @@ class Swarm:
             status = heartbeat["state"]
         self.statuses[node_id] = status
         return status
-
-    def compare_clocks(self, node_id: str, beat_at: float) -> None:
-        """Log once per node if the time in its heartbeat is far off.
-
-        The heartbeat must have changed since it was last read. Otherwise, its time is simply old.
-        """
-        has_changed = self.beats.get(node_id, beat_at) != beat_at
-        self.beats[node_id] = beat_at
-        seconds = abs(beat_at - time.time())
-        if has_changed and seconds > self.stale_after and node_id not in self.has_other_clock:
-            self.has_other_clock.add(node_id)
-            self.store.on_event(
-                "clock",
-                f"{node_id}'s clock and this machine's differ by {seconds:.0f} s: "
-                "synchronize them, or live nodes will be counted as dead",
-            )
 
     def is_alive(self, node_id: str) -> bool:
         return self.status(node_id) == "alive"

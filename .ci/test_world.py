@@ -1188,16 +1188,6 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(s
     assert sum(found) == 1 and found[0] == 0 and "outage" not in process.output, found
 
 
-def test_S2_a_clock_that_is_far_off_is_logged_once(scene):
-    scene.swarm |= {"MAX_ROUNDS": 12}
-    scene.start("n", 6.0)
-    scene.world.process("off", 6.0, clock_error=5000, **scene.swarm).start()
-    scene.run()
-    for name in ("n", "off"):
-        events = [row["event"] for row in scene.rows(name, "training_events")]
-        assert events.count("clock") == 1, events
-
-
 def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(scene):
     scene.swarm |= {"ROLLOUT_CLEANUP_ENABLED": True, "MAX_ROUNDS": 9, "ROLLOUT_MAX_AGE": 0}
     finish(scene, MAX_ROUNDS=3)
