@@ -1021,8 +1021,7 @@ def interval_of(ratios: list[float]) -> list[float]:
 def report(path: str, pattern: str) -> int:
     """Compare the experiments whose names match the pattern. Return the exit code.
 
-    Print the table and write it to reports/, with its numbers as JSON and a plot. For notebooks,
-    write each experiment's rows as JSON as well.
+    Print the table and write it to reports/, with its numbers as JSON and a plot.
     """
     experiments = read_experiments(path, fnmatch.filter(list_experiments(path), pattern))
     if not experiments:
@@ -1058,9 +1057,6 @@ def report(path: str, pattern: str) -> int:
     save(path, f"report_{name}.md", text.encode(), say)
     save(path, f"report_{name}.json", json.dumps(rows).encode(), say)
     save(path, f"report_{name}.png", draw(panels, say), say)
-    for exp in experiments:
-        about = {"experiment": exp.name, "config": exp.config, "totals": exp.totals}
-        save(path, f"{exp.name}.json", json.dumps(about | {"rows": exp.rows}).encode(), say)
     return 0
 
 
