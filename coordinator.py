@@ -191,17 +191,9 @@ def log_missing_workers(run) -> None:
 
 
 def submitted_workers(run, t: int) -> set[str]:
-    """Return the workers that have submitted a reward for the last stage of round t.
-
-    On some storage backends, a marker may never become visible. Therefore, if the board has not
-    changed for STALE_AFTER_SECONDS, read the reward files as well.
-    """
-    board = run.swarm.board
+    """Return the workers that have submitted a reward for the last stage of round t."""
     last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)
-    submitted = set(board.reached("rewards", last_stage))
-    if run.swarm.looked_at - run.swarm.changed_at > run.config.STALE_AFTER_SECONDS:
-        submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
-    return submitted
+    return set(run.swarm.board.reached("rewards", last_stage))
 
 
 def log_round_of_swarm(run, t: int) -> None:
