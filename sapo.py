@@ -1234,16 +1234,13 @@ def load_checkpoint(run: Run, t: int) -> None:
     ours = checkpoint_tensors(run.nodes)
     tensors, text = read_tensors(run.store, checkpoint_path(run, t), ours)
     about = drive_store.parse_json(text.encode())
-    drive_store.require(about, {"model_name": str, "round": int, "nodes": dict})
+    drive_store.require(about, {"round": int, "nodes": dict})
     for saved in about["nodes"].values():
         drive_store.require(saved, {"total_reward": float, "trained": list, "held_out": dict})
         saved["trained"] = {tuple(key) for key in saved["trained"]}
     if about["round"] != t or about["nodes"].keys() != {*run.config.node_ids}:
         raise drive_store.InvalidFileError("it belongs to a different round or to different nodes")
     copy_tensors(tensors, ours)
-    if about["model_name"] != run.config.MODEL_NAME:
-        name = drive_store.printable(repr(about["model_name"]), 200)
-        run.log.info(f"note: the checkpoint was saved with MODEL_NAME={name}")
     for node in run.nodes:
         saved = about["nodes"][node.id]
         node.total_reward = saved["total_reward"]
