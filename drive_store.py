@@ -859,6 +859,7 @@ class Swarm:
         self.next_heartbeat = 0.0
         self.looked_at = self.changed_at = 0.0  # start of the last poll; last change of the board
         self.posted_at = 0.0  # when the markers were last posted again
+        self.entered_at = float("inf")  # when this process entered its round
         self.coordinator_seen_at = 0.0  # when it was last seen alive, or when this process joined
 
     def join(self, about: dict, folders=NODE_DIRS) -> None:
@@ -933,12 +934,16 @@ class Swarm:
     def sleep(self) -> float:
         """Sleep between two polls. Return the seconds since the last poll started.
 
-        Sleep as long as the poll took, or for a tenth of the time since the last change, whichever
-        is longer, but for at least 20 ms and at most 2 s. The poll counts as at most 2 s, so that
-        an outage does not eat into the time a node waits for its peers.
+        Sleep as long as the poll took, for a tenth of the time since the last change, or for a
+        hundredth of the time in this round, whichever is longer, but for at least 20 ms and at most
+        2 s. The hundredth limits the number of polls per round in a large swarm, whose board
+        changes all the time. The poll counts as at most 2 s, so that an outage does not eat into
+        the time a node waits for its peers.
         """
         look_seconds = min(2.0, time.monotonic() - self.looked_at)
-        pause = max(0.02, look_seconds, min(2.0, (self.looked_at - self.changed_at) / 10))
+        since_change = self.looked_at - self.changed_at
+        since_entry = self.looked_at - self.entered_at
+        pause = max(0.02, look_seconds, min(2.0, max(since_change / 10, since_entry / 100)))
         time.sleep(pause)
         return look_seconds + pause
 
@@ -946,6 +951,7 @@ class Swarm:
         """Enter round t with all nodes of this process."""
         for node_id in self.store.node_ids:
             self.store.move_marker("open", node_id, At(t))
+        self.entered_at = time.monotonic()
 
     def beat(self, state: str = "running") -> None:
         """Write the heartbeats if they are due or if `state` is one of EXITED_STATES."""

@@ -1269,23 +1269,25 @@ def test_U8_a_model_that_the_library_refuses_to_write_is_an_event(scene, monkeyp
 def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_twelve(scene):
     """Print the number of calls per round of a worker and of the coordinator.
 
-    These are means over rounds 1 to 6 and all workers, with steps of 3 s and calls of 2 ms. With
-    1024 workers, the test takes hours.
+    They are counted in round 1, with calls of 2 ms, and averaged over the workers. The workers'
+    steps take 20 to 40 s, so the board changes all the time while the fast workers wait. (If all
+    steps took equally long, the calls would depend on how long the coordinator happens to sleep.)
     """
     of_workers = []
     for num_nodes in map(int, os.environ.get("NODES", "12 24").split()):
         world = World(scene.world.drive.with_name(f"of_{num_nodes}"))
-        swarm = {"NUM_WORKERS": num_nodes, "MAX_ROUNDS": 8, "CHECKPOINT_INTERVAL": 100}
+        swarm = {"NUM_WORKERS": num_nodes, "MAX_ROUNDS": 3, "CHECKPOINT_INTERVAL": 100}
         oracle = Oracle(world, BASE | swarm)
         with world.patched():
             world.call_seconds = 0.002
-            for name in ("coordinator", *(f"w{i}" for i in range(num_nodes))):
-                oracle.start(name, 3.0)
+            oracle.start("coordinator")
+            for i in range(num_nodes):
+                oracle.start(f"w{i}", 20.0 + 20.0 * i / (num_nodes - 1))
             world.run()
             oracle.check()
-        costs = {p.name: (calls[7] - calls[1]) / 6 for p, calls in oracle.calls_at.items()}
+        costs = {p.name: calls[2] - calls[1] for p, calls in oracle.calls_at.items()}
         of_coordinator = costs.pop("coordinator")
         of_worker = sum(costs.values()) / num_nodes
         print(f"| {num_nodes} | {of_worker:.0f} | {of_coordinator:.0f} |", flush=True)
         of_workers += [of_worker] * (num_nodes > 11)  # from here on, some peers are not read
-    assert all(calls < of_workers[0] + 10 for calls in of_workers)
+    assert all(calls < 1.1 * of_workers[0] for calls in of_workers)
