@@ -857,8 +857,8 @@ class Swarm:
 
         # Times by time.monotonic().
         self.next_heartbeat = 0.0
-        self.looked_at = self.changed_at = 0.0  # start of the last poll; last change of the board
-        self.posted_at = 0.0  # when the markers were last posted again
+        # When the last poll started; when the board changed or the markers were posted again.
+        self.looked_at = self.changed_at = 0.0
         self.entered_at = float("inf")  # when this process entered its round
         self.coordinator_seen_at = 0.0  # when it was last seen alive, or when this process joined
 
@@ -918,9 +918,8 @@ class Swarm:
 
         # If the board has not changed for a long time, a marker may have been lost on its way to
         # the other machines. Post this process's markers again.
-        unchanged_since = max(self.changed_at, self.posted_at)
-        if self.looked_at - unchanged_since > self.stale_after / 4:
-            self.posted_at = self.looked_at
+        if self.looked_at - self.changed_at > self.stale_after / 4:
+            self.changed_at = self.looked_at
             for (_, node_id), name in self.store.markers.items():
                 self.store.post(node_id, name)
         return self.board
