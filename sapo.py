@@ -117,10 +117,9 @@ def publish_groups(run: "Run", node: "Node", at) -> None:
     node.unshared += node.groups
     if run.config.publishes(at.stage):  # only the last stage if ROLLOUT_PUBLISH_FREQUENCY=round
         rollouts = drive_store.rollout_file(node.unshared, run.about)  # `about` is informational
-        older = run.store.publish("rollouts", node.id, at, rollouts)
+        # A valid file from before a crash is kept, because peers may have read it.
+        run.store.publish("rollouts", node.id, at, rollouts)
         node.unshared = []
-        if older is not None:  # from before a crash; peers may have read these groups
-            use_published(run, node, older)
 
 
 def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
@@ -465,19 +464,6 @@ def verify_once(run: Run, node: Node, record: dict) -> "grpo.Group | None":
         except (Rejected, grpo.QuestionError) as error:
             reject(run, node, key[2], error)
     return run.verdicts[key]
-
-
-def use_published(run: Run, node: Node, records: list[dict]) -> None:
-    """Train on the groups in the node's own rollout file if they differ from its new groups.
-
-    On a GPU, a stage that is repeated after a crash may yield different completions.
-    """
-    records = records[-len(node.groups) :]  # of this stage, if several stages share the file
-    texts = [[each["response"] for each in record["completions"]] for record in records]
-    if texts != [group.texts for group in node.groups]:
-        published = [verify_once(run, node, record) for record in records]
-        node.groups = [replace(group, key=None) for group in published if group]
-        node.metrics |= generation_metrics(node.groups)
 
 
 def reject(run: Run, node: Node, peer: str, reason) -> None:
@@ -1248,16 +1234,13 @@ def load_checkpoint(run: Run, t: int) -> None:
     ours = checkpoint_tensors(run.nodes)
     tensors, text = read_tensors(run.store, checkpoint_path(run, t), ours)
     about = drive_store.parse_json(text.encode())
-    drive_store.require(about, {"model_name": str, "round": int, "nodes": dict})
+    drive_store.require(about, {"round": int, "nodes": dict})
     for saved in about["nodes"].values():
         drive_store.require(saved, {"total_reward": float, "trained": list, "held_out": dict})
         saved["trained"] = {tuple(key) for key in saved["trained"]}
     if about["round"] != t or about["nodes"].keys() != {*run.config.node_ids}:
         raise drive_store.InvalidFileError("it belongs to a different round or to different nodes")
     copy_tensors(tensors, ours)
-    if about["model_name"] != run.config.MODEL_NAME:
-        name = drive_store.printable(repr(about["model_name"]), 200)
-        run.log.info(f"note: the checkpoint was saved with MODEL_NAME={name}")
     for node in run.nodes:
         saved = about["nodes"][node.id]
         node.total_reward = saved["total_reward"]

@@ -1031,10 +1031,13 @@ def test_F3_rewards_submitted_before_a_crash_are_counted_and_logged(scene):
     scene.check()
 
 
-def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_published(
+def test_F1_F3_a_stage_that_samples_differently_after_a_crash_keeps_the_file_it_published(
     scene, monkeypatch
 ):
-    """A GPU may generate different completions, but peers have read the older completions."""
+    """A GPU may generate different completions, but peers have read the older completions.
+
+    `Oracle.publish` checks that the file does not change.
+    """
     process = scene.world.process("n", **scene.swarm)
     fake, trained = grpo.sample_in_batches, []
 
@@ -1043,7 +1046,7 @@ def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_
         return fake(model, codec, prompts, num_generations, config, seed, limit)
 
     def train(process, before, after, groups):
-        trained.append((scene.entered[process][0], groups))
+        trained.append(scene.entered[process][0])
 
     def kill_in_round_2(process, name, path):
         if path.endswith("board/rollouts.n.000001.0") and not process.statuses:
@@ -1056,16 +1059,8 @@ def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_
     assert process.status == -9
     process.start()
     scene.run()
-    assert process.status == 0 and [t for t, _ in trained] == [*range(6)]
-    for t, groups in trained:
-        file = scene.files["n", "rollouts"][t, 0]["rollouts"].values()
-        published = {}
-        for group in file:
-            rewards = [completion["reward"] for completion in group["completions"]]
-            published[TASK, group["seed"]] = rewards
-        assert {id: rewards for id, rewards, _ in groups} == published
-        mean = sum(map(sum, published.values())) / sum(map(len, published.values()))
-        assert scene.files["n", "rewards"][t, 0]["reward"] == pytest.approx(mean)
+    assert process.status == 0 and trained == [*range(6)]
+    assert scene.rounds("n", "rollouts") == [*range(6)]
 
 
 def test_F3_a_checkpoint_that_an_older_process_saves_while_a_newer_one_starts_counts(scene):
@@ -1212,16 +1207,6 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(s
     assert sum(found) == 1 and found[0] == 0 and "outage" not in process.output, found
 
 
-def test_S2_a_clock_that_is_far_off_is_logged_once(scene):
-    scene.swarm |= {"MAX_ROUNDS": 12}
-    scene.start("n", 6.0)
-    scene.world.process("off", 6.0, clock_error=5000, **scene.swarm).start()
-    scene.run()
-    for name in ("n", "off"):
-        events = [row["event"] for row in scene.rows(name, "training_events")]
-        assert events.count("clock") == 1, events
-
-
 def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(scene):
     scene.swarm |= {"ROLLOUT_CLEANUP_ENABLED": True, "MAX_ROUNDS": 9, "ROLLOUT_MAX_AGE": 0}
     finish(scene, MAX_ROUNDS=3)
@@ -1308,23 +1293,25 @@ def test_U8_a_model_that_the_library_refuses_to_write_is_an_event(scene, monkeyp
 def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_twelve(scene):
     """Print the number of calls per round of a worker and of the coordinator.
 
-    These are means over rounds 1 to 6 and all workers, with steps of 3 s and calls of 2 ms. With
-    1024 workers, the test takes hours.
+    They are counted in round 1, with calls of 2 ms, and averaged over the workers. The workers'
+    steps take 20 to 40 s, so the board changes all the time while the fast workers wait. (If all
+    steps took equally long, the calls would depend on how long the coordinator happens to sleep.)
     """
     of_workers = []
     for num_nodes in map(int, os.environ.get("NODES", "12 24").split()):
         world = World(scene.world.drive.with_name(f"of_{num_nodes}"))
-        swarm = {"NUM_WORKERS": num_nodes, "MAX_ROUNDS": 8, "CHECKPOINT_INTERVAL": 100}
+        swarm = {"NUM_WORKERS": num_nodes, "MAX_ROUNDS": 3, "CHECKPOINT_INTERVAL": 100}
         oracle = Oracle(world, BASE | swarm)
         with world.patched():
             world.call_seconds = 0.002
-            for name in ("coordinator", *(f"w{i}" for i in range(num_nodes))):
-                oracle.start(name, 3.0)
+            oracle.start("coordinator")
+            for i in range(num_nodes):
+                oracle.start(f"w{i}", 20.0 + 20.0 * i / (num_nodes - 1))
             world.run()
             oracle.check()
-        costs = {p.name: (calls[7] - calls[1]) / 6 for p, calls in oracle.calls_at.items()}
+        costs = {p.name: calls[2] - calls[1] for p, calls in oracle.calls_at.items()}
         of_coordinator = costs.pop("coordinator")
         of_worker = sum(costs.values()) / num_nodes
         print(f"| {num_nodes} | {of_worker:.0f} | {of_coordinator:.0f} |", flush=True)
         of_workers += [of_worker] * (num_nodes > 11)  # from here on, some peers are not read
-    assert all(calls < of_workers[0] + 10 for calls in of_workers)
+    assert all(calls < 1.1 * of_workers[0] for calls in of_workers)
