@@ -117,9 +117,10 @@ def publish_groups(run: "Run", node: "Node", at) -> None:
     node.unshared += node.groups
     if run.config.publishes(at.stage):  # only the last stage if ROLLOUT_PUBLISH_FREQUENCY=round
         rollouts = drive_store.rollout_file(node.unshared, run.about)  # `about` is informational
-        # A valid file from before a crash is kept, because peers may have read it.
-        run.store.publish("rollouts", node.id, at, rollouts)
+        older = run.store.publish("rollouts", node.id, at, rollouts)
         node.unshared = []
+        if older is not None:  # from before a crash; peers may have read these groups
+            use_published(run, node, older)
 
 
 def sample_external(run: "Run", node: "Node", at) -> "list[grpo.Group]":
@@ -464,6 +465,19 @@ def verify_once(run: Run, node: Node, record: dict) -> "grpo.Group | None":
         except (Rejected, grpo.QuestionError) as error:
             reject(run, node, key[2], error)
     return run.verdicts[key]
+
+
+def use_published(run: Run, node: Node, records: list[dict]) -> None:
+    """Train on the groups in the node's own rollout file if they differ from its new groups.
+
+    On a GPU, a stage that is repeated after a crash may yield different completions.
+    """
+    records = records[-len(node.groups) :]  # of this stage, if several stages share the file
+    texts = [[each["response"] for each in record["completions"]] for record in records]
+    if texts != [group.texts for group in node.groups]:
+        published = [verify_once(run, node, record) for record in records]
+        node.groups = [replace(group, key=None) for group in published if group]
+        node.metrics |= generation_metrics(node.groups)
 
 
 def reject(run: Run, node: Node, peer: str, reason) -> None:

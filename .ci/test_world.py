@@ -1031,13 +1031,10 @@ def test_F3_rewards_submitted_before_a_crash_are_counted_and_logged(scene):
     scene.check()
 
 
-def test_F1_F3_a_stage_that_samples_differently_after_a_crash_keeps_the_file_it_published(
+def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_published(
     scene, monkeypatch
 ):
-    """A GPU may generate different completions, but peers have read the older completions.
-
-    `Oracle.publish` checks that the file does not change.
-    """
+    """A GPU may generate different completions, but peers have read the older completions."""
     process = scene.world.process("n", **scene.swarm)
     fake, trained = grpo.sample_in_batches, []
 
@@ -1046,7 +1043,7 @@ def test_F1_F3_a_stage_that_samples_differently_after_a_crash_keeps_the_file_it_
         return fake(model, codec, prompts, num_generations, config, seed, limit)
 
     def train(process, before, after, groups):
-        trained.append(scene.entered[process][0])
+        trained.append((scene.entered[process][0], groups))
 
     def kill_in_round_2(process, name, path):
         if path.endswith("board/rollouts.n.000001.0") and not process.statuses:
@@ -1059,8 +1056,16 @@ def test_F1_F3_a_stage_that_samples_differently_after_a_crash_keeps_the_file_it_
     assert process.status == -9
     process.start()
     scene.run()
-    assert process.status == 0 and trained == [*range(6)]
-    assert scene.rounds("n", "rollouts") == [*range(6)]
+    assert process.status == 0 and [t for t, _ in trained] == [*range(6)]
+    for t, groups in trained:
+        file = scene.files["n", "rollouts"][t, 0]["rollouts"].values()
+        published = {}
+        for group in file:
+            rewards = [completion["reward"] for completion in group["completions"]]
+            published[TASK, group["seed"]] = rewards
+        assert {id: rewards for id, rewards, _ in groups} == published
+        mean = sum(map(sum, published.values())) / sum(map(len, published.values()))
+        assert scene.files["n", "rewards"][t, 0]["reward"] == pytest.approx(mean)
 
 
 def test_F3_a_checkpoint_that_an_older_process_saves_while_a_newer_one_starts_counts(scene):
