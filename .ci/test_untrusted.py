@@ -66,7 +66,7 @@ BYTES = {
 }  # fmt: skip
 for kind, changes in {  # rollouts of round 2 with a group that is wrong only in these values
     "bad-task": dict.fromkeys(("task", "prompt", "answer"), TERMINAL),
-    "bad-response": {"completions": [{"response": 1, "finished": True}]},
+    "bad-response": {"completions": [{"response": 1, "finished": True}] * 2},
 }.items():
     about = {"format": 1, "peer_id": kind, "round": 2, "stage": 0, "timestamp": 1e9}
     BYTES[kind] = json.dumps(about | {"rollouts": {"0": group_by_hand(1) | changes}}).encode()
@@ -382,7 +382,7 @@ def test_X3_a_long_log_with_distant_rounds_does_not_hold_up_the_readers(tmp_path
 
 def test_X1_X3_a_question_of_a_million_characters_is_displayed_at_once_and_not_raw():
     completions = [{"response": TERMINAL, "reward": 0.5, "finished": True}]
-    group = {"prompt": TERMINAL + "x" * 10**6, "answer": "1", "completions": completions}
+    group = {"prompt": "x" * 10**6 + TERMINAL, "answer": "1", "completions": completions}
     with time_limit(2):
         lines = coordinator.format_sample(group)
     assert len(lines) <= 5 and sum(map(len, lines)) < 500
