@@ -64,6 +64,12 @@ BYTES = {
     "odd-types": b'{"time": 1' + b"0" * 400 + b', "session": ["x"], "round": "\\u001b[2J", "reward": true}',
     "for-the-terminal": "\x1b]0;x\x07\u202e\r\n".encode() * 99, "pickle": b"cos\nmkdir\n(S'PWNED'\ntR.",
 }  # fmt: skip
+for kind, changes in {  # rollouts of round 2 with a group that is wrong only in these values
+    "bad-task": dict.fromkeys(("task", "prompt", "answer"), TERMINAL),
+    "bad-response": {"completions": [{"response": 1, "finished": True}] * 2},
+}.items():
+    about = {"format": 1, "peer_id": kind, "round": 2, "stage": 0, "timestamp": 1e9}
+    BYTES[kind] = json.dumps(about | {"rollouts": {"0": group_by_hand(1) | changes}}).encode()
 LINKS = {  # kind -> function that creates it at a path, as a link into the folder `outside`
     "link": lambda path, outside: path.symlink_to(outside / "n_0.json"),
     "link-to-a-folder": lambda path, outside: path.symlink_to(outside),
@@ -113,9 +119,6 @@ def begin(drive, peers="qp"):
         write(folder / f"board/session.{name}.{session['session']}", {})
     for name, t in itertools.product(peers, range(3)):
         groups = {str(i): group_by_hand(10 * t + i + ord(name[0])) for i in range(3)}
-        if (name, t) == ("p", 2):
-            groups["0"] |= dict.fromkeys(("task", "prompt", "answer"), TERMINAL)
-            groups["0"]["completions"][0] |= {"response": TERMINAL, "reward": 1e299}
         about = dict(round=t, stage=0, timestamp=1e9, format=1, node_id=name, peer_id=name)
         reward = about | {"reward": 0.5}
         for kind, content in (("rollouts", about | {"rollouts": groups}), ("rewards", reward)):
@@ -352,9 +355,10 @@ def test_X3_a_long_log_with_distant_rounds_does_not_hold_up_the_readers(tmp_path
     write(folder / "nodes/p/logs/metrics.jsonl")
     with open(folder / "nodes/p/logs/metrics.jsonl", "a") as log:
         log.writelines(f'{filler}, "stage": {stage}}}\n' for stage in range(150_000))
-    for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", 99_999), ("p", 999_999):
+    for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", 3), ("p", 99_999), ("p", 999_999):
         (folder / f"board/open.{name}.{t:06d}.0").touch()
-        forged = json.dumps(row | {"node_id": name, "round": t, "stage": 0}).encode()
+        about = {"node_id": name, "round": t, "stage": 0, "reward": 7 if t == 3 else 0.5}
+        forged = json.dumps(row | about).encode()
         write(folder / f"nodes/{name}/rewards/round_{t:06d}.stage_0.json", forged)
         (folder / f"nodes/{name}/logs").mkdir(exist_ok=True)
         with open(folder / f"nodes/{name}/logs/metrics.jsonl", "ab") as log:
@@ -362,12 +366,13 @@ def test_X3_a_long_log_with_distant_rounds_does_not_hold_up_the_readers(tmp_path
 
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
+    tracemalloc.start()
+    exp = coordinator.read_experiment(swarm, coordinator.MONITOR_BYTES)
+    assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
+    tracemalloc.stop()
+    assert [row["reward"] for row in exp.select(node_id="q")] == [0.5, 0.5]
+    assert not exp.select(round=3), "a reward above 1 was not rejected"
     with time_limit(20):
-        tracemalloc.start()
-        exp = coordinator.read_experiment(swarm, coordinator.MONITOR_BYTES)
-        assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
-        tracemalloc.stop()
-        assert [row["reward"] for row in exp.select(node_id="q")] == [0.5, 0.5]
         coordinator.format_screen(exp, swarm)
         assert coordinator.plot(coordinator.plot_of(exp)).startswith(b"\x89PNG")
         assert run(tmp_path, NODE_ROLE="report") == 0
@@ -375,11 +380,14 @@ def test_X3_a_long_log_with_distant_rounds_does_not_hold_up_the_readers(tmp_path
     assert (tmp_path / "reports/report_all.png").exists()
 
 
-def test_X3_a_question_of_a_million_characters_is_displayed_at_once():
-    group = {"prompt": "x" * 10**6, "answer": "1", "completions": []}
+def test_X1_X3_a_question_of_a_million_characters_is_displayed_at_once_and_not_raw():
+    completions = [{"response": TERMINAL, "reward": 0.5, "finished": True}]
+    group = {"prompt": "x" * 10**6 + TERMINAL, "answer": "1", "completions": completions}
     with time_limit(2):
         lines = coordinator.format_sample(group)
-    assert len(lines) <= 3 and sum(map(len, lines)) < 400 and "(correct: 1)" in lines[-1]
+    assert len(lines) <= 5 and sum(map(len, lines)) < 500
+    text = "\n".join(lines)
+    assert "(correct: 1)" in text and is_safe_to_print(text)
 
 
 @settings(max_examples=400, **REPEATABLE)
