@@ -279,13 +279,13 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
         logits = scaled_logits(model, last, temperature)  # (R, V)
         new_tokens = sample_tokens(logits, uniforms[i, rows])  # (R,)
         tokens[rows, i] = new_tokens
-        unfinished = ~codec.ended(tokens[rows, : i + 1])  # (R,); </answer> may span several tokens
-        num_left = int(unfinished.sum())
-        if num_left == 0 or i == max_tokens - 1:
+        unfinished = codec.unfinished(tokens[rows, : i + 1])  # </answer> may span several tokens
+        if not unfinished or i == max_tokens - 1:
             break
 
         # Keep only the unfinished rows.
-        if num_left < len(rows):
+        if len(unfinished) < len(rows):
+            unfinished = torch.tensor(unfinished, device=model.device)
             rows = rows[unfinished]
             new_tokens = new_tokens[unfinished]
             attention_mask = attention_mask[unfinished]
@@ -1170,10 +1170,10 @@ class Codec:
         tags = {i for i, token in added.items() if token.content in ("<answer>", "</answer>")}
         return special.union(self.tokenizer.all_special_ids) - tags
 
-    def ended(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return which of these completions end with their last token: (rows, t) -> (rows,)."""
-        ended = [self.is_finished(ids) for ids in tokens[:, -9:].tolist()]
-        return torch.tensor(ended, device=tokens.device)
+    def unfinished(self, tokens: torch.Tensor) -> list[int]:
+        """Return the indices of the rows (of token ids) that do not end a completion."""
+        rows = enumerate(tokens[:, -9:].tolist())  # here, sampling waits for the GPU
+        return [i for i, ids in rows if not self.is_finished(ids)]
 
     def is_finished(self, ids: list[int]) -> bool:
         """Return whether the model ended a completion itself.

@@ -29,6 +29,7 @@ from common import LEARNING, ROOT, rewards_of, run, time_limit
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -368,7 +369,7 @@ def test_L2_a_model_without_a_chat_template_sees_solved_examples_and_stops_after
     answered = encode(codec, "<answer>7</answer>")
     for ids, is_finished in ((answered, True), (answered[:-1], False)):
         assert codec.is_finished(ids) == is_finished
-        assert codec.ended(torch.tensor([ids])).tolist() == [is_finished]
+        assert codec.unfinished(torch.tensor([ids])) == [0] * (not is_finished)
     assert not tiny_codec(num_shots=0).is_finished(answered)
     encoded = codec.encode_completions(["<answer>7</answer>", "7"], [True, True])
     assert encoded == [answered, [*encode(codec, "7"), 0]]
@@ -831,3 +832,31 @@ def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):
         rates[name] = coordinator.mean(row["answer_tag_rate"] for row in rows)
     assert rates["default"] > 0.3
     assert rates["alone"] < 0.03
+
+
+# -------- Sampling on a GPU -----------------------------------------------------------------------
+
+
+class CountWaits(TorchFunctionMode):
+    """Count the calls for which a program on a GPU must wait until the GPU has computed a value."""
+
+    num_waits = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        is_mask = any(getattr(x, "dtype", None) == torch.bool for x in args[1:])
+        waits = ("tolist", "item", "__bool__", "__int__", "__index__", "nonzero")
+        self.num_waits += name in waits or (name == "__getitem__" and is_mask)
+        return function(*args, **kwargs or {})
+
+
+def test_L2_sampling_waits_for_a_gpu_once_per_token():
+    model = small_gpt2()
+    model.set_attn_implementation("eager")  # with "sdpa", transformers itself checks the padding
+    prompts = [[3, 4, 5], [7], [8, 9]]
+    uniforms = torch.rand(9, 6, generator=torch.Generator().manual_seed(5))
+    with CountWaits() as mode:
+        drawn = grpo.sample_completions(model, small_codec({2, 7, 11}, 20), prompts, uniforms, 1.0)
+    lengths = {len(ids) for ids in drawn}
+    assert len(lengths) > 2, "no row has left the batch early"
+    assert mode.num_waits == max(lengths) + 1  # the last wait copies all tokens
