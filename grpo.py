@@ -1156,19 +1156,20 @@ class Codec:
         return rows
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids without the EOS, which is not marked as a special token in some models."""
-        if ids and ids[-1] in self.eos_ids:
-            ids = ids[:-1]
+        """Decode ids without EOS and special tokens."""
         ids = [token for token in ids if token not in self.silent_ids]
         return self.completion_tokenizer.decode(ids)
 
     @functools.cached_property
     def silent_ids(self) -> set[int]:
-        """Special tokens, which `decode` leaves out, except for answer tags, which are text."""
+        """The tokens that `decode` leaves out, which are EOS and special tokens.
+
+        In some models, the EOS is not marked as a special token. Answer tags are text in any case.
+        """
         added = self.tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
         tags = {i for i, token in added.items() if token.content in ("<answer>", "</answer>")}
-        return special.union(self.tokenizer.all_special_ids) - tags
+        return special.union(self.tokenizer.all_special_ids, self.eos_ids) - tags
 
     def unfinished(self, tokens: torch.Tensor) -> list[int]:
         """Return the indices of the rows (of token ids) that do not end a completion."""
@@ -1181,9 +1182,8 @@ class Codec:
         It does so with an EOS or, after a few-shot prompt, with </answer>. A base model would
         otherwise continue with more examples.
         """
-        if ids[-1] in self.eos_ids:
-            return True
-        return self.num_shots > 0 and "</answer>" in self.decode(ids[-9:])  # at most 9 tokens
+        has_tag = self.num_shots > 0 and "</answer>" in self.decode(ids[-9:])  # at most 9 tokens
+        return has_tag or ids[-1] in self.eos_ids
 
 
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
