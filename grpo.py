@@ -176,22 +176,43 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
     # Without a gradient, Adam's momentum would still move the weights, so take no step.
     for i in range(config.NUM_ITERATIONS if trained else 0):
         numbers = limit.retry(
-            accumulate_gradients, model, optimizer, trained, config, codec, limit, step=i
+            accumulate_gradients, update_micro_batches, model, trained, config, codec, limit, step=i
         )
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        if not torch.isfinite(grad_norm):  # this step would ruin the weights
+        if not math.isfinite(numbers["grad_norm"]):  # this step would ruin the weights
             break
         optimizer.step()
-        steps.append(numbers | {"grad_norm": grad_norm.item()})
+        steps.append(numbers)
     optimizer.zero_grad()
     return update_numbers(trained, steps, config)
 
 
-def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: int) -> dict:
-    """Add up the gradients of one optimizer step, one micro-batch at a time."""
-    optimizer.zero_grad()
-    totals = defaultdict(float)
-    for batch in limit.split(trained):
+def accumulate_gradients(micro_batches, model, groups, config, *args, **kwargs) -> dict:
+    """Add up the gradients of one optimizer step, clip them, and return the step's metrics.
+
+    `micro_batches`, which gets all other arguments, yields each micro-batch's loss and metrics.
+    """
+    # float16 rounds gradients below 3e-8 to 0. Therefore, multiply the loss by a power of two, and
+    # divide the gradients by it. If they overflow, repeat the step with a smaller power.
+    for scale in (2.0**12, 2.0**6, 1.0) if config.DTYPE == "float16" else (1.0,):
+        model.zero_grad()
+        totals = defaultdict(float)
+        for metrics in micro_batches(model, groups, config, *args, **kwargs):
+            (metrics["loss"] * scale).backward()
+            for name, value in metrics.items():
+                totals[name] += value.item()
+
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= scale
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        if torch.isfinite(grad_norm):
+            break
+    return totals | {"grad_norm": grad_norm.item()}
+
+
+def update_micro_batches(model, groups: list[Group], config, codec, limit, step: int):
+    """Yield the loss and the number of clipped tokens of each micro-batch of an update."""
+    for batch in limit.split(groups):
         with autocast(config.DTYPE, model):
             logprobs, mask = completion_logprobs(model, batch, config.TEMPERATURE, codec.pad_id)
 
@@ -208,10 +229,7 @@ def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: 
         loss, num_clipped = grpo_loss(
             logprobs, old_logprobs, advantages, mask, weights, config.CLIP_LOW, config.CLIP_HIGH
         )
-        loss.backward()
-        totals["loss"] += loss.item()
-        totals["clipped_tokens"] += num_clipped.item()
-    return totals
+        yield {"loss": loss, "clipped_tokens": num_clipped}
 
 
 # -------- Log-probabilities -----------------------------------------------------------------------
@@ -494,9 +512,9 @@ def pad(rows: list[list[int]], pad_id: int, device, side: str = "right"):
 
 
 def autocast(dtype: str, model):
-    """Return a context that computes in `dtype`, "float32" or "bfloat16".
+    """Return a context that computes in `dtype`, "float32", "bfloat16" or "float16".
 
-    The weights stay in float32, because a bfloat16 weight would lose small optimizer steps.
+    The weights stay in float32, because a 16-bit weight would lose small optimizer steps.
     """
     return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
@@ -676,13 +694,13 @@ def available_devices() -> dict[str, str]:
     """Return {device: dtype to compute in} for this machine's devices, best first.
 
     bfloat16 is used only where the hardware supports it, because emulation is many times slower
-    than float32.
+    than float32. A GPU without bfloat16, such as a T4, is fast in float16, but a CPU is not.
     """
     devices = {}
     if torch.cuda.is_available():
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         for name in ("cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))):
-            devices[name] = "bfloat16" if has_bfloat16 else "float32"
+            devices[name] = "bfloat16" if has_bfloat16 else "float16"
     if torch.backends.mps.is_available():
         devices["mps"] = "float32"
 
@@ -1420,10 +1438,18 @@ def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
             losses = F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")
             theirs.append(-losses[-len(answer) :])
 
+        # Compare in float32, whatever DTYPE is. In float16, rounding alone can change a
+        # log-probability by 0.02, and in bfloat16 by 0.07 (small models with random weights).
         error = (ours.detach()[mask] - torch.cat(theirs)).abs().max().item()
-        reason = f"its log-probabilities differ by {error:.2g} from a plain forward pass"
-        refuse(config, {reason: not error < 2e-3})  # `not <` is true for NaN, unlike `>=`
-        ours.sum().backward()  # must not raise an error
+        with autocast(config.DTYPE, model):
+            trained, _ = completion_logprobs(model, groups, pad_id=codec.pad_id)
+        refuse(config, {
+            f"its log-probabilities differ by {error:.2g} from a plain forward pass":
+                not error < 2e-3,  # `not <` is true for NaN, unlike `>=`
+            f"its numbers overflow in {config.DTYPE}: set DTYPE=float32":
+                not trained.isfinite().all(),
+        })  # fmt: skip
+        trained.sum().backward()  # must not raise an error
         model.zero_grad()
 
 
@@ -1561,6 +1587,7 @@ def warm_start(model, codec: Codec, config, tasks):
     samples.sort(key=lambda sample: len(sample[0]))
     make_question.cache_clear()
 
+    limit = Limit(batch_size, "the warm start")
     for step in range(1, steps + 1):
         # The learning rate warms up, stays constant, and falls to 0 in the second half.
         share = min(1.0, step / warm_up_steps, 2 * (1 - (step - 1) / steps))
@@ -1581,25 +1608,34 @@ def warm_start(model, codec: Codec, config, tasks):
             template = ANSWER_TEMPLATES[0] if is_rewarded else rng.choice(ANSWER_TEMPLATES[1:])
             answers.append(template.format(answer))
 
-        # The loss is the mean negative log-likelihood of the answer tokens. Prompts and the padding
-        # on the right have the label -100, which the loss ignores.
-        rows = []
-        labels = []
         answer_ids = codec.encode_completions(answers, [True] * len(answers))
-        for (prompt, _), ids in zip(batch, answer_ids, strict=True):
-            rows.append((prompt + ids)[: codec.positions])
-            labels.append(([-100] * len(prompt) + ids)[: codec.positions])
-        rows, _ = pad(rows, codec.pad_id, model.device)  # (batch size, P+T)
+        groups = [
+            Group(prompt, [ids[: codec.positions - len(prompt)]], [])
+            for (prompt, _), ids in zip(batch, answer_ids, strict=True)
+        ]
+        metrics = limit.retry(
+            accumulate_gradients, warm_start_micro_batches, model, groups, config, codec, limit
+        )
+        for optimizer, _ in optimizers:
+            optimizer.step()
+        yield step, metrics["loss"]
+
+
+def warm_start_micro_batches(model, groups: list[Group], config, codec: Codec, limit):
+    """Yield the loss of each micro-batch of a warm-start step. Each group has one completion.
+
+    The losses add up to the mean negative log-likelihood of all answer tokens.
+    """
+    num_tokens = sum(len(group.completions[0]) for group in groups)
+    for batch in limit.split(groups):
+        # Prompts and the padding on the right have the label -100, which the loss ignores.
+        rows = [group.prompt + group.completions[0] for group in batch]
+        labels = [[-100] * len(group.prompt) + group.completions[0] for group in batch]
+        rows, _ = pad(rows, codec.pad_id, model.device)  # (B, P+T)
         labels, _ = pad(labels, -100, model.device)
         with autocast(config.DTYPE, model):
             loss = model(input_ids=rows, labels=labels, use_cache=False).loss
-
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, _ in optimizers:
-            optimizer.step()
-        yield step, loss.detach()
+        yield {"loss": loss * ((labels >= 0).sum() / num_tokens)}
 
 
 def warm_start_optimizers(model, is_tiny: bool) -> list[tuple]:
