@@ -1566,7 +1566,8 @@ def warm_start(model, codec: Codec, config, tasks):
     hardly ever uses that format. This is by design, because finding the format is left to GRPO.
     Other models see only the rewarded format.
 
-    config: MODEL_NAME, SEED, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE.
+    config: MODEL_NAME, SEED, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE and, for other models than
+    tiny, DEVICE, MICRO_BATCH_SIZE, NUM_GENERATIONS, MAX_NEW_TOKENS.
     """
     steps = config.WARM_START_STEPS
     is_tiny = config.MODEL_NAME == "tiny"
@@ -1587,7 +1588,13 @@ def warm_start(model, codec: Codec, config, tasks):
     samples.sort(key=lambda sample: len(sample[0]))
     make_question.cache_clear()
 
+    # A real model's batch is split into micro-batches with as many tokens as fit into an update.
     limit = Limit(batch_size, "the warm start")
+    if not is_tiny:
+        at_once = estimate_completions_at_once(model, config, available_memory(config.DEVICE))
+        longest = len(samples[-1][0]) + config.MAX_NEW_TOKENS  # tokens in a prompt with its answer
+        limit.completions = max(1, at_once * config.MAX_NEW_TOKENS // longest)
+
     for step in range(1, steps + 1):
         # The learning rate warms up, stays constant, and falls to 0 in the second half.
         share = min(1.0, step / warm_up_steps, 2 * (1 - (step - 1) / steps))

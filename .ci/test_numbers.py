@@ -986,6 +986,34 @@ def test_L6_a_warm_start_in_float16_has_the_gradients_of_float32(tmp_path, monke
         assert 0 < relative_error(ours, expected) < 0.01
 
 
+def test_L1_L8_the_batch_of_a_real_models_warm_start_is_split_without_changing_its_gradient(
+    tmp_path, monkeypatch
+):
+    config = replace(save_model(tmp_path, **LLAMA), DEVICE="cpu", WARM_START_STEPS=2, NUM_SHOTS=0)
+    found = []
+    for rows, error in ((16, None), (1, None), (16, torch.OutOfMemoryError("out of memory"))):
+        changed = replace(config, MICRO_BATCH_SIZE=rows)  # of MAX_NEW_TOKENS tokens each
+        with monkeypatch.context() as patch:
+            if error:  # in each pass of more than two rows
+                forward = transformers.LlamaForCausalLM.forward
+
+                def run_out(self, input_ids, forward=forward, error=error, **kwargs):
+                    if len(input_ids) > 2:
+                        raise error
+                    return forward(self, input_ids, **kwargs)
+
+                patch.setattr(transformers.LlamaForCausalLM, "forward", run_out)
+            gradients, shapes = warm_start_gradients(monkeypatch, changed)
+        found.append(gradients)
+        if not error:
+            assert all(n == 1 or n * length <= rows * 16 for n, length in shapes)
+            assert sum(n for n, _ in shapes) == 2 * 8
+    for gradients in found[1:]:
+        for expected, ours in zip(found[0], gradients, strict=True):
+            assert relative_error(ours, expected) < 1e-5
+    assert not torch.equal(found[0][0], found[1][0]), "the batch was not split"
+
+
 @pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
 def test_L7_a_model_is_exact_in_float16_or_rejected_if_it_overflows(tmp_path, architecture):
     config = replace(save_model(tmp_path, architecture=architecture), DTYPE="float16")
