@@ -866,8 +866,8 @@ class Config:
     MICRO_BATCH_SIZE: int = setting("auto",
         "completions per forward pass; auto: sized to available memory", (1, 65536))
     DTYPE: str = setting("auto",
-        "compute dtype; auto: bfloat16 if the hardware supports it, otherwise float32",
-        ("float32", "bfloat16"), tiny="float32")
+        "compute dtype; auto: bfloat16 if supported, float16 on other CUDA GPUs, otherwise float32",
+        ("float32", "bfloat16", "float16"), tiny="float32")
     DEVICE: str = setting("auto",
         "cuda, cuda:1, mps or cpu; auto: the first of these that is available")
     COORDINATOR_ROUND_INTERVAL: float = setting(60.0,
@@ -1720,7 +1720,7 @@ def apply_warm_start(run: Run, model) -> None:
             seconds_left = (now - started) / (step - 1) * (steps - step)
             line_at = now + min(30.0, max(5.0, seconds_left / 5))
             left = tqdm.tqdm.format_interval(seconds_left)
-            log.info(f"warm start {step}/{steps}: loss {loss.item():.3f}, {left} left")
+            log.info(f"warm start {step}/{steps}: loss {loss:.3f}, {left} left")
 
     # Replace the file only if it could not be used. Then load the file that is there, because
     # another process may have written it in the meantime, and all nodes must use the same weights.

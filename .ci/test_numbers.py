@@ -31,6 +31,7 @@ from common import LEARNING, ROOT, rewards_of, run, time_limit
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -369,7 +370,7 @@ def test_L2_a_model_without_a_chat_template_sees_solved_examples_and_stops_after
     answered = encode(codec, "<answer>7</answer>")
     for ids, is_finished in ((answered, True), (answered[:-1], False)):
         assert codec.is_finished(ids) == is_finished
-        assert codec.ended(torch.tensor([ids])).tolist() == [is_finished]
+        assert codec.unfinished(torch.tensor([ids])) == [0] * (not is_finished)
     assert not tiny_codec(num_shots=0).is_finished(answered)
     encoded = codec.encode_completions(["<answer>7</answer>", "7"], [True, True])
     assert encoded == [answered, [*encode(codec, "7"), 0]]
@@ -661,7 +662,7 @@ def make_machine(patch, num_gpus=0, has_bfloat16=True, has_mps=False) -> Mock:
     ({"has_mps": True}, "mps float32, cpu float32"),
     ({"num_gpus": 2}, "cuda bfloat16, cuda:0 bfloat16, cuda:1 bfloat16, cpu float32"),
     # A T4 emulates bfloat16 slowly.
-    ({"num_gpus": 1, "has_bfloat16": False}, "cuda float32, cuda:0 float32, cpu float32"),
+    ({"num_gpus": 1, "has_bfloat16": False}, "cuda float16, cuda:0 float16, cpu float32"),
 ])  # fmt: skip
 def test_L8_auto_takes_the_best_device_and_a_dtype_that_it_computes_fast(
     monkeypatch, machine, devices
@@ -828,7 +829,7 @@ def test_L6_the_order_of_tasks_changes_neither_a_warm_start_nor_its_name():
         config = make_config(TASKS=",".join(tasks), **settings)
         model, codec = grpo.load_model(config, config.tasks)
         recipe = grpo.warm_start_recipe(model, codec, config, config.tasks)
-        losses = [loss.item() for _, loss in grpo.warm_start(model, codec, config, config.tasks)]
+        losses = [loss for _, loss in grpo.warm_start(model, codec, config, config.tasks)]
         results.append((recipe, losses, flat_weights(model).tolist()))
     assert results[0] == results[1]
 
@@ -864,3 +865,250 @@ def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):
         rates[name] = coordinator.mean(row["answer_tag_rate"] for row in rows)
     assert rates["default"] > 0.3
     assert rates["alone"] < 0.03
+
+
+# -------- float16 ---------------------------------------------------------------------------------
+
+
+class RecordGradients(torch.optim.SGD):
+    """An optimizer that changes nothing and keeps the gradient of each step."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.0)
+        self.model, self.gradients = model, []
+        self.register_step_pre_hook(self.record)
+
+    def record(self, *_):
+        self.gradients.append(gradient_of(self.model))
+
+
+def gradient_of(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relative_error(ours, expected) -> float:
+    return ((ours - expected).norm() / expected.norm()).item()
+
+
+LONG = update_settings(MAX_NEW_TOKENS=64, TEMPERATURE=1.0)
+
+
+def one_informative_group_of_eight(vocab_size, prompt_length, length):
+    """Return eight groups of eight random completions. Only one completion is rewarded."""
+    rng = torch.Generator().manual_seed(0)
+    groups = []
+    for i in range(8):
+        rows = torch.randint(2, vocab_size, (8, prompt_length + length), generator=rng).tolist()
+        rewards = [float(i == 3)] + [0.0] * 7
+        groups.append(Group(rows[0][length:], [row[:length] for row in rows], rewards))
+    return groups
+
+
+def update_gradient(model, groups, dtype) -> tuple[torch.Tensor | None, dict]:
+    """Return the gradient of an update, or None if it made no step, and its metrics."""
+    optimizer = RecordGradients(model)
+    config = SimpleNamespace(**vars(LONG) | {"DTYPE": dtype})
+    limit = grpo.Limit(99, "the update")
+    metrics = grpo.update_policy(model, optimizer, groups, config, small_codec(pad_id=1), limit)
+    return next(iter(optimizer.gradients), None), metrics
+
+
+LLAMA = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "initializer_range": 0.02,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama"])
+def test_L1_the_gradient_of_an_update_in_float16_is_within_1_percent_of_that_in_float32(name):
+    if name == "tiny":
+        model, _ = grpo.build_tiny_model(TINY_TASKS)
+        groups = one_informative_group_of_eight(model.config.vocab_size, 30, 10)
+    else:
+        model = small_model(vocab_size=4000, **LLAMA)
+        groups = one_informative_group_of_eight(4000, 600, 64)
+    expected, expected_metrics = update_gradient(model, groups, "float32")
+    gradient, metrics = update_gradient(model, groups, "float16")
+    assert 1e-5 < relative_error(gradient, expected) < 0.01
+    for key in ("loss", "grad_norm", "trained_tokens", "logp_own"):
+        assert metrics[key] == pytest.approx(expected_metrics[key], rel=0.01, abs=1e-3)
+    assert flat_weights(model).dtype == gradient.dtype == torch.float32
+
+    # Without a scaled loss, the small gradients of the Llama would vanish.
+    if name == "llama":
+        config = SimpleNamespace(**vars(LONG) | {"DTYPE": "float16"})
+        model.zero_grad()
+        for numbers in grpo.update_micro_batches(
+            model, [groups[3]], config, small_codec(pad_id=1), grpo.Limit(99, ""), step=0
+        ):
+            numbers["loss"].backward()
+        assert relative_error(gradient_of(model), expected) > 0.05
+
+
+def test_L1_a_gradient_that_overflows_in_float16_is_computed_again_with_a_smaller_scale():
+    model = small_gpt2()
+    groups = one_informative_group_of_eight(23, 9, 6)
+    expected, _ = update_gradient(model, groups, "float16")
+    exact, _ = update_gradient(model, groups, "float32")
+
+    # Let gradients overflow at a lower number than 65504.
+    seen = []
+
+    def overflow(gradient):
+        seen.append(gradient.abs().max().item())
+        return gradient.masked_fill(gradient.abs() > bound, inf)
+
+    model.lm_head.weight.register_hook(overflow)
+    bound = inf
+    update_gradient(model, groups, "float16")
+    (first,) = seen
+    for factor, num_passes in ((0.5, 2), (2.0**-7, 3)):
+        seen.clear()
+        bound = first * factor
+        gradient, metrics = update_gradient(model, groups, "float16")
+        assert len(seen) == num_passes
+        assert max(seen[1:]) < seen[0] / 32
+        assert relative_error(gradient, expected) < 2e-3
+        assert relative_error(gradient, exact) < 0.01
+        assert metrics["optimizer_steps"] == 1
+
+    # If a gradient is not finite even without scaling, there is no step, as in float32.
+    for dtype, num_passes in (("float16", 3), ("float32", 1)):
+        seen.clear()
+        bound = 0.0
+        gradient, metrics = update_gradient(model, groups, dtype)
+        assert (gradient, metrics["optimizer_steps"], len(seen)) == (None, 0, num_passes)
+
+
+def warm_start_gradients(monkeypatch, config, change=lambda _: None) -> tuple[list, list]:
+    """Return the gradients and losses of a warm start's steps, which change nothing, and the shapes
+    of the batches that passed through the model. `change` modifies the model before."""
+    model, codec = grpo.load_model(config, ["small_gcd", "gcd"])
+    change(model)
+    optimizer = RecordGradients(model)
+    shapes = []
+
+    def record(module, args, kwargs):
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "warm_start_optimizers", lambda *_: [(optimizer, 0.0)])
+        losses = [loss for _, loss in grpo.warm_start(model, codec, config, ["small_gcd", "gcd"])]
+    return [*optimizer.gradients, torch.tensor(losses)], shapes
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama"])
+def test_L6_a_warm_start_in_float16_has_the_gradients_of_float32(tmp_path, monkeypatch, name):
+    config = make_config(MODEL_NAME="tiny") if name == "tiny" else save_model(tmp_path, **LLAMA)
+
+    # The two factors cancel, but all gradients below them become small. Without a scaled loss, the
+    # error would be 2%. The large gradient of the last matrix is ignored.
+    def change(model):
+        if name == "llama":
+            with torch.no_grad():
+                model.model.norm.weight *= 2**10
+                model.lm_head.weight /= 2**10
+            model.lm_head.weight.register_hook(torch.zeros_like)
+
+    found = []
+    for dtype in ("float32", "float16"):
+        changed = replace(config, DTYPE=dtype, DEVICE="cpu", WARM_START_STEPS=2, NUM_SHOTS=0)
+        found.append(warm_start_gradients(monkeypatch, changed, change)[0])
+    for expected, ours in zip(*found, strict=True):
+        assert 0 < relative_error(ours, expected) < 0.01
+
+
+def test_L1_L8_the_batch_of_a_real_models_warm_start_is_split_without_changing_its_gradient(
+    tmp_path, monkeypatch
+):
+    config = replace(save_model(tmp_path, **LLAMA), DEVICE="cpu", WARM_START_STEPS=2, NUM_SHOTS=0)
+    found = []
+    for rows, error in ((16, None), (1, None), (16, torch.OutOfMemoryError("out of memory"))):
+        changed = replace(config, MICRO_BATCH_SIZE=rows)  # of MAX_NEW_TOKENS tokens each
+        with monkeypatch.context() as patch:
+            if error:  # in each pass of more than two rows
+                forward = transformers.LlamaForCausalLM.forward
+
+                def run_out(self, input_ids, forward=forward, error=error, **kwargs):
+                    if len(input_ids) > 2:
+                        raise error
+                    return forward(self, input_ids, **kwargs)
+
+                patch.setattr(transformers.LlamaForCausalLM, "forward", run_out)
+            gradients, shapes = warm_start_gradients(monkeypatch, changed)
+        found.append(gradients)
+        if not error:
+            assert all(n == 1 or n * length <= rows * 16 for n, length in shapes)
+            assert sum(n for n, _ in shapes) == 2 * 8
+    for gradients in found[1:]:
+        for expected, ours in zip(found[0], gradients, strict=True):
+            assert relative_error(ours, expected) < 1e-5
+    assert not torch.equal(found[0][0], found[1][0]), "the batch was not split"
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
+def test_L7_a_model_is_exact_in_float16_or_rejected_if_it_overflows(tmp_path, architecture):
+    config = replace(save_model(tmp_path, architecture=architecture), DTYPE="float16")
+    model, codec = grpo.load_model(config, ["small_gcd"])
+    check_exact(model, codec)
+
+    # Log-probabilities in float16 differ from float32 log-probabilities by rounding errors.
+    ids = torch.randint(2, codec.vocabulary, (40,), generator=torch.Generator().manual_seed(0))
+    groups = [Group(ids[:20].tolist(), [ids[20:].tolist()], [])]
+    exact, _ = logprobs_of(model, groups)
+    with grpo.autocast("float16", model):
+        logprobs, _ = logprobs_of(model, groups)
+    assert 1e-4 < (logprobs - exact).abs().max() < 0.03
+    assert logprobs.dtype == torch.float32
+
+    # The factors cancel, but only float32 and bfloat16 can represent the numbers between them.
+    if architecture == "llama":
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight *= 2**20
+            model.model.layers[0].mlp.down_proj.weight /= 2**20
+        for dtype in ("float32", "bfloat16"):
+            grpo.check_logprobs(model, codec, replace(config, DTYPE=dtype), ids.tolist())
+        with pytest.raises(grpo.ModelError, match="overflow in float16: set DTYPE=float32"):
+            grpo.check_logprobs(model, codec, config, ids.tolist())
+
+
+def test_L1_F3_a_run_in_float16_trains_and_its_checkpoints_have_the_format_of_float32(tmp_path):
+    saved = []
+    for dtype in ("float16", "float32"):
+        assert run(tmp_path / dtype, LEARNING, DTYPE=dtype) == 0
+        rows = rewards_of(tmp_path / dtype)
+        assert all(row["grad_norm"] > 0 for row in rows if row["informative_groups"])
+        assert any(row["informative_groups"] for row in rows)
+        (path,) = (tmp_path / dtype).glob("**/checkpoints/*5*.safetensors")
+        tensors = safetensors.torch.load_file(path)
+        saved.append({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    assert saved[0] == saved[1]
+
+
+# -------- Sampling on a GPU -----------------------------------------------------------------------
+
+
+class CountWaits(TorchFunctionMode):
+    """Count the calls for which a program on a GPU must wait until the GPU has computed a value."""
+
+    num_waits = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        is_mask = any(getattr(x, "dtype", None) == torch.bool for x in args[1:])
+        waits = ("tolist", "item", "__bool__", "__int__", "__index__", "nonzero")
+        self.num_waits += name in waits or (name == "__getitem__" and is_mask)
+        return function(*args, **kwargs or {})
+
+
+def test_L2_sampling_waits_for_a_gpu_once_per_token():
+    model = small_gpt2()
+    model.set_attn_implementation("eager")  # with "sdpa", transformers itself checks the padding
+    prompts = [[3, 4, 5], [7], [8, 9]]
+    uniforms = torch.rand(9, 6, generator=torch.Generator().manual_seed(5))
+    with CountWaits() as mode:
+        drawn = grpo.sample_completions(model, small_codec({2, 7, 11}, 20), prompts, uniforms, 1.0)
+    lengths = {len(ids) for ids in drawn}
+    assert len(lengths) > 2, "no row has left the batch early"
+    assert mode.num_waits == max(lengths) + 1  # the last wait copies all tokens
