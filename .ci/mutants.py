@@ -94,7 +94,7 @@ MUTANTS = [  # module, text, its replacement, guarantee
     ("sapo", "grpo.save_model(node.model,", "grpo.save_model(run.nodes[0].model,", "U8"),
     ("sapo", 'if "DriveStore" in globals():', "if False:", "U9"),
     ("sapo", "except BaseException as error:", "except ValueError as error:", "U10"),
-    ("grpo", 'totals["loss"] += loss.item()', 'totals["loss"] += float(loss)', "U11"),
+    ("grpo", 'yield {"loss": loss, "clipped_tokens": num_clipped}', 'yield dict(loss=loss, clipped_tokens=num_clipped)', "U11"),
     ("grpo", '"dapo": lengths.sum(),', '"dapo": len(lengths) * lengths,', "U12"),
 ]  # fmt: skip
 
