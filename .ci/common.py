@@ -4,6 +4,7 @@ test_sapo.py contains more helpers, and world.py contains the simulated world.
 """
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -150,6 +151,24 @@ def rewards_of(drive, node="*", name="default") -> list[dict]:
     paths = folder_of(drive, "", name).glob(f"{node}/rewards/*.json")
     paths = sorted(paths, key=lambda path: (path.name, path.parent.parent.name))
     return [without_times(json.loads(path.read_bytes())) for path in paths]
+
+
+def compare_transcript(name: str, text: str, masks: dict) -> None:
+    """Compare a text with the file NAME in .ci/, after replacing each pattern in `masks`.
+
+    After a change of the output, rewrite the files, and review the changes with `git diff`:
+
+        UPDATE=1 PYTHONPATH=. python -m pytest .ci -k transcript
+    """
+    for pattern, replacement in masks.items():
+        text = re.sub(pattern, replacement, text)
+    text = re.sub(" +\n", "\n", text).rstrip() + "\n"
+    path = ROOT / ".ci" / name
+    if os.environ.get("UPDATE"):
+        path.write_text(text)
+    expected = path.read_text().splitlines()
+    diff = "\n".join(difflib.unified_diff(expected, text.splitlines(), name, "now", lineterm=""))
+    assert not diff, diff
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import resource
 import runpy
 import shlex
 import shutil
@@ -32,47 +33,20 @@ import coordinator
 import drive_store
 import grpo
 import sapo
-from common import LEARNING, QUICK, ROOT, checkpoint_of, events_of, folder_of, heartbeat_of
+from common import LEARNING, QUICK, ROOT, checkpoint_of, compare_transcript, events_of, folder_of
+from common import heartbeat_of
 from common import processes_with, read_log, results, rewards_of, rounds_of, run, run_command
 from common import to_environ, wait_until
-from drive_store import DriveStore, StoreError
-from test_sapo import at_call, contents, put
+from drive_store import StoreError
+from test_sapo import at_call, contents
 
 signal(SIGINT, default_int_handler)  # background jobs of a script ignore it by default
 UNSET = dict.fromkeys([*QUICK, "LOCAL_NODES"])  # removes these settings from a run
 TWELVE_ROUNDS = LEARNING | {"MAX_ROUNDS": 12, "MAX_STAGES": 2}
 WARM = {"WARM_START_STEPS": 20}
 MADE = "creating the warm start"
+MODULES = ("drive_store", "grpo", "coordinator", "sapo")
 PRINTED = (ROOT / "README.md").read_text() + (ROOT / ".github/MANUAL.md").read_text()
-
-
-def test_U3_the_warm_start_logs_a_line_at_least_every_30_seconds(monkeypatch):
-    # The first step takes 90 s, and each other step takes 0.5 s.
-    clock, lines = [0.0], []
-    seconds = [90.0] + [0.5] * 999
-
-    def slow_warm_start(*_):
-        for step, duration in enumerate(seconds, start=1):
-            clock[0] += duration
-            yield step, torch.tensor(2.5)
-
-    monkeypatch.setattr(grpo, "warm_start", slow_warm_start)
-    monkeypatch.setattr(grpo, "warm_start_recipe", lambda *_: {})
-    monkeypatch.setattr(sapo, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    log = sapo.Log("")
-    log.info = lambda text: lines.append((clock[0], text))
-    config = SimpleNamespace(WARM_START_STEPS=1000, MODEL_NAME="tiny", tasks=["small_gcd"])
-    store = SimpleNamespace(list_names=lambda _: [], has_dir=lambda _: False)
-    signals = SimpleNamespace(requested=0)
-    run_ = SimpleNamespace(config=config, log=log, store=store, signals=signals, codec=None)
-    sapo.apply_warm_start(run_, None)
-
-    times = [now for now, text in lines if "left" in text]
-    assert 90 < times[0] < 92 and times[-1] > clock[0] - 31
-    assert max(after - before for before, after in zip(times, times[1:], strict=False)) <= 30.5
-    for now, text in lines[1:]:
-        minutes, rest = re.search(r"loss 2.500, (\d+):(\d+) left", text).groups()
-        assert int(minutes) * 60 + int(rest) == pytest.approx(sum(seconds) - now, abs=1)
 
 
 def output_of(drive, *more: dict, status=0, **settings) -> str:
@@ -179,13 +153,13 @@ def test_U1_the_shared_folder_is_in_the_drive_that_is_mounted(tmp_path, monkeypa
     ("worker", "MODEL_NAME", "no/such model"), ("prepare", "MODEL_NAME", "no/such model"),
     ("auto", "NODE_ROLE", "auto"), ("validate", "NODE_ROLE", "validate"),
 ])  # fmt: skip
-def test_F6_U1_a_start_that_is_refused_says_why_and_touches_nothing(tmp_path, role, name, value):
+def test_F6_U1_a_process_that_cannot_start_leaves_the_folder_untouched(tmp_path, role, name, value):
     output = output_of(tmp_path / "drive", {"NODE_ROLE": role, name: value}, status=2)
     assert f"{name}='{value}'" in output
     assert not (tmp_path / "drive").exists()
 
 
-def test_U1_a_missing_package_is_one_sentence(tmp_path):
+def test_U1_a_missing_package_is_reported_in_one_sentence(tmp_path):
     # -S hides the environment's packages.
     for script in (ROOT / "sapo.py", ROOT / "run_swarm.sh"):
         python = tmp_path / "python"
@@ -199,7 +173,7 @@ def test_U1_a_missing_package_is_one_sentence(tmp_path):
         assert text.startswith("No module named ") and "README.md" in text
 
 
-@pytest.mark.parametrize("name", ["/no/such/model", "./no_such_model", "runs/no/model", "model/"])
+@pytest.mark.parametrize("name", ["/no/such/model", "runs/no/model", "model/"])
 def test_U1_a_model_folder_that_does_not_exist_is_reported_as_such(tmp_path, name):
     output = output_of(tmp_path, status=2, MODEL_NAME=name)
     assert f"MODEL_NAME='{name}'" in output and "folder that exists" in output
@@ -212,50 +186,20 @@ def test_U1_a_disk_that_disappears_with_the_colab_session_is_pointed_out(tmp_pat
         with contextlib.suppress(sapo.ConfigError):  # there is no such folder here
             notes = sapo.read_config(colab | {"GDRIVE_PATH": str(path)}).notes
             assert any("will disappear" in note for note in notes) == is_said
-    assert "will disappear" in output_of(tmp_path, colab, MAX_ROUNDS=1)
-    assert "will disappear" not in output_of(tmp_path, MAX_ROUNDS=1)
 
 
-def test_U3_the_free_space_and_the_space_for_checkpoints_are_logged_before_training(tmp_path):
-    output = output_of(tmp_path, MAX_ROUNDS=1, LOCAL_NODES=8, CHECKPOINT_KEEP=3)
-    (line,) = re.findall(r"(?m)^free space: .*", output)
-    free, checkpoint, needed = map(float, re.findall(r"([\d.]+) GB", line))
-    size = max(path.stat().st_size for path in folder_of(tmp_path).rglob("*.safetensors")) / 1e9
-    assert checkpoint == pytest.approx(size, abs=0.007)
-    assert needed == pytest.approx(4 * size, abs=0.01)
-    assert free == pytest.approx(shutil.disk_usage(tmp_path).free / 1e9, rel=0.5)
-    assert output.index("free space: ") < output.index("n_0 start: ")
-
-
-def test_U3_the_progress_bar_does_not_count_rounds_that_this_process_missed(monkeypatch):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    log = sapo.Log("")
-    log.show_bar(2000, 0)
-    config = SimpleNamespace(MAX_ROUNDS=2000)
-    run = SimpleNamespace(log=log, config=config, nodes=[], is_first_round=True)
-    sapo.log_skipped(run, 0, 400)
-    time.sleep(0.2)
-    log.bar.update(401 - log.bar.n)
-    assert log.bar.n == 401 and log.bar.format_dict["rate"] < 5.1, "one round took 0.2 s"
-    log.bar.close()
-
-
-@pytest.mark.parametrize("num_nodes", [1, 2])
-def test_U2_the_same_command_without_a_name_trains_no_new_node_in_a_stopped_swarm(
-    tmp_path, monkeypatch, num_nodes
-):
+def test_U2_the_same_command_without_a_name_adds_no_node_to_a_stopped_swarm(tmp_path, monkeypatch):
     settings = {"LOCAL_NODES": 1, "NODE_ID": None, "MAX_ROUNDS": 6, "NUM_TRANSPLANT_TREES": 0}
-    stop = {"LOCAL_NODES": num_nodes} | ({"NODE_ID": "anna"} if num_nodes > 1 else {})
     with monkeypatch.context() as patch:
         at_call(patch, "finish_round", 2, lambda: os.kill(os.getpid(), SIGINT))
-        output_of(tmp_path, settings, stop, status=130)
+        output_of(tmp_path, settings, status=130, LOCAL_NODES=2, NODE_ID="anna")
     before = contents(tmp_path)
 
     # The same command fails and prints the command that resumes the node.
     output = output_of(tmp_path, settings, status=2)
     assert contents(tmp_path) == before, "a new node has joined"
     names = [path.name for path in folder_of(tmp_path).iterdir()]
-    assert len(names) == num_nodes and all(name in output for name in names)
+    assert len(names) == 2 and all(name in output for name in names)
     (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)
 
     # A node with its own name may always join. While a node is alive, any node may join.
@@ -285,7 +229,9 @@ def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, mon
     assert heartbeat_of(tmp_path, "n_0") == "stopped", "its peers would wait for it"
 
 
-def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_makes_it_for_all(tmp_path, monkeypatch):
+def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_creates_it_for_all(
+    tmp_path, monkeypatch
+):
     steps = []
 
     warm_start = grpo.warm_start
@@ -313,7 +259,7 @@ def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_makes_it_for_all(tmp
     ("*worker_1) echo no such luck; exit 7 ;; coord*) until_ctrl_c ;;", 1, [("worker_1", "7")], 3, "[coordinator] was stopped"),
     ("prepare*) echo no such model; exit 2 ;;", 1, [("prepare", "2")], 0, "[prepare] no such model"),
 ])  # fmt: skip
-def test_U2_L6_run_swarm_names_what_failed_ends_all_and_shares_out_the_gpus(
+def test_U2_L6_run_swarm_reports_failed_processes_ends_all_and_divides_the_gpus(
     tmp_path, cases, status, failed, num_workers, words
 ):
     done = run_swarm(tmp_path, cases, NUM_WORKERS=3)
@@ -326,127 +272,136 @@ def test_U2_L6_run_swarm_names_what_failed_ends_all_and_shares_out_the_gpus(
     assert len(gpus) == num_workers and gpus.items() <= expected.items()
 
 
-def test_U4_run_swarm_keeps_the_output_of_earlier_launches_in_its_log_folder(tmp_path):
-    program = stand_in(tmp_path, "*) echo launch $LAUNCH, $EXPERIMENT_NAME ;;")
-    for launch in (1, 2):
-        more = {"LAUNCH": launch, "NUM_WORKERS": 1, "CONFIGS": "1/0 2/0", "SEEDS": 1}
-        done = run_command(tmp_path, *RUN_SWARM, **program, **more)
-        assert done.status == 0, done.screen
-    names = [f"{launch}, compare_{arm}-0_seed1" for launch in (1, 2) for arm in (1, 2)]
-    for name in ("prepare", "coordinator", "worker_0"):
-        assert re.findall(r"(?m)^launch (.*)$", done.logs[name]) == names
-
-
-@pytest.mark.parametrize("link", ["", "heartbeat.json", "heartbeat.json.new", "../worker_0"])
-def test_U2_X2_a_killed_worker_is_marked_as_failed_and_no_link_is_followed(tmp_path, link):
-    private = tmp_path / "private"
+@pytest.mark.parametrize("link", ["heartbeat.json", "heartbeat.json.new", "../worker_0"])
+def test_X2_run_swarm_follows_no_link_when_it_marks_a_worker_as_failed(tmp_path, monkeypatch, link):
+    drive, private = tmp_path / "drive", tmp_path / "private"
     private.mkdir()
     secret = json.dumps({"time": 1.0, "session": "1000000000000-00000000", "state": "running"})
     (private / "heartbeat.json").write_text(secret)
-    folder = tmp_path / "drive/experiments/default/nodes/worker_0"
-    folder.mkdir(parents=True)
-    if link != "heartbeat.json":
+    folder = folder_of(drive, "worker_0")
+    (folder.parent if link == "../worker_0" else folder).mkdir(parents=True)
+    target = private if link == "../worker_0" else private / "heartbeat.json"
+    (folder / link).resolve().symlink_to(target)
+    if link == "heartbeat.json.new":
         (folder / "heartbeat.json").write_text(secret)
-    if link == "../worker_0":
-        shutil.rmtree(folder)
-        folder.symlink_to(private)
-    elif link:
-        (folder / link).symlink_to(private / "heartbeat.json")
 
-    cases = "*worker_0) kill -9 $$ ;; coord*) until_ctrl_c ;;"
-    drive = tmp_path / "drive" if link else "~/drive"
-    paths = {"HOME": tmp_path, "GDRIVE_PATH": drive}
-    done = run_swarm(tmp_path, cases, NUM_WORKERS=1, DEVICE="cpu", **paths)
-    assert done.status == 1 and "worker_0 ended with exit code 137" in done.screen
+    # Run the script's Python code.
+    (program,) = re.findall("(?s)\nmark_failed='(.*?)'\n", (ROOT / "run_swarm.sh").read_text())
+    monkeypatch.setattr(sys, "argv", ["-c", str(ROOT)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name, value in (("GDRIVE_PATH", drive), ("NODE_ID", "worker_0"), ("DEVICE", "cpu")):
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(StoreError) if link == "../worker_0" else contextlib.nullcontext():
+        exec(program, {})
     assert contents(private) == {"heartbeat.json": secret.encode()}
     if link == "heartbeat.json":
         assert (folder / link).is_symlink(), "it has published a private file"
-    elif link != "../worker_0":
-        assert heartbeat_of(tmp_path / "drive", "worker_0") == "failed"
+    elif link == "heartbeat.json.new":
+        assert heartbeat_of(drive, "worker_0") == "failed"
 
 
-def test_U2_U3_S2_L6_a_swarm_stops_in_order_and_goes_on_without_a_worker_that_was_killed(tmp_path):
+def test_U2_U3_S2_L6_a_swarm_continues_without_a_killed_worker_and_ctrl_c_stops_it(tmp_path):
     drive = tmp_path / "drive"
-    workers = ("worker_0", "worker_1")
-    # A process that kept waiting for a dead worker after STALE_AFTER_SECONDS would wait for hours.
+    # A process that kept waiting for a dead worker would wait for hours.
     waits = {"COORDINATOR_ROUND_INTERVAL": 86400, "FETCH_TIMEOUT_SECONDS": 3600}
-    waits["STALE_AFTER_SECONDS"] = 20
     more = {"NUM_WORKERS": 2, "MAX_ROUNDS": 10**5, "GDRIVE_PATH": drive}
-    settings = {**QUICK, **WARM, **waits, **more}
 
-    # Press Ctrl-C when both workers have submitted a reward and the coordinator, which may be the
-    # last to start, has logged a round.
-    def press_after_rewards(group):
-        log = tmp_path / "1/logs/coordinator.log"
+    # Kill worker_1 when both workers have submitted a reward and the coordinator, which may be the
+    # last to start, has logged a round. Press Ctrl-C when worker_0 has continued.
+    def kill_and_press(group):
+        log = tmp_path / "swarm/logs/coordinator.log"
         wait_until(lambda: log.exists() and " reward " in log.read_text(), 300)
-        wait_until(lambda: all(rounds_of(drive, name) for name in workers))
-        os.killpg(group, SIGINT)
-
-    stopped = run_command(tmp_path / "1", *RUN_SWARM, act=press_after_rewards, **settings)
-    assert stopped.status == 130
-    assert "Traceback" not in "".join([stopped.screen, *stopped.logs.values()])
-    for name in workers:
-        last = rounds_of(drive, name)[-1]
-        assert (heartbeat_of(drive, name), checkpoint_of(drive, name)) == ("stopped", last)
-        assert re.search(
-            rf"to resume, run:\s.*\bNODE_ID={name}\b.* python sapo.py", stopped.logs[name]
-        )
-
-    # In the second run, worker_1 is killed. The script reports this and how to resume it.
-    def kill_worker_1(group):
-        wait_until(lambda: rounds_of(drive, "worker_1")[-1] > last + 3, 300)
+        wait_until(lambda: all(rounds_of(drive, name) for name in ("worker_0", "worker_1")))
         for pid in processes_with(f"GDRIVE_PATH={drive}", "NODE_ID=worker_1"):
             os.kill(pid, SIGKILL)
+        last = rounds_of(drive, "worker_1")[-1]
+        wait_until(lambda: rounds_of(drive, "worker_0")[-1] > last + 5, 300)
+        wait_until(lambda: heartbeat_of(drive, "worker_1") == "failed")
+        os.killpg(group, SIGINT)
 
-    settings["MAX_ROUNDS"] = last + 40
-    killed = run_command(tmp_path / "2", *RUN_SWARM, act=kill_worker_1, seconds=300, **settings)
-    assert killed.status == 1
-    assert rounds_of(drive, "worker_0")[-1] == last + 39
-    assert rounds_of(drive, "worker_1")[-1] < last + 35
-    found = re.findall(r"(?m)^run_swarm: (\w+) ended .*\b(\d+) ", killed.screen)
+    settings = {**QUICK, **WARM, **waits, **more}
+    done = run_command(tmp_path / "swarm", *RUN_SWARM, act=kill_and_press, **settings)
+    assert done.status == 130
+    assert "Traceback" not in "".join([done.screen, *done.logs.values()])
+
+    # Ctrl-C lets worker_0 finish its round. The script reports the killed worker, and how to resume
+    # it.
+    last = rounds_of(drive, "worker_0")[-1]
+    assert (heartbeat_of(drive, "worker_0"), checkpoint_of(drive, "worker_0")) == ("stopped", last)
+    resume = r"to resume, run:\s.*\bNODE_ID=worker_0\b.* python sapo.py"
+    assert re.search(resume, done.logs["worker_0"])
+    found = re.findall(r"(?m)^run_swarm: (\w+) ended .*\b(\d+) ", done.screen)
     assert found == [("worker_1", "137")]
-    (command,) = re.findall(r"(?m)^.*\bNODE_ID=worker_1 .*python sapo\.py$", killed.screen)
+    (command,) = re.findall(r"(?m)^.*\bNODE_ID=worker_1 .*python sapo\.py$", done.screen)
     assert {f"GDRIVE_PATH={drive}", "EXPERIMENT_NAME=default"} <= {*command.split()}
 
     # Screen lines start with a process's name. Only the coordinator's rounds are shown.
-    for done in (stopped, killed):
-        shown = re.findall(r"(?m)^\[(\w+)\] (.*)$", done.screen)
-        for name, text in shown:  # the name is not repeated
-            assert {text, f"{name} {text}"} & {*done.logs[name].splitlines()}
-        line = r"(?m)^\[(?:coordinator|worker_0)\] .*\b(\d+)/\d+ reward \d"
-        rounds = [int(t) for t in re.findall(line, done.screen)]
-        assert rounds == [*range(rounds[0], rounds[-1] + 1)]
+    for name, text in re.findall(r"(?m)^\[(worker_0|coordinator)\] (.*)$", done.screen):
+        assert {text, f"{name} {text}"} & {*done.logs[name].splitlines()}, "the name is repeated"
+    line = r"(?m)^\[(?:coordinator|worker_0)\] .*\b(\d+)/\d+ reward \d"
+    rounds = [int(t) for t in re.findall(line, done.screen)]
+    assert rounds == [*range(rounds[0], rounds[-1] + 1)]
 
     # Only prepare created a warm start.
-    assert [name for name, log in stopped.logs.items() if MADE in log] == ["prepare"]
-    assert MADE not in "".join(killed.logs.values())
+    assert [name for name, log in done.logs.items() if MADE in log] == ["prepare"]
+
+
+# Texts that depend on the machine, the time or which process is faster.
+MASKS = {
+    r"(?m)^\S* ?(warm start \d+|wait: until|waiting for the first).*\n": "",
+    r"(?m)^([0-7]/9 reward|written: ).*\n": "", r"joining, round \d": "joining, round N",
+    r"(?m)^.*NODE_ID=anna.*\n": "", r"(?m)(nodes: |end: ).*$": r"\1TEXT",
+    r"(a|joining another node's) new experiment": "NEW EXPERIMENT", r"\d+:\d\d ago": "MM:SS ago",
+    r"(?s)worker_\d was asked:.*": "NODE was asked: QUESTION AND ANSWERS\n",
+    r"(?s)\? .*?\(correct:.*?\)": "? QUESTION (correct: ANSWER)", r"  '.*'": "  'TEXT'",
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "DATE", r"\d+\.\d\d": "N.NN", r"\d+%": "N%",
+    r"\d of 4\+\d groups": "N of 4+N groups", "[▁-█]+": "CURVE",
+}  # fmt: skip
+
+
+def test_U2_U3_U5_U6_a_swarm_in_test_mode_prints_the_transcript(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("LINES", "40")
+    drive = tmp_path / "drive"
+    settings = {"TEST_MODE": True, "NUM_WORKERS": 2, "GDRIVE_PATH": drive, "OMP_NUM_THREADS": 1}
+    settings["MAX_ROUNDS"] = 9  # more rounds than by default, because the coordinator may join late
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    done = run_command(tmp_path / "swarm", *RUN_SWARM, seconds=600, **settings)
+    assert done.status == 0, done.screen
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime < before + 120, "CPU time"
+    for node in ("worker_0", "worker_1"):
+        assert rounds_of(drive, node) == [*range(9)]
+
+    # The processes write to the screen at once, so compare the lines of one process after another.
+    parts = dict.fromkeys(("run_swarm", "prepare", "coordinator", "worker_0"), "")
+    for line in done.screen.splitlines():
+        name, text = re.match(r"(?:\[(\w+)\] )?(.*)", line).groups()
+        parts[name or "run_swarm"] += f"{text}\n"
+    parts["worker_1.log"] = done.logs["worker_1"]
+    parts["monitor"] = output_of(drive, UNSET, NODE_ROLE="monitor")
+    for part in parts:
+        for pattern in MASKS:  # a pattern may cover several lines, but only one process
+            parts[part] = re.sub(pattern, MASKS[pattern], parts[part])
+    text = "".join(f"==== {part}\n{text}\n" for part, text in parts.items())
+    compare_transcript("transcript.txt", text, {str(tmp_path): "FOLDER"})
 
 
 # -------- U3, U4, U5: output, logs, monitor and report --------------------------------------------
 
 
-def test_U3_each_round_has_a_line_and_the_end_says_what_was_learned_and_where_it_is(finished):
-    # A round's line shows the mean reward, and the shares of answer tags and truncated completions.
+def test_U3_the_rounds_lines_and_the_end_give_mean_rewards_and_repeat_the_first_answers(finished):
     rows = rewards_of(finished.drive)
     for t in range(12):
         rewards = [row["reward"] for row in rows if row["round"] == t]
         (line,) = re.findall(rf"(?m)^2 nodes {t:02d}/12\b.*$", finished.output)
         shown = float(re.search(r"reward (\d\.\d\d)", line)[1])
         assert len(rewards) == 4 and abs(shown - sum(rewards) / 4) < 0.006
-        assert len(re.findall(r"\d+%", line)) >= 2
-
-    # The end reports the total reward per node and the model's folder. A plot was saved.
     total = sum(row["reward"] for row in rows) / 2
-    assert f"{total:.2f}" in finished.output[-3000:]
-    assert str(folder_of(finished.drive, "n_0") / "model") in finished.output
+    assert f"cumulative reward {total:.2f} per node" in finished.output
     assert (finished.drive / "reports/default.png").read_bytes()[:4] == b"\x89PNG"
-
-    # Samples are two questions with three answers each. The end repeats the earlier answers next to
-    # the final answers.
     answers = re.findall(r"(?m)^ +(\d\.\d\d  '.*)$", finished.output)
-    assert len(answers) == 6 and len({*re.findall(r"(?m)^\? .*$", finished.output)}) == 2
+    assert len(answers) == 6
     assert re.findall(r"(?m)^ +before +(\d\.\d\d  '.*)$", finished.output) == answers
-    assert len(re.findall(r"(?m)^ +now +\d\.\d\d  '", finished.output)) == 6
 
 
 def test_U4_each_node_has_its_metrics_and_system_each_process_its_events_and_output(finished):
@@ -467,19 +422,6 @@ def test_U4_each_node_has_its_metrics_and_system_each_process_its_events_and_out
         assert {"torch": torch.__version__, "device": "cpu"}.items() <= system.items()
 
 
-def test_U3_run_swarm_prints_one_verdict_which_is_the_swarms(tmp_path):
-    """Both processes print two lines at the end, and each line names its process."""
-    end = 'echo "$1 end: learned by $1"; echo "  ▁▂▃ of $1 trained 2 of 2 rounds, cumulative reward 1.00 per node"'
-    cases = f"""
-        worker*) set -- "$NODE_ID"; {end}; echo "final model: /x" ;;
-        coordinator*) set -- coordinator; {end} ;;
-    """
-    screen = run_swarm(tmp_path, cases, NUM_WORKERS=2).screen
-    assert re.findall(r"learned by (\w+)", screen) == ["coordinator"]
-    assert re.findall(r"of (\w+) trained 2 of 2 rounds", screen) == ["coordinator"]
-    assert "[worker_0] final model: /x" in screen
-
-
 @pytest.mark.parametrize("text, variable, rewards, metrics", [
     ("learned: mean reward 0.10 -> 0.20", "", [0.1] * 20 + [0.2] * 20, {"informative_groups": 1}),
     ("no clear change: mean reward 0.10 -> 0.10", "", [0.1] * 40, {"informative_groups": 1}),
@@ -490,7 +432,9 @@ def test_U3_run_swarm_prints_one_verdict_which_is_the_swarms(tmp_path):
     ("nothing was learned", "LEARNING_RATE", [0.03] + [0] * 39, "truncated"),
     ("nothing was learned", "LEARNING_RATE", [0.03] + [0] * 39, "untagged"),
 ])  # fmt: skip
-def test_U3_the_diagnosis_says_what_was_learned_or_what_may_help(text, variable, rewards, metrics):
+def test_U3_the_diagnosis_reports_what_was_learned_or_which_setting_may_help(
+    text, variable, rewards, metrics
+):
     """If the first update ruins the answers, the advice is not to raise MAX_NEW_TOKENS."""
     rows = [{"node_id": "n", "round": t, "reward": reward} for t, reward in enumerate(rewards)]
     for row in rows:
@@ -505,122 +449,15 @@ def test_U3_the_diagnosis_says_what_was_learned_or_what_may_help(text, variable,
     assert diagnosis.startswith(text) and variable in diagnosis
 
 
-@pytest.mark.parametrize("is_terminal", [False, True])
-def test_U3_a_flat_curve_is_explained_and_a_terminal_has_a_bar(
-    tmp_path, monkeypatch, capsys, is_terminal
+def test_U3_a_flat_curve_is_explained_and_a_terminal_has_a_progress_bar(
+    tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert run(tmp_path, MAX_ROUNDS=10, NUM_TRANSPLANT_TREES=0) == 0
     (text,) = events_of(tmp_path, "n_0", "no signal")
     screen, errors = capsys.readouterr()
-    assert text in screen and ("10/10" in errors) == is_terminal
-    assert sapo.TABLE.keys() & {*re.findall(r"\w+", text)}, "it suggests no variable"
-
-
-def join_by_hand(store, node, since=2e9) -> None:
-    """Register a node, as any program can."""
-    put(store, f"board/session.{node}.{int(1000 * since):013d}-00000000")
-
-
-def write_experiment(drive, name, reward, num_completions=16, **settings) -> None:
-    """Write twenty rounds of the nodes n1 and n2 by hand."""
-    store = DriveStore(drive, name)
-    config = {name: row.default for name, row in sapo.TABLE.items()}
-    config |= {"NUM_TRAIN_SAMPLES": 4, "NUM_TRANSPLANT_TREES": 4, "layout": 5, "maker": "n1"}
-    config["created_at"] = 100 * reward  # different for each experiment
-    put(store, "config.json", config | settings)
-    put(store, "board/open.n1.000019.0")
-    for node in ("n1", "n2"):
-        join_by_hand(store, node)
-        put(store, f"board/rewards.{node}.000019.0")
-        rows = []
-        for t in range(20):
-            row = {"node_id": node, "round": t, "stage": 0, "timestamp": 100.0 + t}
-            row |= {"reward": reward, "completions": num_completions, "informative_groups": 1}
-            rows.append(json.dumps(row) + "\n")
-        (store.dir / f"nodes/{node}/logs").mkdir(parents=True)
-        (store.dir / f"nodes/{node}/logs/metrics.jsonl").write_text("".join(rows))
-
-
-def test_U5_monitor_and_functions_show_who_lives_rewards_and_what_looks_wrong(tmp_path):
-    # Two nodes have finished without learning anything, "working" is alive, and "silent" was last
-    # active long ago.
-    output_of(tmp_path, MAX_ROUNDS=2)
-    store = DriveStore(tmp_path, "default")
-    join_by_hand(store, "silent", since=1e9)
-    join_by_hand(store, "working", since=time.time())
-    completion = {"response": "say 3\x1b[2J", "reward": 0.0, "finished": True}
-    group = {"task": "gcd", "seed": 1, "prompt": "What is 1+1?", "answer": "2"}
-    file = {"format": 1, "peer_id": "working", "round": 1, "stage": 0, "timestamp": 1e9}
-    file["rollouts"] = {"0": group | {"completions": [completion] * 2}}
-    put(store, "nodes/working/rollouts/round_000001.stage_0.json", file)
-    put(store, "board/rollouts.working.000001.0")
-
-    screen = output_of(tmp_path, NODE_ROLE="monitor")
-    status = re.findall(r"(?m)^(\w+) +(alive|dead)\b", screen)
-    assert sorted(status) == [("silent", "dead"), ("working", "alive")]
-    assert "round 1 of 2" in " ".join(screen.split())
-    assert "1+1?" in screen and "say 3" in screen and "\x1b" not in screen
-    assert re.search(r"(?m)^! .*\bsilent\b", screen)
-    assert re.search(r"(?m)^! .*nothing was learned", screen)
-
-    # The functions for notebooks return the same.
-    rewards = [[row["round"], row["node_id"], row["reward"]] for row in rewards_of(tmp_path)]
-    metrics = sapo.get_experiment_metrics(tmp_path, "default")
-    assert metrics[["round", "node_id", "my_reward"]].values.tolist() == rewards
-    status = sapo.get_experiment_status(tmp_path, "default")
-    names = ("current_round", "current_stage", "num_active_peers", "peer_ids", "coordinator")
-    assert [status[name] for name in names] == [1, 0, 1, ["n_0", "n_1", "silent", "working"], None]
-    total = sum(reward for *_, reward in rewards)
-    assert sum(status["cumulative_rewards"].values()) == pytest.approx(total)
-    assert status["latest_checkpoint"].endswith("nodes/n_0/checkpoints/round_000001.safetensors")
-    assert status["last_updated"] > 1e9 and 0 < status["duration_seconds"] < 60
-
-    # For an unknown name, the error lists the existing experiments.
-    assert sapo.list_experiments(tmp_path) == ["default"]
-    with pytest.raises(StoreError, match="no experiment 'nosuch'.*available: default"):
-        sapo.get_experiment_status(tmp_path, "nosuch")
-
-
-@pytest.mark.parametrize("has_packages", [True, False])
-def test_U5_reports_compare_over_seeds_without_matplotlib_too(tmp_path, monkeypatch, has_packages):
-    # Write two seeds of 4/4 and of its baseline, 8/0, and a run of each with a different LOSS_TYPE.
-    eight = {"NUM_TRAIN_SAMPLES": 8, "NUM_TRANSPLANT_TREES": 0}
-    for seed, ours, alone in ((0, 0.40, 0.20), (1, 0.52, 0.24)):
-        write_experiment(tmp_path, f"a{seed}", ours, SEED=seed, maker=f"n{seed + 1}")
-        write_experiment(tmp_path, f"b{seed}", alone, 32, SEED=seed, **eight)
-    write_experiment(tmp_path, "other", 0.01, LOSS_TYPE="grpo")
-    write_experiment(tmp_path, "other_alone", 0.02, LOSS_TYPE="grpo", **eight)
-    (tmp_path / "reports").mkdir()
-    if not has_packages:
-        for name in ("matplotlib.figure", "pandas"):
-            monkeypatch.setitem(sys.modules, name, None)
-    output_of(tmp_path, UNSET, status=1, NODE_ROLE="report", EXPERIMENT_NAME="no_*")
-    output = output_of(tmp_path, UNSET, NODE_ROLE="report")
-
-    # The expected values are worked out by hand, from 20 rounds and both seeds. Runs that differ in
-    # more than their seed are never averaged. A gain is relative to the baseline with the same
-    # settings.
-    rows = sapo.compare_experiments(tmp_path)
-    found = [(row["I/J"], row["runs"], row["completions"]) for row in rows]
-    dapo, grpo_loss = "LOSS_TYPE=dapo", "LOSS_TYPE=grpo"
-    assert found == [
-        (f"4/4 {dapo}", 2, 320), (f"8/0 {dapo}", 2, 640),
-        (f"8/0 {grpo_loss}", 1, 320), (f"4/4 {grpo_loss}", 1, 320),
-    ]  # fmt: skip
-    assert [row["reward per node"] for row in rows] == pytest.approx([9.2, 4.4, 0.4, 0.2])
-    by_hand = (8.0 / 4.0 * 10.4 / 4.8) ** 0.5 - 1  # paired by seed; a gain needs two pairs
-    assert [row["gain"] for row in rows] == pytest.approx([by_hand, None, None, None])
-
-    # The report is a table and a JSON file. Without matplotlib, it has no plot, and without pandas,
-    # metrics are a list.
-    table = (tmp_path / "reports/report_all.md").read_text()
-    assert table in output and all(text in table for text in ("9.20", "4.40", "+108%"))
-    assert "a 95% CI needs 3" in table, "two seeds give no interval"
-    assert json.loads((tmp_path / "reports/report_all.json").read_text()) == rows
-    assert (tmp_path / "reports/report_all.png").exists() == has_packages
-    assert ("pip install matplotlib" in output) == (not has_packages)
-    assert isinstance(sapo.get_experiment_metrics(tmp_path, "a0"), list) == (not has_packages)
+    assert text in screen and "10/10" in errors
+    assert sapo.TABLE.keys() & {*re.findall(r"\w+", text)}, "it suggests no setting"
 
 
 def test_L4_U5_a_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path, monkeypatch):
@@ -647,17 +484,6 @@ def test_L4_U5_a_swarm_teaches_a_node_that_generates_nothing(finished, tmp_path,
 
 
 # -------- U6, U7, U8, U11: experiments, models, changes -------------------------------------------
-
-
-def test_U6_test_mode_shows_information_externals_and_a_gradient_in_a_minute(tmp_path):
-    started = time.process_time()  # CPU time, which other processes do not affect
-    assert "check: passed" in output_of(tmp_path, UNSET, TEST_MODE=1, LOCAL_NODES=2)
-    assert time.process_time() < started + 60
-    for name in ("informative_groups", "external_groups", "grad_norm"):
-        assert any(row[name] for row in rewards_of(tmp_path)), name
-    for node_folder in folder_of(tmp_path).iterdir():
-        assert rounds_of(tmp_path, node_folder.name) == [0, 1, 2]
-        assert {"model.safetensors", "tokenizer.json"} <= {*os.listdir(node_folder / "model")}
 
 
 def test_U7_run_swarm_runs_configs_and_seeds_one_after_another_and_then_the_report(tmp_path):
@@ -698,7 +524,7 @@ def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_fair(finished
     assert any(row["informative_local"] for row in rows)
 
 
-def test_U8_a_final_model_has_the_same_logits_and_the_printed_line_tries_it(finished):
+def test_U8_a_final_model_has_the_same_logits(finished):
     for node in finished.run.nodes:
         folder = folder_of(finished.drive, node.id) / "model"
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -706,15 +532,12 @@ def test_U8_a_final_model_has_the_same_logits_and_the_printed_line_tries_it(fini
         with torch.no_grad():
             loaded = AutoModelForCausalLM.from_pretrained(folder)
             assert torch.equal(loaded(ids).logits, node.model(ids).logits)
-    words = shlex.split(re.findall(r"(?m)try it: (python .*)$", finished.output)[-1])
-    done = subprocess.run([sys.executable, *words[1:], "1 + 1?"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("\n"), done.stderr
 
 
 def test_U3_try_py_asks_the_better_known_sample_question_and_prints_its_answer(finished):
     # The last lines about samples show both questions, each with answers from before and now.
     command = re.findall(r"(?m)try it: python (.*)$", finished.output)[-1]
-    done = subprocess.run([sys.executable, command], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, command], capture_output=True, text=True, check=True)
     asked = re.match(r"(.* \(correct: .*?\))\n", done.stdout)[1]
     rewards = {}
     for text in re.split(r"(?m)^\? ", finished.output)[-2:]:
@@ -727,7 +550,7 @@ def test_U3_try_py_asks_the_better_known_sample_question_and_prints_its_answer(f
 @pytest.mark.parametrize(
     "chat", ["", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}A: "]
 )
-def test_U8_try_py_asks_the_final_model_as_training_did(tmp_path, chat):
+def test_U8_try_py_uses_the_prompt_of_training(tmp_path, monkeypatch, capsys, chat):
     config = sapo.read_config({"MODEL_NAME": "tiny", "NUM_SHOTS": "2", "TASKS": "small_gcd"})
     model, codec = grpo.load_model(config, config.tasks)
     codec.tokenizer.chat_template = chat or None
@@ -738,8 +561,12 @@ def test_U8_try_py_asks_the_final_model_as_training_did(tmp_path, chat):
     (tmp_path / "try.py").write_text(
         script[: script.index("print(")] + "print(inputs.input_ids.tolist())"
     )
-    done = subprocess.run([sys.executable, tmp_path / "try.py"], capture_output=True, text=True)
-    assert json.loads(done.stdout) == [codec.encode_prompt(question)], done.stderr
+    monkeypatch.setattr(sys, "argv", ["try.py"])
+    runpy.run_path(f"{tmp_path}/try.py")
+    assert json.loads(capsys.readouterr().out) == [codec.encode_prompt(question)]
+    monkeypatch.setattr(sys, "argv", ["try.py", "1 + 1?"])
+    runpy.run_path(f"{tmp_path}/try.py")
+    assert "1 + 1?" in codec.tokenizer.decode(json.loads(capsys.readouterr().out)[0])
 
 
 def test_F3_a_node_resumes_with_a_model_folder_that_was_moved(tmp_path, capsys):
@@ -816,16 +643,20 @@ PARTS = (
 @pytest.mark.parametrize("recipes, changed", [
     ("advantage kl task own_task length lora truncated", SEVERAL), ("parts", PARTS),
 ])  # fmt: skip
-def test_U11_the_tested_diffs_change_what_they_say(tmp_path, recipes, changed):
-    for module in ("sapo", "coordinator", "drive_store", "grpo"):
+def test_U11_the_tested_diffs_do_what_they_announce(tmp_path, monkeypatch, recipes, changed):
+    for module in MODULES:
         shutil.copy(ROOT / f"{module}.py", tmp_path)
+        monkeypatch.delitem(sys.modules, module)  # the copy is imported below
     (tmp_path / "peft.py").touch()
     for name in recipes.split():
         diff = recipe(name).encode()
         subprocess.run(["patch", "-F0", "-p0"], input=diff, cwd=tmp_path, check=True)
+    monkeypatch.syspath_prepend(tmp_path)
     code = 'import sapo\nfrom grpo import *\nquestion = make_question("small_gcd", 1)\n'
     code += 'answer = f"<answer>{question.answer}</answer>"\n'
-    subprocess.run([sys.executable, "-c", code + changed], cwd=tmp_path, check=True)
+    copy = {}
+    exec(code + changed, copy)
+    assert Path(copy["sapo"].__file__).parent == tmp_path
 
 
 # -------- U9: notebooks ---------------------------------------------------------------------------
@@ -852,7 +683,7 @@ def kernel(tmp_path):
     manager.shutdown_kernel(now=True)
 
 
-def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_button_is_ctrl_c(
+def test_U9_the_pasted_modules_and_the_printed_cells_run_and_the_stop_button_is_ctrl_c(
     tmp_path, kernel
 ):
     cells = re.findall(r"<!-- cell: (\w+) -->\n```python\n(.*?)```", PRINTED, re.DOTALL)
@@ -873,8 +704,7 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
         wait_until(lambda: len(rounds_of(tmp_path, "n", name="pasted")) >= 2)
         kernel.interrupt()
 
-    modules = ("drive_store", "grpo", "coordinator", "sapo")
-    program = "\n".join((ROOT / f"{name}.py").read_text() for name in modules)
+    program = "\n".join((ROOT / f"{name}.py").read_text() for name in MODULES)
     more = {**QUICK, "EXPERIMENT_NAME": "pasted", "MAX_ROUNDS": 10**5, "NUM_TRANSPLANT_TREES": 0}
     kernel.run_cell(f"os.environ.update({to_environ(more)!r})")
     threading.Thread(target=press_stop).start()
@@ -904,25 +734,13 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_draw_and_the_stop_b
     assert sorted(roles) == ["coordinator", "prepare", "report", *["worker"] * 4]
 
 
-def test_U9_a_second_copy_in_one_kernel_stops_instead_of_running_the_first_copys_modules(
-    tmp_path, kernel
-):
-    for name in ("original", "changed"):
-        (tmp_path / name).mkdir()
-        for module in ("drive_store", "grpo", "coordinator", "sapo"):
-            shutil.copy(ROOT / f"{module}.py", tmp_path / name)
-    settings = to_environ({**QUICK, "GDRIVE_PATH": tmp_path / "drive", "MAX_ROUNDS": 1})
-    kernel.run_cell(f"import os, sys\nos.environ.update({settings!r})\nerrors = []")
-    # `%run` prints an exception and does not raise it.
-    kernel.run_cell("keep = lambda *_, **__: errors.append(str(sys.exc_info()[1]))")
-    kernel.run_cell("get_ipython().showtraceback = keep")
-
-    for number, (name, is_run) in enumerate([("original", 1), ("changed", 0), ("original", 1)]):
-        code = f"os.environ['EXPERIMENT_NAME'] = 'e{number}'\n%run {name}/sapo.py\nprint(errors)"
-        output = kernel.run_cell(code)
-        assert (tmp_path / f"drive/experiments/e{number}").exists() == bool(is_run), output
-        assert "restart the kernel" not in output or number > 0
-    assert "changed/sapo.py" in output and output.count("restart the kernel") == 1
+def test_U9_a_second_copy_in_one_kernel_is_an_error(tmp_path, monkeypatch):
+    for module in MODULES:
+        shutil.copy(ROOT / f"{module}.py", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["sapo.py"])
+    monkeypatch.setenv("MAX_ROUNDS", "invalid")  # without the error below, the process ends
+    with pytest.raises(RuntimeError, match="restart the kernel to run another copy"):
+        runpy.run_path(f"{tmp_path}/sapo.py", run_name="__main__")
 
 
 # -------- U10: bugs in the program's own code -----------------------------------------------------
@@ -933,63 +751,60 @@ class Unprintable(Exception):
         raise ValueError("no text")
 
 
-MISTAKES = [
-    FileNotFoundError(errno.ENOENT, "No such file", "my_notes.txt"), BrokenPipeError("mine"),
-    KeyError("mine"), MemoryError(), Unprintable(), SystemExit(7), GeneratorExit(),
+BUGS = [  # the function that fails, and the exception
+    (sapo, "submit_reward", FileNotFoundError(errno.ENOENT, "No such file", "my_notes.txt")),
+    (sapo, "submit_reward", BrokenPipeError("mine")), (sapo, "submit_reward", MemoryError()),
+    (sapo, "submit_reward", Unprintable()), (sapo, "submit_reward", SystemExit(7)),
+    (grpo, "update_policy", OSError(errno.EIO, "mine")),
+    (sapo, "save_checkpoint", OSError(errno.ENOSPC, "mine")),
+    (sapo.Log, "event", OSError(errno.EIO, "mine")),
 ]  # fmt: skip
-PLACES = [(grpo, "update_policy"), (sapo, "save_checkpoint"), (sapo.Log, "event")]
 
 
-@pytest.mark.parametrize("place, step, error", [
-    *((sapo, "submit_reward", error) for error in MISTAKES), *((*place, MISTAKES[0]) for place in PLACES),
-])  # fmt: skip
-def test_U10_a_mistake_of_any_type_and_place_shows_its_traceback_and_says_goodbye(
-    tmp_path, monkeypatch, place, step, error
-):
-    def my_own_line():
-        raise error.with_traceback(None)
+def test_U10_a_bug_shows_its_traceback_and_the_next_process_resumes(tmp_path, monkeypatch):
+    settings = {"MAX_ROUNDS": len(BUGS), "CHECKPOINT_INTERVAL": 1}
+    listdir = os.listdir
+    for number, (place, step, error) in enumerate(BUGS):
+        # The edited function fails in the round `number`. The store calls `Log.event` in an outage,
+        # so an outage is simulated for it.
+        original = getattr(place, step)
+        outages = [OSError(errno.EIO, "broken")] if step == "event" else []
 
-    # The edited function fails in the second round. The store calls `Log.event` in an outage, so an
-    # outage is simulated for it.
-    original, listdir = getattr(place, step), os.listdir
-    outages = [OSError(errno.EIO, "broken")] if step == "event" else []
+        def is_due(number=number):
+            return len(rounds_of(tmp_path, "n_1")) >= number
 
-    def edited(*args, **more):
-        if rounds_of(tmp_path, "n_1") and "error" not in args:
-            my_own_line()
-        return original(*args, **more)
+        def my_own_line(error=error):
+            raise error.with_traceback(None)
 
-    def failing_listdir(path="."):
-        if outages and str(path).endswith("board") and rounds_of(tmp_path, "n_1"):
-            raise outages.pop()
-        return listdir(path)
+        def edited(*args, original=original, is_due=is_due, fail=my_own_line, **more):
+            if is_due() and "error" not in args:
+                fail()
+            return original(*args, **more)
 
-    settings = {"MAX_ROUNDS": 3, "CHECKPOINT_INTERVAL": 1}
-    with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as screen:
-        patch.setattr(place, step, edited)
-        patch.setattr(os, "listdir", failing_listdir)
-        with contextlib.suppress(SystemExit, GeneratorExit):  # these may end the interpreter
-            assert run(tmp_path, settings) == 1
-    texts = [(folder_of(tmp_path, "n_0") / "logs/stdout.log").read_text()]
-    texts += [screen.getvalue()] if isinstance(error, Exception) else []
-    for text in texts:
-        assert "Traceback (most recent call last)" in text and type(error).__name__ in text
-        assert text.count("in my_own_line") == 1
-    assert read_log(tmp_path, "n_0", "training_events")[-1]["event"] == "error"
-    assert {heartbeat_of(tmp_path, node) for node in ("n_0", "n_1")} == {"failed"}
+        def failing_listdir(path=".", outages=outages, is_due=is_due):
+            if outages and str(path).endswith("board") and is_due():
+                raise outages.pop()
+            return listdir(path)
 
-    # With the bug fixed, the next process resumes.
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as screen:
+            patch.setattr(place, step, edited)
+            patch.setattr(os, "listdir", failing_listdir)
+            with contextlib.suppress(SystemExit):  # may end the interpreter
+                assert run(tmp_path, settings) == 1
+        log = (folder_of(tmp_path, "n_0") / "logs/stdout.log").read_text()
+        for text in [log, screen.getvalue()] if isinstance(error, Exception) else [log]:
+            text = text[text.rindex("Traceback (most recent call last)") :]
+            assert text.count("in my_own_line") == 1 and type(error).__name__ in text
+        assert read_log(tmp_path, "n_0", "training_events")[-1]["event"] == "error"
+        assert {heartbeat_of(tmp_path, node) for node in ("n_0", "n_1")} == {"failed"}
+
+    # With the last bug fixed, the next process finishes the run.
     output_of(tmp_path, settings)
-    assert rounds_of(tmp_path, "n_1") == [0, 1, 2]
+    assert rounds_of(tmp_path, "n_1") == [*range(len(BUGS))]
 
 
-@pytest.mark.parametrize("module, name, words", [
-    (grpo, "save_model", "export: n_0's model"), (coordinator, "plot", "no plot ("),
-])  # fmt: skip
-def test_U10_a_model_or_a_picture_that_cannot_be_made_is_a_sentence_and_ends_no_run(
-    tmp_path, monkeypatch, module, name, words
-):
-    monkeypatch.setattr(module, name, Mock(side_effect=OSError("No space left on device")))
+def test_U10_a_plot_that_cannot_be_drawn_does_not_end_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(coordinator, "plot", Mock(side_effect=OSError("No space left on device")))
     output = output_of(tmp_path, MAX_ROUNDS=1)
-    assert words in output and "OSError" in output
+    assert "no plot (" in output and "OSError" in output
     assert heartbeat_of(tmp_path, "n_0") == "done"

@@ -36,7 +36,7 @@ def write(path, *questions) -> str:
     ('{"question": "x", "answer": "<answer>1</answer>"}', "tags"),
     ('{"question": "x", "answer": "' + "9" * 5000 + '"}', "answer"),
 ])  # fmt: skip
-def test_L3_a_line_that_is_no_question_is_named_as_what_it_is(tmp_path, line, reason):
+def test_L3_an_invalid_line_is_reported_with_its_reason(tmp_path, line, reason):
     (tmp_path / "mine.jsonl").write_text(GOOD + line)
     message = config_error(TASKS=f"file:{tmp_path}/mine.jsonl")
     assert re.search(rf"line 3: .*{reason}", message)
@@ -57,7 +57,7 @@ def test_L3_a_line_that_is_no_question_is_named_as_what_it_is(tmp_path, line, re
     ("한국 어", ["\u1112\u1161\u11ab\u1100\u116e\u11a8\u00a0어"], ["한국"]),
     ("5²", ["5²"], ["52", "25"]),
 ])  # fmt: skip
-def test_L3_two_numbers_are_compared_by_value_and_two_texts_in_one_form(
+def test_L3_numbers_are_compared_by_value_and_texts_after_normalization(
     tmp_path, right, answers, wrong_answers
 ):
     tasks = write(tmp_path / "mine.jsonl", ("1 + 1?", right), ("1 + 2?", right))
@@ -69,7 +69,7 @@ def test_L3_two_numbers_are_compared_by_value_and_two_texts_in_one_form(
         assert grpo.compute_reward(question, f"<answer>{answer}</answer>") == 0, answer
 
 
-def test_L3_answers_that_a_model_can_hardly_repeat_are_named(tmp_path):
+def test_L3_answers_that_a_model_can_hardly_repeat_are_reported(tmp_path):
     rows = [(f"{i} + 1?", f"{i} + 1 = {i + 1}\n#### {i + 1}") for i in range(9)]
     rows += [(f"Is {i} odd?", "yes.") for i in range(3)]
     config = make_config(MODEL_NAME="tiny", TASKS=write(tmp_path / "mine.jsonl", *rows))
@@ -80,7 +80,7 @@ def test_L3_answers_that_a_model_can_hardly_repeat_are_named(tmp_path):
     assert "3 answers" in odd and "period" in odd
 
 
-def test_U4_two_files_of_one_name_and_one_in_chinese_have_columns_of_their_own(tmp_path):
+def test_U4_files_with_similar_or_chinese_names_have_separate_columns(tmp_path):
     names = ("questions_about_arithmetic_easy", "questions_about_arithmetic_hard", "我的问题")
     files = []
     for i, name in enumerate(names):
@@ -96,7 +96,7 @@ def test_U4_two_files_of_one_name_and_one_in_chinese_have_columns_of_their_own(t
     assert set(columns) <= set(rows)
 
 
-def test_L3_text_from_windows_and_from_the_web_is_read_as_it_is(tmp_path):
+def test_L3_text_from_windows_and_from_the_web_is_read_unchanged(tmp_path):
     signs = "a\u2028b\u2029c\u0085d\x0c"
     lines = [GOOD, json.dumps({"question": signs, "answer": "4"}, ensure_ascii=False), "", GOOD]
     text = "\ufeff" + "\n".join(lines)
@@ -126,7 +126,9 @@ def test_L3_questions_that_differ_in_whitespace_are_one_question_on_one_side_of_
     assert {" ".join(text.split()) for text, _ in grpo.FILE_TASKS[other][1]} == {*held_out}
 
 
-def test_L3_questions_that_do_not_fit_are_named_and_skipped_and_none_is_ever_cut(tmp_path, capsys):
+def test_L3_questions_that_do_not_fit_are_reported_and_skipped_and_never_truncated(
+    tmp_path, capsys
+):
     long = [(letter * 600, "1") for letter in "xyz"]
     short = [(f"What is {i} + {i}?", str(2 * i)) for i in range(17)]
     tasks = write(tmp_path / "mine.jsonl", *short, *long)
@@ -157,7 +159,7 @@ def test_L4_a_completion_that_is_too_long_costs_its_group_and_not_its_file(tmp_p
     assert read_log(tmp_path, "n_0")[0]["external_pool"] >= 2
 
 
-def test_L3_solved_examples_are_never_the_question_itself_and_none_stands_there_twice(tmp_path):
+def test_L3_few_shot_examples_differ_from_the_question_and_from_each_other(tmp_path):
     mine = write(tmp_path / "mine.jsonl", *((f"{i} + {i}?", str(2 * i)) for i in range(20)))
     two = write(tmp_path / "two.jsonl", ("1 + 1?", "2"), ("1 + 2?", "3"))  # 1 is held out
     tasks = f"{mine},small_count_bits,{two}"

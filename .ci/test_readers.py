@@ -3,11 +3,11 @@
 import io
 import itertools
 import json
-import math
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -22,7 +22,8 @@ import coordinator
 import drive_store
 import grpo
 import sapo
-from common import folder_of, is_safe_to_print, rewards_of, run, time_limit
+from common import compare_transcript, folder_of, is_safe_to_print, rewards_of, run, time_limit
+from common import to_environ
 from drive_store import At, DriveStore, Swarm, dump_json
 
 ENVIRON = {"MODEL_NAME": "tiny", "NUM_TRAIN_SAMPLES": "4", "NUM_TRANSPLANT_TREES": "4"}
@@ -102,7 +103,7 @@ def test_U5_absent_rounds_are_gaps_and_a_point_is_the_mean_of_its_rounds(tmp_pat
 
 
 @pytest.mark.parametrize("num_nodes", [8, 128])
-def test_U5_at_80x24_what_looks_wrong_comes_first(tmp_path, monkeypatch, num_nodes):
+def test_U5_at_80x24_problems_come_first(tmp_path, monkeypatch, num_nodes):
     monkeypatch.setattr(coordinator.shutil, "get_terminal_size", lambda *_: (80, 24))
     nodes = [f"w{i:03d}" for i in range(num_nodes)]
     states = dict.fromkeys([*nodes[:7], "coordinator"], "failed")
@@ -125,8 +126,7 @@ def test_U5_at_80x24_what_looks_wrong_comes_first(tmp_path, monkeypatch, num_nod
     assert num_nodes == 8 or f"and {128 - len(shown)} more: " in screen
 
     # For longer than `stale_after`, no marker has moved and no reward was submitted.
-    time.sleep(1.1)
-    assert "! stalled" in look(1.0) and "! stalled" not in screen
+    assert "! stalled" in look(0.0) and "! stalled" not in screen
 
 
 def test_U5_all_readers_count_the_last_of_equal_rows_and_skip_torn_lines(tmp_path):
@@ -166,12 +166,12 @@ def test_U5_a_report_opens_few_files_and_shows_its_progress(tmp_path, monkeypatc
     opened = []
     real_open = drive_store.open_no_link
 
-    def slow_open(path, flags):
+    def count(path, flags):
         opened.append(path)
-        time.sleep(0.3)
         return real_open(path, flags)
 
-    monkeypatch.setattr(drive_store, "open_no_link", slow_open)
+    monkeypatch.setattr(drive_store, "open_no_link", count)
+    monkeypatch.setitem(coordinator.PROGRESS, "delay", 0)
     experiments = coordinator.read_experiments(tmp_path, ["e0", "e1", "e2"])
     assert [len(exp.rows) for exp in experiments] == [80, 80, 80]
     # Per experiment, a reader opens config.json and three files per node: its heartbeat,
@@ -209,18 +209,6 @@ def test_U5_a_new_run_with_the_name_of_a_deleted_run_has_only_its_own_rows(tmp_p
     assert not list((tmp_path / "reports").iterdir()), "a reader leaves the folder unchanged"
 
 
-def test_U5_names_that_look_like_numbers_stay_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(coordinator.shutil, "get_terminal_size", lambda *_: (80, 24))
-    store = experiment(tmp_path, nodes=["1e3", "007"], num_rounds=3)
-    (path,) = store.dir.glob("board/session.coordinator.*")  # with it, all names are text
-    path.unlink()
-    swarm = Swarm(store, 300.0)
-    screen = coordinator.format_screen(coordinator.read_experiment(swarm), swarm)
-    lines = [line.split()[:4] for line in screen.splitlines()]
-    for node in ("1e3", "007"):
-        assert [node, "alive", "2", "0.50"] in lines
-
-
 def test_U5_the_readmes_pandas_lines_keep_the_nodes_01_and_1_apart(tmp_path, monkeypatch, capsys):
     experiment(tmp_path / "rl-swarm", "default", ["01", "1", "1e3"], 12)
     readme = Path(coordinator.__file__).with_name("README.md").read_text()
@@ -229,32 +217,119 @@ def test_U5_the_readmes_pandas_lines_keep_the_nodes_01_and_1_apart(tmp_path, mon
     assert capsys.readouterr().out.splitlines()[0].split() == ["node_id", "01", "1", "1e3"]
 
 
-def test_U7_a_report_says_what_it_leaves_out_and_why(tmp_path, monkeypatch, capsys):
-    experiment(tmp_path, "whole", SEED="1")
-    experiment(tmp_path, "gaps", SEED="2", absent={("dora", t) for t in range(3, 30)})
-    experiment(tmp_path, "again", SEED="2", row={"reward": 0.7})
-    experiment(tmp_path, "short", num_rounds=14)
-    experiment(tmp_path, "test", TEST_MODE="True")
-    experiment(tmp_path, "third", SEED="3")
-    monkeypatch.setattr(coordinator, "hash_code", lambda: "0123456789ab")
-    experiment(tmp_path, "changed", SEED="1")
-    monkeypatch.setattr(coordinator, "hash_code", lambda: None)
-    experiment(tmp_path, "pasted", SEED="1", LEARNING_RATE="0.001")
-    monkeypatch.undo()
+def write_arms(root, monkeypatch) -> None:
+    """Write experiments of several arms, and experiments that a report leaves out or marks."""
+    alone = {"NUM_TRAIN_SAMPLES": "8", "NUM_TRANSPLANT_TREES": "0"}
+    for seed, rewards in {1: (0.2, 0.1, 0.4), 2: (0.4, 0.1, 0.5), 3: (0.3, 0.1, 0.9)}.items():
+        names = [f"compare_4-4_seed{seed}", f"compare_8-0_seed{seed}", f"hard_{seed}"]
+        rows = [{"reward": reward, "held_out": reward + 0.02} for reward in rewards]
+        experiment(root, names[0], row=rows[0], SEED=str(seed))
+        experiment(root, names[1], row=rows[1], SEED=str(seed), **alone)
+        with monkeypatch.context() as patch:
+            patch.setattr(coordinator, "hash_code", lambda: "0123456789ab")
+            experiment(root, names[2], row=rows[2], SEED=str(seed))
+    experiment(root, "again", SEED="2", row={"reward": 0.7})
+    experiment(root, "gaps", SEED="4", absent={("dora", t) for t in range(3, 30)})
+    experiment(root, "short", num_rounds=14)
+    experiment(root, "test", TEST_MODE="True")
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "hash_code", lambda: None)
+        experiment(root, "pasted", SEED="1", LEARNING_RATE="0.001")
+    store = experiment(root, "old", SEED="5")
+    for path in store.dir.glob("board/session.*"):
+        path.write_bytes(dump_json({"model": "tiny", "device": "cpu", "host": "here"}))
+    store = experiment(root, "markdown")
+    for path in store.dir.glob("board/session.*"):
+        facts = json.loads(path.read_bytes()) | {"LOSS_TYPE": "<b>|x"}
+        path.write_bytes(dump_json(facts))
 
-    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
-    text = capsys.readouterr().out
+
+def test_U5_U7_X3_the_report_prints_the_transcript(tmp_path, monkeypatch, capsys):
+    write_arms(tmp_path, monkeypatch)
+    names = [
+        name for name in coordinator.list_experiments(tmp_path) if name[:4] in ("comp", "hard")
+    ]
+    texts = []
+    for pattern, status in (("*", 0), ("compare_*", 0), ("hard_*", 0), ("no_*", 1)):
+        settings = {"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report", "EXPERIMENT_NAME": pattern}
+        assert sapo.main(to_environ(settings)) == status
+        texts.append(f"==== {pattern}\n{capsys.readouterr().out}\n")
+    masks = {str(tmp_path): "FOLDER"}
+    compare_transcript("report.txt", "".join(texts), masks)
+    table = [line for line in texts[1].splitlines() if line.startswith("|")]
+    assert len(table) == 4 and max(map(len, table)) <= 80
+
+    # The files contain the same. The gains are worked out by hand, paired by seed.
+    assert (tmp_path / "reports/report_all.md").read_text() in texts[0]
+    assert (tmp_path / "reports/report_all.png").read_bytes()[:4] == b"\x89PNG"
+    rows = sapo.compare_experiments(tmp_path, names)
+    gains = {row["I/J"]: row["gain"] for row in rows}
+    ours, hard = (2 * 4 * 3) ** (1 / 3) - 1, (0.4 / 0.2 * 0.5 / 0.4 * 0.9 / 0.3) ** (1 / 3) - 1
+    assert gains == {"4/4 hard_*": pytest.approx(hard), "4/4": pytest.approx(ours), "8/0": None}
     rows = json.loads((tmp_path / "reports/report_all.json").read_bytes())
-    by_runs = {tuple(row["experiments"]): row for row in rows}
-    runs = ("again", "gaps", "third", "whole")
-    assert by_runs.keys() == {runs, ("changed",), ("pasted",)}
-    by_seed = dict(by_runs[runs]["by seed"])
-    assert by_seed == pytest.approx({1: 30 * 0.5, 2: 30 * 0.6, 3: 30 * 0.5})
-    assert by_runs["pasted",]["I/J"] == "4/4 pasted* LEARNING_RATE=0.001"
-    assert by_runs["changed",]["I/J"] == "4/4 changed* LEARNING_RATE=0.0006"
-    for words in ("short is left out: 14 rounds", "test is left out: 30 rounds, TEST_MODE",
-                  "gaps has gaps: 27 rounds", "earlier version): pasted", "code are not averaged"):  # fmt: skip
-        assert words in text, words
+    (row,) = [row for row in rows if "again" in row["experiments"]]
+    assert dict(row["by seed"])[2] == pytest.approx(30 * (0.4 + 0.7) / 2)
+
+
+def test_U5_X1_the_monitor_prints_the_transcript(tmp_path, monkeypatch, capsys):
+    """Names that look like numbers stay text, and control characters are replaced."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    states = {"bob": "failed", "carl": "done"}
+    nodes = ["007", "1e3", "bob", "carl", "silent"]
+    store = experiment(tmp_path, "x", nodes, 12, states, row={"informative_groups": 0})
+    (path,) = store.dir.glob("board/session.coordinator.*")  # with it, all names are text
+    path.unlink()
+    (path,) = store.dir.glob("board/session.silent.*")
+    path.unlink()
+    session = register(store, "silent", CONFIG, seconds=-1000)
+    beat = {"time": time.time() - 1000, "session": session, "state": "running"}
+    store.write("nodes/silent/heartbeat.json", dump_json(beat))
+    completion = {"response": "say 3\x1b[2J", "reward": 0.0, "finished": True}
+    group = {"task": "gcd", "seed": 1, "prompt": "What is 1+1?", "answer": "2"}
+    file = {"format": 1, "peer_id": "1e3", "round": 12, "stage": 0, "timestamp": 1e9}
+    file["rollouts"] = {"0": group | {"completions": [completion] * 2}}
+    (store.dir / "nodes/1e3/rollouts").mkdir()
+    store.write("nodes/1e3/rollouts/round_000012.stage_0.json", dump_json(file))
+    store.move_marker("rollouts", "1e3", At(12))
+    settings = {"GDRIVE_PATH": tmp_path, "NODE_ROLE": "monitor", "EXPERIMENT_NAME": "x"}
+    assert sapo.main(to_environ(settings)) == 0
+    masks = {r"\d+:\d\d ago": "MM:SS ago", r"eta \d+:\d\d": "eta MM:SS"}
+    compare_transcript("monitor.txt", capsys.readouterr().out, masks)
+
+
+@pytest.mark.parametrize("has_packages", [True, False])
+def test_U5_the_functions_for_notebooks_need_no_matplotlib_or_pandas(
+    tmp_path, monkeypatch, capsys, has_packages
+):
+    store = experiment(tmp_path, nodes=["anna", "bob"], row={"total_reward": 15.0})
+    write_rows(store, "anna", [29], {"reward": 0.75, "total_reward": 15.25})
+    (store.dir / "nodes/bob/checkpoints").mkdir()
+    store.write("nodes/bob/checkpoints/round_000019.safetensors", b"")
+    if not has_packages:
+        for name in ("matplotlib.figure", "pandas"):
+            monkeypatch.setitem(sys.modules, name, None)
+    assert sapo.main({"GDRIVE_PATH": str(tmp_path), "NODE_ROLE": "report"}) == 0
+    assert (tmp_path / "reports/report_all.png").exists() == has_packages
+    assert ("pip install matplotlib" in capsys.readouterr().out) == (not has_packages)
+
+    metrics = sapo.get_experiment_metrics(tmp_path, "x")
+    assert isinstance(metrics, list) == (not has_packages)
+    metrics = metrics.to_dict("records") if has_packages else metrics
+    rewards = {(row["node_id"], row["round"]): row["my_reward"] for row in metrics}
+    assert len(metrics) == len(rewards) == 60 and rewards["anna", 29] == 0.75
+
+    status = sapo.get_experiment_status(tmp_path, "x")
+    names = ("current_round", "current_stage", "num_active_peers", "peer_ids")
+    assert [status[name] for name in names] == [29, 0, 2, ["anna", "bob"]]
+    assert status["cumulative_rewards"] == {"anna": 15.25, "bob": 15.0}
+    assert status["latest_checkpoint"].endswith("nodes/bob/checkpoints/round_000019.safetensors")
+    assert status["last_updated"] > 1e9 and 0 <= status["duration_seconds"] < 60
+
+    # For an unknown name, the error lists the existing experiments.
+    assert sapo.list_experiments(tmp_path) == ["x"]
+    with pytest.raises(drive_store.StoreError, match="no experiment 'nosuch'.*available: x"):
+        sapo.get_experiment_status(tmp_path, "nosuch")
 
 
 def test_U5_the_monitors_reward_of_a_node_covers_ten_rounds_of_any_number_of_stages(tmp_path):
@@ -270,22 +345,7 @@ def test_U5_the_monitors_reward_of_a_node_covers_ten_rounds_of_any_number_of_sta
     assert exp.summary("anna")["reward"] == pytest.approx(mean(range(20, 30)) / 100 + 0.25)
 
 
-def test_U5_X3_a_report_escapes_values_that_markdown_would_interpret(tmp_path, capsys):
-    for name, value in (("a", "dapo"), ("b", "<script>alert(1)</script>|x")):
-        store = experiment(tmp_path, name)
-        config = json.loads((store.dir / "config.json").read_bytes())
-        config |= {"LOSS_TYPE": value, "<b>|": value}
-        (store.dir / "config.json").write_bytes(dump_json(config))
-    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
-    text = (tmp_path / "reports/report_all.md").read_text()
-    assert text in capsys.readouterr().out
-    assert "<" not in text and "&lt;script>" in text and r"&lt;b>\|" in text
-    table = [line for line in text.split("\n") if line.startswith("|")]
-    assert len(table) == 4
-    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, "cells per row"
-
-
-def test_U3_a_plot_shows_whole_rounds_and_what_a_point_is_and_does_not_warn(tmp_path):
+def test_U3_a_plot_shows_whole_rounds_and_explains_its_points_without_warnings(tmp_path):
     def axes_of(num_rounds) -> list:
         """Draw an experiment's panels, and return their axes."""
         rows = []
@@ -375,48 +435,6 @@ def test_U5_each_process_writes_its_settings_code_and_versions_but_never_the_tok
     assert list(arms_of(tmp_path)) == ["1/2 unfiltered"], "a single run differs from no other run"
 
 
-def test_U5_experiments_of_earlier_versions_are_compared_with_a_note(tmp_path, capsys):
-    for name, lr in (("old1", "0.001"), ("old2", "0.001"), ("old3", "0.002")):
-        store = experiment(tmp_path, name, LEARNING_RATE=lr, num_rounds=4)
-        for path in store.dir.glob("board/session.*"):
-            path.write_bytes(dump_json({"model": "tiny", "device": "cpu", "host": "here"}))
-    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
-    assert sorted(arms_of(tmp_path).values()) == [["old1", "old2"], ["old3"]]
-    assert "earlier version): old1, old2, old3" in capsys.readouterr().out
-
-
-def test_U5_a_changed_program_is_compared_with_the_original_paired_by_seed(
-    tmp_path, monkeypatch, capsys
-):
-    def experiments(name, *rewards, **settings):
-        for seed, reward in enumerate(rewards):
-            experiment(tmp_path, f"{name}_{seed}", SEED=str(seed), row={"reward": reward},
-                       num_rounds=4, **settings)  # fmt: skip
-
-    experiments("hard_no", 0.2, 0.4, 0.3)
-    experiments("alone", 0.1, 0.1, 0.1, NUM_TRAIN_SAMPLES="8", NUM_TRANSPLANT_TREES="0")
-    monkeypatch.setattr(coordinator, "hash_code", lambda: "0123456789ab")
-    experiments("hard_yes", 0.4, 0.5, 0.9)
-    monkeypatch.undo()
-
-    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
-    rows = {row["I/J"]: row for row in sapo.compare_experiments(tmp_path)}
-    assert list(rows) == ["4/4 hard_yes_*", "4/4", "8/0"]
-    assert [row["baseline"] for row in rows.values()] == ["4/4", "8/0", None]
-
-    # Without the baseline of the original, no note mentions it.
-    changed = [name for name in coordinator.list_experiments(tmp_path) if "hard" in name]
-    pair, notes = coordinator.compare_arms(coordinator.read_experiments(tmp_path, changed))
-    assert [row["baseline"] for row in pair] == ["4/4", None] and "8/0" not in "".join(notes)
-    by_hand = (0.4 / 0.2 * 0.5 / 0.4 * 0.9 / 0.3) ** (1 / 3) - 1
-    assert rows["4/4 hard_yes_*"]["gain"] == pytest.approx(by_hand)
-    assert rows["4/4"]["gain"] == pytest.approx((2 * 4 * 3) ** (1 / 3) - 1)
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    (cells,) = [line for line in lines if line[:3] == ["|", "4/4", "hard_yes_*"]]
-    assert [cells[i] for i in (4, 6, 8, -2)] == ["3", "2.40", "1.06", f"+{by_hand:.0%}"]
-    assert (tmp_path / "reports/report_all.png").read_bytes()[:4] == b"\x89PNG"
-
-
 CODE = b'''#!/usr/bin/env python
 """A module."""
 
@@ -464,13 +482,10 @@ def test_X3_session_files_of_untrusted_peers_neither_end_nor_delay_a_report(tmp_
            b'{"code": "x", "SEED": [1], "NUM_GENERATIONS": "' + b"y" * 60_000 + b'"}']  # fmt: skip
     for number, data in enumerate(bad):
         (board / session.format(2, number)).write_bytes(data)
-    for number in range(600):
-        names = [f'"{number}_{i}": [[]]' for i in range(3000)]
-        path = board / session.format(3, number)
-        if number == 0:
-            path.write_text("{" + ", ".join(names) + ', "code": "x"}')
-        else:
-            os.link(board / session.format(3, 0), path)
+    facts = ", ".join(f'"{i}": [[]]' for i in range(3000))
+    (board / session.format(3, 0)).write_text(f'{{{facts}, "code": "x"}}')
+    for number in range(1, 600):
+        (board / session.format(3, number)).write_text(f'{{"{number}": [[]], "code": "x"}}')
     with time_limit(60):
         assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
     text = capsys.readouterr().out
@@ -496,25 +511,7 @@ def test_U5_reward_and_completions_of_a_row_describe_the_same_rounds(tmp_path):
     assert (row["reward per node"], row["completions"]) == (200 * 0.5, 200 * 32)
 
 
-def test_U7_a_report_of_three_seeds_fits_80_columns(tmp_path, capsys):
-    for seed in "123":
-        experiment(tmp_path, f"compare_4-4_seed{seed}", SEED=seed, row={"held_out": 0.42})
-        alone = {"NUM_TRAIN_SAMPLES": "8", "NUM_TRANSPLANT_TREES": "0", "SEED": seed}
-        row = {"reward": 0.1 + float(seed) / 10, "held_out": 0.4}
-        experiment(tmp_path, f"compare_8-0_seed{seed}", row=row, **alone)
-    assert sapo.main({"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report"}) == 0
-    text = capsys.readouterr().out
-    table = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(table) == 4 and max(map(len, table)) <= 80
-    logs = [math.log(0.5 / reward) for reward in (0.2, 0.3, 0.4)]
-    assert f"{math.expm1(mean(logs)):+.0%}" in text and "needs" not in text
-    assert (
-        "4/4 has 3 seed(s) in common with usable runs of its baseline 8/0: the gain's 95% CI"
-        in text
-    )
-
-
-@pytest.mark.parametrize("interval, rounds", [(2, {1, 3}), (3, {2, 3}), (100, {3})])
+@pytest.mark.parametrize("interval, rounds", [(2, {1, 3}), (3, {2, 3})])
 def test_U7_the_last_round_is_evaluated_once_and_reaches_the_report(
     tmp_path, monkeypatch, interval, rounds
 ):
