@@ -352,6 +352,7 @@ MASKS = {
     r"(?m)^([0-7]/9 reward|written: ).*\n": "", r"joining, round \d": "joining, round N",
     r"(?m)^.*NODE_ID=anna.*\n": "", r"(?m)(nodes: |end: ).*$": r"\1TEXT",
     r"(a|joining another node's) new experiment": "NEW EXPERIMENT", r"\d+:\d\d ago": "MM:SS ago",
+    r"eta \d+:\d\d": "eta MM:SS",
     r"(?s)worker_\d was asked:.*": "NODE was asked: QUESTION AND ANSWERS\n",
     r"(?s)\? .*?\(correct:.*?\)": "? QUESTION (correct: ANSWER)", r"  '.*'": "  'TEXT'",
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "DATE", r"\d+\.\d\d": "N.NN", r"\d+%": "N%",
