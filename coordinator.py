@@ -191,17 +191,9 @@ def log_missing_workers(run) -> None:
 
 
 def submitted_workers(run, t: int) -> set[str]:
-    """Return the workers that have submitted a reward for the last stage of round t.
-
-    On some storage backends, a marker may never become visible. Therefore, if the board has not
-    changed for STALE_AFTER_SECONDS, read the reward files as well.
-    """
-    board = run.swarm.board
+    """Return the workers that have submitted a reward for the last stage of round t."""
     last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)
-    submitted = set(board.reached("rewards", last_stage))
-    if run.swarm.looked_at - run.swarm.changed_at > run.config.STALE_AFTER_SECONDS:
-        submitted |= {n for n in board.workers if run.store.read_reward(n, last_stage)}
-    return submitted
+    return set(run.swarm.board.reached("rewards", last_stage))
 
 
 def log_round_of_swarm(run, t: int) -> None:
@@ -1021,8 +1013,7 @@ def interval_of(ratios: list[float]) -> list[float]:
 def report(path: str, pattern: str) -> int:
     """Compare the experiments whose names match the pattern. Return the exit code.
 
-    Print the table and write it to reports/, with its numbers as JSON and a plot. For notebooks,
-    write each experiment's rows as JSON as well.
+    Print the table and write it to reports/, with its numbers as JSON and a plot.
     """
     experiments = read_experiments(path, fnmatch.filter(list_experiments(path), pattern))
     if not experiments:
@@ -1058,9 +1049,6 @@ def report(path: str, pattern: str) -> int:
     save(path, f"report_{name}.md", text.encode(), say)
     save(path, f"report_{name}.json", json.dumps(rows).encode(), say)
     save(path, f"report_{name}.png", draw(panels, say), say)
-    for exp in experiments:
-        about = {"experiment": exp.name, "config": exp.config, "totals": exp.totals}
-        save(path, f"{exp.name}.json", json.dumps(about | {"rows": exp.rows}).encode(), say)
     return 0
 
 

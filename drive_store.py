@@ -853,14 +853,13 @@ class Swarm:
         self.board = Board()  # as of the last poll
         self.statuses = {}  # node -> status, cached until the next poll (`status` reads a file)
         self.moved_at = {}  # node -> when one of its markers was last seen to move
-        self.beats = {}  # node -> the time in the last heartbeat that was read
-        self.has_other_clock = set()  # nodes whose clock difference was already logged
         self.session = ""  # of this process, once it has joined
 
         # Times by time.monotonic().
         self.next_heartbeat = 0.0
-        self.looked_at = self.changed_at = 0.0  # start of the last poll; last change of the board
-        self.posted_at = 0.0  # when the markers were last posted again
+        # When the last poll started; when the board changed or the markers were posted again.
+        self.looked_at = self.changed_at = 0.0
+        self.entered_at = float("inf")  # when this process entered its round
         self.coordinator_seen_at = 0.0  # when it was last seen alive, or when this process joined
 
     def join(self, about: dict, folders=NODE_DIRS) -> None:
@@ -919,9 +918,8 @@ class Swarm:
 
         # If the board has not changed for a long time, a marker may have been lost on its way to
         # the other machines. Post this process's markers again.
-        unchanged_since = max(self.changed_at, self.posted_at)
-        if self.looked_at - unchanged_since > self.stale_after / 4:
-            self.posted_at = self.looked_at
+        if self.looked_at - self.changed_at > self.stale_after / 4:
+            self.changed_at = self.looked_at
             for (_, node_id), name in self.store.markers.items():
                 self.store.post(node_id, name)
         return self.board
@@ -935,12 +933,16 @@ class Swarm:
     def sleep(self) -> float:
         """Sleep between two polls. Return the seconds since the last poll started.
 
-        Sleep as long as the poll took, or for a tenth of the time since the last change, whichever
-        is longer, but for at least 20 ms and at most 2 s. The poll counts as at most 2 s, so that
-        an outage does not eat into the time a node waits for its peers.
+        Sleep as long as the poll took, for a tenth of the time since the last change, or for a
+        hundredth of the time in this round, whichever is longer, but for at least 20 ms and at most
+        2 s. The hundredth limits the number of polls per round in a large swarm, whose board
+        changes all the time. The poll counts as at most 2 s, so that an outage does not eat into
+        the time a node waits for its peers.
         """
         look_seconds = min(2.0, time.monotonic() - self.looked_at)
-        pause = max(0.02, look_seconds, min(2.0, (self.looked_at - self.changed_at) / 10))
+        since_change = self.looked_at - self.changed_at
+        since_entry = self.looked_at - self.entered_at
+        pause = max(0.02, look_seconds, min(2.0, max(since_change / 10, since_entry / 100)))
         time.sleep(pause)
         return look_seconds + pause
 
@@ -948,6 +950,7 @@ class Swarm:
         """Enter round t with all nodes of this process."""
         for node_id in self.store.node_ids:
             self.store.move_marker("open", node_id, At(t))
+        self.entered_at = time.monotonic()
 
     def beat(self, state: str = "running") -> None:
         """Write the heartbeats if they are due or if `state` is one of EXITED_STATES."""
@@ -973,8 +976,6 @@ class Swarm:
         signs = [int(session[:13]) / 1000, self.moved_at.get(node_id, 0.0)]
         if is_finite_number(heartbeat.get("time")):
             signs.append(heartbeat["time"])
-            if self.store.on_event is not None:  # there is a log
-                self.compare_clocks(node_id, heartbeat["time"])
 
         # The time may be in the future, because a peer's clock may be ahead.
         youngest = min(abs(time.time() - sign) for sign in signs)
@@ -983,22 +984,6 @@ class Swarm:
             status = heartbeat["state"]
         self.statuses[node_id] = status
         return status
-
-    def compare_clocks(self, node_id: str, beat_at: float) -> None:
-        """Log once per node if the time in its heartbeat is far off.
-
-        The heartbeat must have changed since it was last read. Otherwise, its time is simply old.
-        """
-        has_changed = self.beats.get(node_id, beat_at) != beat_at
-        self.beats[node_id] = beat_at
-        seconds = abs(beat_at - time.time())
-        if has_changed and seconds > self.stale_after and node_id not in self.has_other_clock:
-            self.has_other_clock.add(node_id)
-            self.store.on_event(
-                "clock",
-                f"{node_id}'s clock and this machine's differ by {seconds:.0f} s: "
-                "synchronize them, or live nodes will be counted as dead",
-            )
 
     def is_alive(self, node_id: str) -> bool:
         return self.status(node_id) == "alive"

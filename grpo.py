@@ -176,22 +176,43 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
     # Without a gradient, Adam's momentum would still move the weights, so take no step.
     for i in range(config.NUM_ITERATIONS if trained else 0):
         numbers = limit.retry(
-            accumulate_gradients, model, optimizer, trained, config, codec, limit, step=i
+            accumulate_gradients, update_micro_batches, model, trained, config, codec, limit, step=i
         )
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        if not torch.isfinite(grad_norm):  # this step would ruin the weights
+        if not math.isfinite(numbers["grad_norm"]):  # this step would ruin the weights
             break
         optimizer.step()
-        steps.append(numbers | {"grad_norm": grad_norm.item()})
+        steps.append(numbers)
     optimizer.zero_grad()
     return update_numbers(trained, steps, config)
 
 
-def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: int) -> dict:
-    """Add up the gradients of one optimizer step, one micro-batch at a time."""
-    optimizer.zero_grad()
-    totals = defaultdict(float)
-    for batch in limit.split(trained):
+def accumulate_gradients(micro_batches, model, groups, config, *args, **kwargs) -> dict:
+    """Add up the gradients of one optimizer step, clip them, and return the step's metrics.
+
+    `micro_batches`, which gets all other arguments, yields each micro-batch's loss and metrics.
+    """
+    # float16 rounds gradients below 3e-8 to 0. Therefore, multiply the loss by a power of two, and
+    # divide the gradients by it. If they overflow, repeat the step with a smaller power.
+    for scale in (2.0**12, 2.0**6, 1.0) if config.DTYPE == "float16" else (1.0,):
+        model.zero_grad()
+        totals = defaultdict(float)
+        for metrics in micro_batches(model, groups, config, *args, **kwargs):
+            (metrics["loss"] * scale).backward()
+            for name, value in metrics.items():
+                totals[name] += value.item()
+
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= scale
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        if torch.isfinite(grad_norm):
+            break
+    return totals | {"grad_norm": grad_norm.item()}
+
+
+def update_micro_batches(model, groups: list[Group], config, codec, limit, step: int):
+    """Yield the loss and the number of clipped tokens of each micro-batch of an update."""
+    for batch in limit.split(groups):
         with autocast(config.DTYPE, model):
             logprobs, mask = completion_logprobs(model, batch, config.TEMPERATURE, codec.pad_id)
 
@@ -208,10 +229,7 @@ def accumulate_gradients(model, optimizer, trained, config, codec, limit, step: 
         loss, num_clipped = grpo_loss(
             logprobs, old_logprobs, advantages, mask, weights, config.CLIP_LOW, config.CLIP_HIGH
         )
-        loss.backward()
-        totals["loss"] += loss.item()
-        totals["clipped_tokens"] += num_clipped.item()
-    return totals
+        yield {"loss": loss, "clipped_tokens": num_clipped}
 
 
 # -------- Log-probabilities -----------------------------------------------------------------------
@@ -279,13 +297,13 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
         logits = scaled_logits(model, last, temperature)  # (R, V)
         new_tokens = sample_tokens(logits, uniforms[i, rows])  # (R,)
         tokens[rows, i] = new_tokens
-        unfinished = ~codec.ended(tokens[rows, : i + 1])  # (R,); </answer> may span several tokens
-        num_left = int(unfinished.sum())
-        if num_left == 0 or i == max_tokens - 1:
+        unfinished = codec.unfinished(tokens[rows, : i + 1])  # </answer> may span several tokens
+        if not unfinished or i == max_tokens - 1:
             break
 
         # Keep only the unfinished rows.
-        if num_left < len(rows):
+        if len(unfinished) < len(rows):
+            unfinished = torch.tensor(unfinished, device=model.device)
             rows = rows[unfinished]
             new_tokens = new_tokens[unfinished]
             attention_mask = attention_mask[unfinished]
@@ -494,9 +512,9 @@ def pad(rows: list[list[int]], pad_id: int, device, side: str = "right"):
 
 
 def autocast(dtype: str, model):
-    """Return a context that computes in `dtype`, "float32" or "bfloat16".
+    """Return a context that computes in `dtype`, "float32", "bfloat16" or "float16".
 
-    The weights stay in float32, because a bfloat16 weight would lose small optimizer steps.
+    The weights stay in float32, because a 16-bit weight would lose small optimizer steps.
     """
     return torch.autocast(model.device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
@@ -676,13 +694,13 @@ def available_devices() -> dict[str, str]:
     """Return {device: dtype to compute in} for this machine's devices, best first.
 
     bfloat16 is used only where the hardware supports it, because emulation is many times slower
-    than float32.
+    than float32. A GPU without bfloat16, such as a T4, is fast in float16, but a CPU is not.
     """
     devices = {}
     if torch.cuda.is_available():
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         for name in ("cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))):
-            devices[name] = "bfloat16" if has_bfloat16 else "float32"
+            devices[name] = "bfloat16" if has_bfloat16 else "float16"
     if torch.backends.mps.is_available():
         devices["mps"] = "float32"
 
@@ -1156,24 +1174,25 @@ class Codec:
         return rows
 
     def decode(self, ids: list[int]) -> str:
-        """Decode ids without the EOS, which is not marked as a special token in some models."""
-        if ids and ids[-1] in self.eos_ids:
-            ids = ids[:-1]
+        """Decode ids without EOS and special tokens."""
         ids = [token for token in ids if token not in self.silent_ids]
         return self.completion_tokenizer.decode(ids)
 
     @functools.cached_property
     def silent_ids(self) -> set[int]:
-        """Special tokens, which `decode` leaves out, except for answer tags, which are text."""
+        """The tokens that `decode` leaves out, which are EOS and special tokens.
+
+        In some models, the EOS is not marked as a special token. Answer tags are text in any case.
+        """
         added = self.tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
         tags = {i for i, token in added.items() if token.content in ("<answer>", "</answer>")}
-        return special.union(self.tokenizer.all_special_ids) - tags
+        return special.union(self.tokenizer.all_special_ids, self.eos_ids) - tags
 
-    def ended(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return which of these completions end with their last token: (rows, t) -> (rows,)."""
-        ended = [self.is_finished(ids) for ids in tokens[:, -9:].tolist()]
-        return torch.tensor(ended, device=tokens.device)
+    def unfinished(self, tokens: torch.Tensor) -> list[int]:
+        """Return the indices of the rows (of token ids) that do not end a completion."""
+        rows = enumerate(tokens[:, -9:].tolist())  # here, sampling waits for the GPU
+        return [i for i, ids in rows if not self.is_finished(ids)]
 
     def is_finished(self, ids: list[int]) -> bool:
         """Return whether the model ended a completion itself.
@@ -1181,9 +1200,8 @@ class Codec:
         It does so with an EOS or, after a few-shot prompt, with </answer>. A base model would
         otherwise continue with more examples.
         """
-        if ids[-1] in self.eos_ids:
-            return True
-        return self.num_shots > 0 and "</answer>" in self.decode(ids[-9:])  # at most 9 tokens
+        has_tag = self.num_shots > 0 and "</answer>" in self.decode(ids[-9:])  # at most 9 tokens
+        return has_tag or ids[-1] in self.eos_ids
 
 
 def load_model(config, tasks) -> tuple[torch.nn.Module, Codec]:
@@ -1420,10 +1438,18 @@ def check_logprobs(model, codec: Codec, config, prompt: list[int]) -> None:
             losses = F.cross_entropy(logits[0, :-1], row[0, 1:], reduction="none")
             theirs.append(-losses[-len(answer) :])
 
+        # Compare in float32, whatever DTYPE is. In float16, rounding alone can change a
+        # log-probability by 0.02, and in bfloat16 by 0.07 (small models with random weights).
         error = (ours.detach()[mask] - torch.cat(theirs)).abs().max().item()
-        reason = f"its log-probabilities differ by {error:.2g} from a plain forward pass"
-        refuse(config, {reason: not error < 2e-3})  # `not <` is true for NaN, unlike `>=`
-        ours.sum().backward()  # must not raise an error
+        with autocast(config.DTYPE, model):
+            trained, _ = completion_logprobs(model, groups, pad_id=codec.pad_id)
+        refuse(config, {
+            f"its log-probabilities differ by {error:.2g} from a plain forward pass":
+                not error < 2e-3,  # `not <` is true for NaN, unlike `>=`
+            f"its numbers overflow in {config.DTYPE}: set DTYPE=float32":
+                not trained.isfinite().all(),
+        })  # fmt: skip
+        trained.sum().backward()  # must not raise an error
         model.zero_grad()
 
 
@@ -1540,7 +1566,8 @@ def warm_start(model, codec: Codec, config, tasks):
     hardly ever uses that format. This is by design, because finding the format is left to GRPO.
     Other models see only the rewarded format.
 
-    config: MODEL_NAME, SEED, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE.
+    config: MODEL_NAME, SEED, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE and, for other models than
+    tiny, DEVICE, MICRO_BATCH_SIZE, NUM_GENERATIONS, MAX_NEW_TOKENS.
     """
     steps = config.WARM_START_STEPS
     is_tiny = config.MODEL_NAME == "tiny"
@@ -1560,6 +1587,13 @@ def warm_start(model, codec: Codec, config, tasks):
         samples.append((codec.encode_prompt(question), question.answer))
     samples.sort(key=lambda sample: len(sample[0]))
     make_question.cache_clear()
+
+    # A real model's batch is split into micro-batches with as many tokens as fit into an update.
+    limit = Limit(batch_size, "the warm start")
+    if not is_tiny:
+        at_once = estimate_completions_at_once(model, config, available_memory(config.DEVICE))
+        longest = len(samples[-1][0]) + config.MAX_NEW_TOKENS  # tokens in a prompt with its answer
+        limit.completions = max(1, at_once * config.MAX_NEW_TOKENS // longest)
 
     for step in range(1, steps + 1):
         # The learning rate warms up, stays constant, and falls to 0 in the second half.
@@ -1581,25 +1615,34 @@ def warm_start(model, codec: Codec, config, tasks):
             template = ANSWER_TEMPLATES[0] if is_rewarded else rng.choice(ANSWER_TEMPLATES[1:])
             answers.append(template.format(answer))
 
-        # The loss is the mean negative log-likelihood of the answer tokens. Prompts and the padding
-        # on the right have the label -100, which the loss ignores.
-        rows = []
-        labels = []
         answer_ids = codec.encode_completions(answers, [True] * len(answers))
-        for (prompt, _), ids in zip(batch, answer_ids, strict=True):
-            rows.append((prompt + ids)[: codec.positions])
-            labels.append(([-100] * len(prompt) + ids)[: codec.positions])
-        rows, _ = pad(rows, codec.pad_id, model.device)  # (batch size, P+T)
+        groups = [
+            Group(prompt, [ids[: codec.positions - len(prompt)]], [])
+            for (prompt, _), ids in zip(batch, answer_ids, strict=True)
+        ]
+        metrics = limit.retry(
+            accumulate_gradients, warm_start_micro_batches, model, groups, config, codec, limit
+        )
+        for optimizer, _ in optimizers:
+            optimizer.step()
+        yield step, metrics["loss"]
+
+
+def warm_start_micro_batches(model, groups: list[Group], config, codec: Codec, limit):
+    """Yield the loss of each micro-batch of a warm-start step. Each group has one completion.
+
+    The losses add up to the mean negative log-likelihood of all answer tokens.
+    """
+    num_tokens = sum(len(group.completions[0]) for group in groups)
+    for batch in limit.split(groups):
+        # Prompts and the padding on the right have the label -100, which the loss ignores.
+        rows = [group.prompt + group.completions[0] for group in batch]
+        labels = [[-100] * len(group.prompt) + group.completions[0] for group in batch]
+        rows, _ = pad(rows, codec.pad_id, model.device)  # (B, P+T)
         labels, _ = pad(labels, -100, model.device)
         with autocast(config.DTYPE, model):
             loss = model(input_ids=rows, labels=labels, use_cache=False).loss
-
-        model.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, _ in optimizers:
-            optimizer.step()
-        yield step, loss.detach()
+        yield {"loss": loss * ((labels >= 0).sum() / num_tokens)}
 
 
 def warm_start_optimizers(model, is_tiny: bool) -> list[tuple]:

@@ -866,8 +866,8 @@ class Config:
     MICRO_BATCH_SIZE: int = setting("auto",
         "completions per forward pass; auto: sized to available memory", (1, 65536))
     DTYPE: str = setting("auto",
-        "compute dtype; auto: bfloat16 if the hardware supports it, otherwise float32",
-        ("float32", "bfloat16"), tiny="float32")
+        "compute dtype; auto: bfloat16 if supported, float16 on other CUDA GPUs, otherwise float32",
+        ("float32", "bfloat16", "float16"), tiny="float32")
     DEVICE: str = setting("auto",
         "cuda, cuda:1, mps or cpu; auto: the first of these that is available")
     COORDINATOR_ROUND_INTERVAL: float = setting(60.0,
@@ -1248,16 +1248,13 @@ def load_checkpoint(run: Run, t: int) -> None:
     ours = checkpoint_tensors(run.nodes)
     tensors, text = read_tensors(run.store, checkpoint_path(run, t), ours)
     about = drive_store.parse_json(text.encode())
-    drive_store.require(about, {"model_name": str, "round": int, "nodes": dict})
+    drive_store.require(about, {"round": int, "nodes": dict})
     for saved in about["nodes"].values():
         drive_store.require(saved, {"total_reward": float, "trained": list, "held_out": dict})
         saved["trained"] = {tuple(key) for key in saved["trained"]}
     if about["round"] != t or about["nodes"].keys() != {*run.config.node_ids}:
         raise drive_store.InvalidFileError("it belongs to a different round or to different nodes")
     copy_tensors(tensors, ours)
-    if about["model_name"] != run.config.MODEL_NAME:
-        name = drive_store.printable(repr(about["model_name"]), 200)
-        run.log.info(f"note: the checkpoint was saved with MODEL_NAME={name}")
     for node in run.nodes:
         saved = about["nodes"][node.id]
         node.total_reward = saved["total_reward"]
@@ -1723,7 +1720,7 @@ def apply_warm_start(run: Run, model) -> None:
             seconds_left = (now - started) / (step - 1) * (steps - step)
             line_at = now + min(30.0, max(5.0, seconds_left / 5))
             left = tqdm.tqdm.format_interval(seconds_left)
-            log.info(f"warm start {step}/{steps}: loss {loss.item():.3f}, {left} left")
+            log.info(f"warm start {step}/{steps}: loss {loss:.3f}, {left} left")
 
     # Replace the file only if it could not be used. Then load the file that is there, because
     # another process may have written it in the meantime, and all nodes must use the same weights.

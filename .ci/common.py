@@ -5,6 +5,7 @@ test_sapo.py contains more helpers, and world.py contains the simulated world.
 
 import contextlib
 import difflib
+import gc
 import json
 import os
 import re
@@ -20,6 +21,7 @@ import pytest
 import sapo
 
 ROOT = Path(__file__).resolve().parent.parent
+gc.freeze()  # each run of sapo.main ends with a collection, which need not search the libraries
 
 # For tests in which only the order of events matters. With these settings, a model learns nothing.
 QUICK = {

@@ -20,7 +20,7 @@ These environment variables, here with their defaults, change a measurement:
 
     REPETITIONS   repetitions of each program, in alternating order (2)
     STEPS         measured steps per repetition, after one warm-up step (3; swarm: 40 rounds)
-    DTYPE         float32 or bfloat16, which is bf16=True in TRL (float32)
+    DTYPE         float32, float16 or bfloat16, which is bf16=True in TRL (float32)
     ROWS          this program's MICRO_BATCH_SIZE (auto)
     TRL_ROWS      TRL's per_device_train_batch_size (all completions; paper then needs over 24 GB)
 """

@@ -1,39 +1,40 @@
 """Measure reward against generation, with each arm at its best learning rate. Run it by hand:
 
-    python .ci/study.py tiny FOLDER              run all arms with tiny
-    python .ci/study.py smol FOLDER MODEL        run 4/4 and 8/0 with a real model (folder or Hub id)
-    python .ci/study.py tables FOLDER            print the results so far in Markdown
-    python .ci/study.py rates FOLDER             print the runs that chose the learning rates
-    python .ci/study.py quarters FOLDER          print the reward in each quarter of the rounds
-    python .ci/study.py picture FOLDER FILE      draw the README's plot
+    python .ci/study.py NAME FOLDER [MODEL]       run a study of STUDIES (MODEL: folder or Hub id)
+    python .ci/study.py strength FOLDER [NAME…]   run tiny at five initial strengths, or at NAME…
+    python .ci/study.py mixed FOLDER              run swarms of weak and strong nodes
 
-    python .ci/study.py strength FOLDER [NAME…]  run tiny at five initial strengths, or at NAME…
-    python .ci/study.py gains FOLDER FILE        print and plot the gains at these strengths
-    python .ci/study.py mixed FOLDER             run swarms of weak and strong nodes
-    python .ci/study.py teachers FOLDER          print how mixed compares with strength
+    python .ci/study.py tables FOLDER [NAME…]     print the results so far in Markdown
+    python .ci/study.py quarters FOLDER [NAME…]   print the reward in each quarter of the rounds
+    python .ci/study.py rates FOLDER [NAME…]      print the runs that chose the learning rates
+    python .ci/study.py seeds FOLDER [NAME…]      print the end of every run, by learning rate
+    python .ci/study.py teachers FOLDER           print how mixed compares with strength
+    python .ci/study.py picture FOLDER FILE       draw the README's plot
+    python .ci/study.py gains FOLDER FILE         print and plot the gains of strength
 
 The rules were fixed before the first run. An arm's learning rate is the rate with the highest mean
-cumulative reward over seeds 1 to 3, and only later seeds are reported. (smol has a single rate,
-which an earlier version of the study chose.) Gains over 8/0 are paired by seed and have a 95%
-confidence interval (Student's t on the logarithms of the ratios).
+cumulative reward over the seeds that choose a rate, and only the other seeds are reported. (smol
+has a single rate, which an earlier version of the study chose.) Gains over 8/0 are computed as in
+the program's report: they are geometric means of ratios paired by seed, with a 95% confidence
+interval.
 
 A finished run is a line in FOLDER/results.jsonl, or in the file that the environment variable
 RESULTS gives. It is never repeated, so a study that was interrupted continues when it is started
 again. Each process uses THREADS (1) threads, and results repeat only with the same number of them.
-Environment variables override the settings in TINY and SMOL; use a different FOLDER for such runs.
+Environment variables override a study's settings; use a different FOLDER for such runs.
 """
 
 import itertools
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, geometric_mean, stdev
 
 import numpy
 
@@ -43,17 +44,35 @@ from coordinator import column_by, mean_of
 
 RESULTS = os.environ.get("RESULTS")
 PROGRAM = Path(coordinator.__file__).with_name("sapo.py")
+
+
+@dataclass
+class Study:
+    """Swarms with equal settings, except for their arms, learning rates and seeds."""
+
+    settings: dict
+    arms: str
+    rates: str
+    choosing: Iterable = (1, 2, 3)  # seeds that choose a rate
+    reported: Iterable = range(4, 10)
+
+
 TINY = dict(MODEL_NAME="tiny", LOCAL_NODES=8, MAX_ROUNDS=120, EVAL_INTERVAL=20)
 SMOL = dict(
     LOCAL_NODES=4, MAX_ROUNDS=40, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25,
     EVAL_INTERVAL=10, CHECKPOINT_INTERVAL=20, CHECKPOINT_KEEP=1,
     TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
 )  # fmt: skip
-STUDIES = {  # settings, arms, learning rates, seeds that choose a rate, reported seeds
-    "tiny": (TINY, "8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u 1/7 2/0 1/0", "6e-4 1e-3 2e-3 4e-3",
-             (1, 2, 3), range(4, 10)),
-    "smol": (SMOL, "4/4 8/0", "3e-5", (), range(2, 5)),
+TWO_SMOL = SMOL | dict(LOCAL_NODES=2, NUM_GENERATIONS=8)
+ALONE = "8/0-alone 16/0-alone"  # one node that generates as much as 8/0, or as a swarm at 2/6
+STUDIES = {
+    "tiny": Study(TINY, f"8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u 1/7 2/0 1/0 {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
+    "smol": Study(SMOL, "4/4 8/0", "3e-5", (), range(2, 5)),
+    "smol arms": Study(SMOL, "8/0 4/4 2/6 16/0-alone", "1e-5 3e-5 1e-4", (1,), range(2, 5)),
+    "smol rates": Study(TWO_SMOL, "8/0", "1e-6 3e-6 1e-5 3e-5", (1, 2), ()),
 }  # fmt: skip
+for size in (2, 4, 16):
+    STUDIES[f"{size} nodes"] = Study(TINY | {"LOCAL_NODES": size}, "8/0 4/4 2/6", "1e-3 2e-3")
 STRENGTHS = {  # WARM_START_STEPS (for arithmetic) and ANSWER_TAG_SHARE (for the rewarded format)
     "rare form": (1000, 0.005),
     "default": (1000, 0.02),
@@ -61,9 +80,9 @@ STRENGTHS = {  # WARM_START_STEPS (for arithmetic) and ANSWER_TAG_SHARE (for the
     "weak sums": (170, 0.9),
     "strong": (2000, 0.9),
 }
-for study, (steps, share) in STRENGTHS.items():
+for name, (steps, share) in STRENGTHS.items():
     settings = TINY | {"WARM_START_STEPS": steps, "ANSWER_TAG_SHARE": share}
-    STUDIES[study] = (settings, "8/0 4/4 2/6", "5e-4 1e-3 2e-3", (1, 2, 3), range(4, 10))
+    STUDIES[name] = Study(settings, "8/0 4/4 2/6", "5e-4 1e-3 2e-3")
 KINDS = ("known", "rare")  # nodes that know the rewarded format, and nodes that rarely use it
 LEVELS = (0.3, 0.4)  # levels of the smoothed reward; the study measures the cost of reaching them
 COSTS = ("completions", "generate_seconds", "train_seconds")  # columns that measure this cost
@@ -73,10 +92,15 @@ COSTS = ("completions", "generate_seconds", "train_seconds")  # columns that mea
 
 
 def settings_of(arm: str) -> dict:
-    """Return an arm's settings. "4/4u" -> I = 4, J = 4, unfiltered; "8/0x2" -> LOCAL_OVERSAMPLE = 2."""
-    own, external, oversample, mark = re.fullmatch(r"(\d+)/(\d+)x?(\d*)(u?)", arm).groups()
+    """Return an arm's settings, such as I = 8 and J = 0 for "8/0".
+
+    "4/4u" is unfiltered, "8/0x2" has LOCAL_OVERSAMPLE=2, and "8/0-alone" has only one node.
+    """
+    pattern = r"(\d+)/(\d+)x?(\d*)(u?)(-alone)?"
+    own, external, oversample, mark, alone = re.fullmatch(pattern, arm).groups()
     settings = {"NUM_TRAIN_SAMPLES": own, "NUM_TRANSPLANT_TREES": external}
-    return settings | {"LOCAL_OVERSAMPLE": oversample or 1, "EXTERNAL_FILTER": mark != "u"}
+    settings |= {"LOCAL_OVERSAMPLE": oversample or 1, "EXTERNAL_FILTER": mark != "u"}
+    return settings | ({"LOCAL_NODES": 1} if alone else {})
 
 
 def read_results(folder: Path, study: str) -> dict:
@@ -86,24 +110,21 @@ def read_results(folder: Path, study: str) -> dict:
     return {(row["arm"], row["lr"], row["seed"]): row for row in rows if row["study"] == study}
 
 
-def run_study(study: str, folder: Path, **more_settings) -> None:
-    """Run the first four arms, then the others.
-
-    For each of these parts, run the choosing seeds at all learning rates, then the reported seeds
-    at each arm's best rate.
-    """
-    settings, arms, rates, choosing_seeds, reported_seeds = STUDIES[study]
-    settings = {name: os.environ.get(name, value) for name, value in settings.items()}
-    for part in (arms.split()[:4], arms.split()[4:]):
-        choosing = itertools.product(choosing_seeds, rates.split(), part)
-        reported = itertools.product(reported_seeds, [None], part)  # None: the best rate
-        for seed, lr, arm in (*choosing, *reported):
-            runs = runs_of(folder, study, choosing_seeds).get(arm, [])
-            rewards = column_by("lr", runs, "cumulative")
-            lr = lr or max(rates.split(), key=lambda rate: fmean(rewards.get(rate, [0.0])))
-            own = {"LEARNING_RATE": lr, "SEED": seed, "NODE_ID": "node"}
-            process = settings | more_settings | settings_of(arm) | own
-            run_swarm(folder, (study, arm, lr, seed), [process])
+def run_study(name: str, folder: Path, model: str = "") -> None:
+    """Run each arm: the choosing seeds at all rates, then the reported seeds at the best rate."""
+    study = STUDIES[name]
+    settings = {"MODEL_NAME": model} | study.settings
+    settings = {key: os.environ.get(key, value) for key, value in settings.items()}
+    assert settings["MODEL_NAME"], f"{name} needs a MODEL"
+    for arm in study.arms.split():
+        process = settings | settings_of(arm) | {"NODE_ID": "node"}
+        for lr, seed in itertools.product(study.rates.split(), study.choosing):
+            run_swarm(folder, (name, arm, lr, seed), [process])
+        runs = runs_of(folder, name, study.choosing).get(arm, [])
+        means = {lr: fmean(each) for lr, each in column_by("lr", runs, "cumulative").items()}
+        best = max(means, key=means.get, default=study.rates)
+        for seed in study.reported:
+            run_swarm(folder, (name, arm, best, seed), [process])
 
 
 def run_swarm(folder: Path, key: tuple, processes: list[dict]) -> None:
@@ -111,13 +132,14 @@ def run_swarm(folder: Path, key: tuple, processes: list[dict]) -> None:
 
     If the result exists, return immediately. key: study, arm, learning rate and seed.
     """
-    study, *of_study = key
-    if tuple(of_study) in read_results(folder, study):
+    study, arm, lr, seed = key
+    if (arm, lr, seed) in read_results(folder, study):
         return
     name = re.sub(r"[^\w.-]", "_", "-".join(map(str, key)))
     commit = subprocess.getoutput(f"git -C {PROGRAM.parent} rev-parse --short HEAD")
     environ = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": os.environ.get("THREADS", "1")}
     environ |= {"GDRIVE_PATH": str(folder), "EXPERIMENT_NAME": name, "DEVICE": "cpu"}
+    environ |= {"LEARNING_RATE": lr, "SEED": str(seed)}
     started = time.monotonic()
     running = []
     for settings in processes:
@@ -175,12 +197,12 @@ def summarize(run: coordinator.Experiment) -> dict:
 
 def run_mixed(folder: Path) -> None:
     """Run swarms at 4/4 in which some nodes know the rewarded format and the others rarely use it."""
-    swarm = {"LEARNING_RATE": "1e-3", "NUM_WORKERS": 2, "ROUND_ADVANCE": "completion"}
+    swarm = {"NUM_WORKERS": 2, "ROUND_ADVANCE": "completion"}
     for seed, mixture in itertools.product(range(4, 10), ((2, 6), (4, 4), (6, 2))):
         processes = []
         for kind, num_nodes in zip(KINDS, mixture, strict=True):
-            own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes, "SEED": seed}
-            settings = STUDIES[f"{kind} form"][0]
+            own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes}
+            settings = STUDIES[f"{kind} form"].settings
             processes.append(settings | settings_of("4/4") | swarm | own)
         run_swarm(folder, ("mixed", "{}+{}".format(*mixture), "1e-3", seed), processes)
 
@@ -189,15 +211,11 @@ def measure_kinds(folder: Path, run: coordinator.Experiment) -> dict:
     """Return each kind's reward, and how many of its external groups came from nodes of kind "known"."""
     kinds = {}
     for kind in KINDS:
-        nodes = [node for node in run.totals if node.startswith(kind)]
-        teachers = []
-        for node in nodes:
-            log = folder / f"experiments/{run.name}/nodes/{node}/logs/metrics.jsonl"
-            rows = map(json.loads, log.read_text().splitlines())
-            by_round = {row["round"]: row for row in rows}  # a repeated round counts once
-            teachers += [peer for row in by_round.values() for peer, _ in row["teachers"]]
+        logs = (folder / "experiments" / run.name).glob(f"nodes/{kind}_*/logs/metrics.jsonl")
+        lines = itertools.chain(*(log.read_text().splitlines() for log in logs))
+        teachers = [peer for line in lines for peer, _ in json.loads(line)["teachers"]]
         from_known = sum(peer.startswith("known") for peer in teachers)
-        reward = fmean(run.totals[node] for node in nodes)
+        reward = fmean(run.totals[node] for node in run.totals if node.startswith(kind))
         kinds[kind] = {"cumulative": reward, "from_known": from_known, "drawn": len(teachers)}
     return kinds
 
@@ -209,30 +227,22 @@ def runs_of(folder: Path, study: str, seeds=None) -> dict[str, list[dict]]:
     """Return {arm: runs} for the reported seeds of a study, or for `seeds`."""
     runs = {}
     for run in read_results(folder, study).values():
-        if run["seed"] in (STUDIES[study][4] if seeds is None else seeds):
+        if run["seed"] in (STUDIES[study].reported if seeds is None else seeds):
             runs.setdefault(run["arm"], []).append(run)
     return runs
 
 
-def paired_gain(runs: list[dict], baseline: list[dict]) -> list[float]:
-    """Return the gain and the ends of its 95% confidence interval.
-
-    The gain is the geometric mean of the ratios paired by seed, minus 1. The interval is Student's
-    t on the logarithms of the ratios. Return three NaNs for the baseline itself and for fewer than
-    three pairs.
-    """
+def gain_over(baseline: list[dict], runs: list[dict]) -> list[float] | None:
+    """Return the gain and its 95% confidence interval, or None with fewer than three pairs."""
     totals = {run["seed"]: run["cumulative"] for run in baseline}
-    paired = [run for run in runs if run["seed"] in totals]
-    if len(paired) < 3 or runs[0].get("arm") == "8/0":
-        return [math.nan] * 3
-    logs = [math.log(run["cumulative"] / totals[run["seed"]]) for run in paired]
-    mean = fmean(logs)
-    error = stdev(logs) / math.sqrt(len(logs)) * coordinator.T_95[len(logs) - 2]
-    return [math.expm1(x) for x in (mean, mean - error, mean + error)]
+    ratios = [run["cumulative"] / totals[run["seed"]] for run in runs if run["seed"] in totals]
+    if len(ratios) < 3:
+        return None
+    return [geometric_mean(ratios) - 1, *coordinator.interval_of(ratios)]
 
 
-def format_gain(gain: float, low: float, high: float) -> str:
-    return "" if math.isnan(gain) else f"{gain:+.0%} ({low:+.0%} to {high:+.0%})"
+def format_gain(gain: list[float] | None) -> str:
+    return "{:+.0%} ({:+.0%} to {:+.0%})".format(*gain) if gain else ""
 
 
 def format_spread(values: list[float]) -> str:
@@ -241,6 +251,12 @@ def format_spread(values: list[float]) -> str:
     decimals = 1 if mean >= 1 else 2
     text = f"{mean:.{decimals}f}"
     return f"{text} ± {stdev(values):.{decimals}f}" if len(values) > 1 else text
+
+
+def format_each(values: list[float]) -> str:
+    """Return the mean, followed by each value in parentheses."""
+    mean, *each = (f"{value:.3f}" for value in (fmean(values), *values))
+    return f"{mean} ({', '.join(each)})"
 
 
 def format_level(runs: list[dict], level: str) -> str:
@@ -278,21 +294,34 @@ def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
     reported = runs_of(folder, study)
     for arm, runs in reported.items():
         row = row_of(arm, runs)
-        row["against 8/0 (95% CI)"] = format_gain(*paired_gain(runs, reported.get("8/0", [])))
-        row["completions"] = f"{mean_of('completions', runs):,.0f}"
+        baseline = reported.get("8/0", []) if arm != "8/0" else []
+        row["against 8/0 (95% CI)"] = format_gain(gain_over(baseline, runs))
+        completions = mean_of("completions", runs)
+        row["completions"] = f"{completions:,.0f}"
+        row["completions of the whole swarm"] = f"{completions * runs[0]['nodes']:,.0f}"
         row["tokens"] = f"{mean_of('tokens', runs):,.0f}"
         for level in LEVELS:
             row[f"to {level}"] = format_level(runs, str(level))
-        row["held-out"] = f"{mean_of('held_out', runs) or math.nan:.2f}"
+        row["held-out"] = f"{mean_of('held_out', runs):.2f}"
         row["commit"] = " ".join(sorted({run["commit"] for run in runs}))
         yield row
 
 
 def rate_rows(folder: Path, study: str) -> Iterable[dict]:
     """Yield each arm's cumulative reward at each learning rate, over the seeds that choose a rate."""
-    for arm, runs in runs_of(folder, study, STUDIES[study][3]).items():
+    for arm, runs in runs_of(folder, study, STUDIES[study].choosing).items():
         rewards = column_by("lr", runs, "cumulative")
         yield {"I/J": arm} | {lr: format_spread(rewards[lr]) for lr in sorted(rewards, key=float)}
+
+
+def seed_rows(folder: Path, study: str) -> Iterable[dict]:
+    """Yield the end of every run, by arm and learning rate, as the mean and the seeds' values."""
+    results = read_results(folder, study)
+    for arm, lr in sorted({key[:2] for key in results}, key=lambda key: (key[0], float(key[1]))):
+        runs = [results[key] for key in sorted(results) if key[:2] == (arm, lr)]
+        row = {"I/J": arm, "rate": lr, "seeds": " ".join(str(run["seed"]) for run in runs)}
+        row["reward, last 10 rounds"] = format_each([fmean(run["curve"][-10:]) for run in runs])
+        yield row | {"held-out": format_each([run["held_out"] for run in runs])}
 
 
 def quarter_rows(folder: Path, study: str) -> Iterable[dict]:
@@ -314,7 +343,7 @@ def teacher_rows(folder: Path) -> Iterable[dict]:
         row = {"nodes that know the format + others": arm, "kind": kind}
         row["cumulative reward"] = format_spread([run["cumulative"] for run in runs])
         for other, title in (("8/0", "against 8/0"), ("4/4", "against eight equals at 4/4")):
-            row[title] = format_gain(*paired_gain(runs, equals.get(other, [])))
+            row[title] = format_gain(gain_over(equals.get(other, []), runs))
         yield row | {"groups drawn from nodes that know it": f"{from_known:.0%}"}
 
 
@@ -328,7 +357,7 @@ def draw_picture(folder: Path, file: str) -> None:
     for arm in ("8/0", "4/4", "2/6"):
         curves = numpy.array([moving_average(run["curve"]) for run in reported[arm]])
         mean = curves.mean(0)  # (rounds,)
-        error = curves.std(0, ddof=1) / math.sqrt(len(curves))
+        error = curves.std(0, ddof=1) / len(curves) ** 0.5
         rounds = numpy.arange(1, len(mean) + 1)
         completions = rounds * reported[arm][0]["completions"] / len(mean)
         for axis, x in zip(axes, (rounds, completions), strict=True):
@@ -356,19 +385,20 @@ def show_gains(folder: Path, file: str) -> None:
         start = fmean([run["curve"][0] for runs in reported.values() for run in runs] or [0.0])
         labels.append(f"{study}\n{start:.3f}")
         for arm, runs in reported.items():
+            others = baseline if arm != "8/0" else []
             # For the same completions, compare the arm's mean reward per round with the mean over
             # the first rounds of 8/0, in which 8/0 generates as many completions as the arm.
             same_cost = []
-            for run in baseline:
+            for run in others:
                 share = runs[0]["completions"] / run["completions"]
                 mean_reward = fmean(run["curve"][: round(run["rounds"] * share)])
                 same_cost.append(run | {"cumulative": run["rounds"] * mean_reward})
-            gains = (paired_gain(runs, baseline), paired_gain(runs, same_cost))
+            gains = (gain_over(others, runs), gain_over(same_cost, runs))
             row = {"at the start": study, "reward": f"{start:.3f}"} | row_of(arm, runs)
-            row["gain, same rounds (95% CI)"] = format_gain(*gains[0])
-            row["gain, same completions (95% CI)"] = format_gain(*gains[1])
+            row["gain, same rounds (95% CI)"] = format_gain(gains[0])
+            row["gain, same completions (95% CI)"] = format_gain(gains[1])
             rows.append(row)
-            for axis, (gain, low, high) in zip(axes, gains, strict=True):
+            for axis, (gain, low, high) in zip(axes, filter(None, gains), strict=False):
                 x, style = (place, "C0o") if arm == "4/4" else (place + 0.1, "C1s")
                 axis.errorbar(x, 1 + gain, [[gain - low], [high - gain]], fmt=style, capsize=3)
     print_table("gains", rows)
@@ -380,19 +410,26 @@ def show_gains(folder: Path, file: str) -> None:
     figure.savefig(file)
 
 
+TABLES = {  # command: function that yields the table's rows, and the studies that it shows
+    "tables": (frontier_rows, ("tiny", "smol")),
+    "quarters": (quarter_rows, ("tiny", "smol")),
+    "rates": (rate_rows, ("tiny", "smol")),
+    "seeds": (seed_rows, ("smol rates",)),
+}
+
 if __name__ == "__main__":
     mode, place, *rest = sys.argv[1:]
     folder = Path(place)
     folder.mkdir(parents=True, exist_ok=True)
-    tables = {"tables": frontier_rows, "rates": rate_rows, "quarters": quarter_rows}
-    if mode in ("tiny", "smol"):
-        run_study(mode, folder, MODEL_NAME="tiny" if mode == "tiny" else rest[0])
+    if mode in STUDIES:
+        run_study(mode, folder, *rest)
     elif mode == "strength":
         for study in rest or STRENGTHS:
             run_study(study, folder)
-    elif mode in tables:
-        for study in ("tiny", "smol"):
-            print_table(study, tables[mode](folder, study))
+    elif mode in TABLES:
+        rows_of, studies = TABLES[mode]
+        for study in rest or studies:
+            print_table(study, rows_of(folder, study))
     elif mode == "teachers":
         print_table("mixed", teacher_rows(folder))
     else:

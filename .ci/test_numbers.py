@@ -2,7 +2,8 @@
 sampling and memory (L1, L2, L8), tasks and rewards (L3), the built-in model (L6), and learning from
 a peer (L4).
 
-With ARCHITECTURES=all, L7 is tested with every architecture that transformers knows, which takes
+Like test_sapo.py, these tests train on the device that the environment variable DEVICE gives, or on
+the CPU. With ARCHITECTURES=all, L7 is tested with every architecture that transformers knows, which takes
 one or two minutes. In the results, "passed" means that the log-probabilities are exact, "xfailed"
 that the architecture is rejected with a one-sentence error, and "skipped" that no small model of
 this architecture can be built.
@@ -15,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+import weakref
 import zlib
 from dataclasses import replace
 from math import inf, nan
@@ -29,6 +31,7 @@ from common import LEARNING, ROOT, rewards_of, run, time_limit
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -36,7 +39,7 @@ import coordinator
 import grpo
 import sapo
 from grpo import HELD_OUT_SEEDS, TASK_TABLE, TINY_TASKS, Group, make_question
-from test_sapo import assert_close, config_error, flat_weights, group_by_hand, make_config
+from test_sapo import DEVICE, assert_close, config_error, flat_weights, group_by_hand, make_config
 from test_sapo import our_generate, our_update, ragged_groups, reference_logprobs, small_codec
 from test_sapo import small_gpt2, update_settings
 
@@ -108,7 +111,7 @@ def save_model(folder, chat=None, change=lambda _: None, lacks="", extra="", dty
     change(tokenizer)
     tokenizer.chat_template = chat
     tokenizer.save_pretrained(folder)
-    return make_config(MODEL_NAME=folder, MAX_NEW_TOKENS=16)
+    return make_config(MODEL_NAME=folder, MAX_NEW_TOKENS=16, DEVICE=DEVICE)
 
 
 def load_model(folder, **changes):
@@ -161,7 +164,7 @@ def check_exact(model, codec):
             prompt = prompts[row // 2]
             completion = drawn[row // 2][row % 2]
             with torch.no_grad():
-                logits = model(torch.tensor([prompt + completion])).logits
+                logits = model(torch.tensor([prompt + completion], device=DEVICE)).logits.cpu()
             logits = logits[0, len(prompt) - 1 : -1].float()
             is_passed = (logits / 0.7).softmax(-1).cumsum(-1) <= numbers[: len(completion), None]
             assert is_passed.sum(-1).tolist() == completion
@@ -205,7 +208,7 @@ REFUSALS = [  # a part of the error message, and a function that breaks a valid 
 def test_L2_L7_a_refusal_names_the_cause(tmp_path, reason, change):
     load_model(tmp_path / "model")
     change(tmp_path / "model")
-    config = make_config(MODEL_NAME=tmp_path / "model", MAX_NEW_TOKENS=16)
+    config = make_config(MODEL_NAME=tmp_path / "model", MAX_NEW_TOKENS=16, DEVICE=DEVICE)
     with pytest.raises(grpo.ModelError, match=f"MODEL_NAME=.* cannot be used.*{reason}"):
         grpo.load_model(config, ["small_gcd"])
 
@@ -320,9 +323,8 @@ def test_L2_a_peer_with_equal_weights_computes_equal_log_probabilities(tmp_path,
     tokenizer.chat_template = chat
     tokenizer.save_pretrained(tmp_path)
     small_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path)
-    model, codec = grpo.load_model(
-        make_config(MODEL_NAME=tmp_path, MAX_NEW_TOKENS=32), ["small_gcd"]
-    )
+    config = make_config(MODEL_NAME=tmp_path, MAX_NEW_TOKENS=32, DEVICE=DEVICE)
+    model, codec = grpo.load_model(config, ["small_gcd"])
 
     # Some completions start with a blank, and some do not. A blank may also come before a period.
     words = [
@@ -368,7 +370,7 @@ def test_L2_a_model_without_a_chat_template_sees_solved_examples_and_stops_after
     answered = encode(codec, "<answer>7</answer>")
     for ids, is_finished in ((answered, True), (answered[:-1], False)):
         assert codec.is_finished(ids) == is_finished
-        assert codec.ended(torch.tensor([ids])).tolist() == [is_finished]
+        assert codec.unfinished(torch.tensor([ids])) == [0] * (not is_finished)
     assert not tiny_codec(num_shots=0).is_finished(answered)
     encoded = codec.encode_completions(["<answer>7</answer>", "7"], [True, True])
     assert encoded == [answered, [*encode(codec, "7"), 0]]
@@ -447,7 +449,7 @@ def test_L7_U8_tied_matrices_that_differ_are_trained_and_exported_as_two(tmp_pat
 
     model, codec = grpo.load_model(original, ["small_gcd"])
     expected = weights["model.embed_tokens.weight" if is_tied else "lm_head.weight"]
-    assert torch.equal(model.get_output_embeddings().weight, expected)
+    assert torch.equal(model.get_output_embeddings().weight.cpu(), expected)
     config = update_settings()
     groups = [Group([5, 6], [[7], [8, 9]], [1.0, 0.0])]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -555,52 +557,55 @@ def test_L1_an_update_in_bfloat16_resembles_that_in_float32_and_leaves_float32_w
 
 
 OUT_OF_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory"),
-    RuntimeError("MPS backend out of memory"),
+    "CUDA out of memory. Tried to allocate 2.00 GiB",
+    "CUDA error: out of memory",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "MPS backend out of memory (MPS allocated: 8.61 GiB, max allowed: 9.07 GiB)",
+    "Invalid buffer size: 19.45 GB",
 ]
-try:
-    torch.empty(2**50)
-except RuntimeError as error:  # from the CPU's allocator
-    OUT_OF_MEMORY.append(error)
 
 
-def small_memory(num_rows, error, num_passes=0):
-    """Return a GPT-2 that raises this error in every forward pass with more than `num_rows` rows,
-    except in the first `num_passes` passes."""
-    model = small_gpt2()
-    passes = itertools.count()
-
-    def run_out(module, args, kwargs):
-        if next(passes) >= num_passes and len(kwargs["input_ids"]) > num_rows:
-            raise error
-
-    model.base_model.register_forward_pre_hook(run_out, with_kwargs=True)
-    return model
+def test_L8_lack_of_memory_is_told_from_other_errors_by_its_text():
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**50)  # fails in the CPU's allocator
+    assert grpo.is_out_of_memory(caught.value)
+    assert all(grpo.is_out_of_memory(RuntimeError(text)) for text in OUT_OF_MEMORY)
+    for text in ("CUDA error: device-side assert", "Placeholder not allocated on MPS device"):
+        assert not grpo.is_out_of_memory(RuntimeError(text))
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["cuda", "mps", "cpu"])
-def test_L8_memory_that_runs_out_halves_the_batch_and_changes_no_result(error):
-    expected, _ = our_update(small_gpt2(), ragged_groups(), NUM_ITERATIONS=2)
-    arguments = ([[3, 4, 5], [6], [7, 8], [9]], 2, update_settings(), 5, {2})
-    completions = our_generate(small_gpt2(), *arguments)
+@pytest.mark.parametrize("name", ["completion_logprobs", "sample_completions"])
+def test_L8_a_failed_pass_frees_its_memory_and_only_lack_of_memory_is_tried_again(
+    monkeypatch, name
+):
+    original = getattr(grpo, name)
+    texts = [OUT_OF_MEMORY[0], OUT_OF_MEMORY[3]]  # of the errors that the next passes raise
+    allocated = []  # weak references to the memory of each pass
 
-    # Memory runs out in the first large pass, or only after five passes, in the middle of the work.
-    for num_passes in (0, 5):
-        model = small_memory(2, error, num_passes)
-        weights, _ = our_update(model, ragged_groups(), 0.5, 0, 8, NUM_ITERATIONS=2)
-        assert_close(weights, expected, 5e-5, 1e-3)
-        assert our_generate(small_memory(2, error, num_passes), *arguments, 0, 4) == completions
+    def run_pass(*args, **kwargs):
+        assert all(reference() is None for reference in allocated), "memory is still in use"
+        tensor = torch.empty(9)
+        allocated.append(weakref.ref(tensor))
+        if texts:
+            raise RuntimeError(texts.pop())
+        return original(*args, **kwargs)
 
-    # If a single completion does not fit, the error is one sentence. Other errors are raised as
-    # they are.
-    for what, kind, message in (
-        (error, grpo.ModelError, "memory.*lower LOCAL_NODES or MAX_NEW_TOKENS"),
-        (RuntimeError("a bug"), RuntimeError, "a bug"),
+    def work():
+        our_generate(small_gpt2(), [[3], [4], [5], [6]], 2, update_settings(), 5, {2})
+        our_update(small_gpt2(), ragged_groups())
+
+    monkeypatch.setattr(grpo, name, run_pass)
+    work()
+    assert len(allocated) > 3
+
+    # Memory runs out even for a single completion, or another error occurs.
+    for failures, kind, message in (
+        (OUT_OF_MEMORY[:1] * 99, grpo.ModelError, "lower LOCAL_NODES or MAX_NEW_TOKENS"),
+        (["a bug"], RuntimeError, "a bug"),
     ):
+        texts[:] = failures
         with pytest.raises(kind, match=message):
-            our_update(small_memory(0, what), ragged_groups())
-        with pytest.raises(kind, match=message):
-            our_generate(small_memory(0, what), *arguments)
+            work()
 
 
 def test_L8_generation_on_a_cpu_stays_within_its_share_of_the_memory(tmp_path, monkeypatch):
@@ -635,13 +640,53 @@ def test_L8_generation_on_a_cpu_stays_within_its_share_of_the_memory(tmp_path, m
     assert largest[0] == 16 and largest[1] <= 7
 
 
-def test_L8_auto_takes_the_default_model_if_an_accelerator_holds_it_for_all_nodes(monkeypatch):
-    devices = {"cuda": "bfloat16", "cpu": "float32"}
-    monkeypatch.setattr(grpo, "available_devices", lambda: devices)
-    monkeypatch.setattr(grpo, "available_memory", lambda device: 45e9)
-    for num_nodes, expected in ((4, sapo.DEFAULT_MODEL), (5, "tiny")):
-        assert make_config(LOCAL_NODES=num_nodes).MODEL_NAME == expected
-        assert make_config(NUM_WORKERS=num_nodes).MODEL_NAME == expected
+def make_machine(patch, num_gpus=0, has_bfloat16=True, has_mps=False) -> Mock:
+    """Let this machine appear to have these devices. Return the mock that reports a GPU's free
+    memory."""
+
+    def is_bf16_supported(including_emulation=True):
+        return has_bfloat16 or including_emulation
+
+    mem_get_info = Mock(return_value=(24 * 10**9, 80 * 10**9))
+    patch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    patch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    patch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    patch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    patch.setattr(torch.cpu, "get_capabilities", dict, raising=False)
+    patch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+    return mem_get_info
+
+
+@pytest.mark.parametrize("machine, devices", [
+    ({}, "cpu float32"),
+    ({"has_mps": True}, "mps float32, cpu float32"),
+    ({"num_gpus": 2}, "cuda bfloat16, cuda:0 bfloat16, cuda:1 bfloat16, cpu float32"),
+    # A T4 emulates bfloat16 slowly.
+    ({"num_gpus": 1, "has_bfloat16": False}, "cuda float16, cuda:0 float16, cpu float32"),
+])  # fmt: skip
+def test_L8_auto_takes_the_best_device_and_a_dtype_that_it_computes_fast(
+    monkeypatch, machine, devices
+):
+    make_machine(monkeypatch, **machine)
+    assert devices == ", ".join(map(" ".join, grpo.available_devices().items()))
+    config = make_config(MODEL_NAME="gpt2")
+    assert devices.startswith(f"{config.DEVICE} {config.DTYPE}")
+    if not machine:
+        assert "this machine has cpu" in config_error(DEVICE="cuda")
+
+
+def test_L8_auto_takes_the_default_model_if_the_chosen_gpu_holds_it_for_all_nodes(monkeypatch):
+    default, tiny = (sapo.DEFAULT_MODEL, "bfloat16"), ("tiny", "float32")
+    for settings, expected in (
+        ({"LOCAL_NODES": 2}, default),
+        ({"LOCAL_NODES": 3}, tiny),
+        ({"NUM_WORKERS": 4}, default),
+        ({"NUM_WORKERS": 5}, tiny),
+    ):
+        mem_get_info = make_machine(monkeypatch, num_gpus=2)
+        config = make_config(DEVICE="cuda:1", **settings)
+        assert (config.MODEL_NAME, config.DTYPE) == expected
+        assert {call.args for call in mem_get_info.call_args_list} == {("cuda:1",)}
     assert make_config(DEVICE="cpu").MODEL_NAME == "tiny"
 
 
@@ -694,18 +739,6 @@ def test_L3_only_the_right_answer_of_a_task_is_rewarded(task, capfd):
     # Questions and verifiers print no text and do not change the Decimal context.
     assert capfd.readouterr() == ("", "")
     assert repr(decimal.getcontext()) == context_before
-
-
-# The verifiers of the first seven tasks evaluate the answer. The next five tasks generate different
-# questions in each process. The last task does not exist.
-UNCHECKED = """spiral_matrix string_insertion n_queens countdown puzzle24 simple_integration composite
-    isomorphic_strings knight_swap polynomial_multiplication ransom_note word_ladder nosuch"""
-
-
-def test_L3_tasks_that_were_not_checked_are_refused_by_name():
-    for task in UNCHECKED.split():
-        message = config_error(TASKS=f"gcd,{task}")
-        assert f"{task!r} is not a supported task" in message and "'gcd'" not in message
 
 
 # These answers have long numbers, deep nesting, many variables, or tags whose search could take
@@ -792,10 +825,11 @@ def test_L6_a_warm_start_belongs_to_its_seed_its_model_and_its_tokenizer():
 def test_L6_the_order_of_tasks_changes_neither_a_warm_start_nor_its_name():
     results = []
     for tasks in (TINY_TASKS, TINY_TASKS[::-1]):
-        config = make_config(MODEL_NAME="tiny", TASKS=",".join(tasks), WARM_START_STEPS=8)
+        settings = {"MODEL_NAME": "tiny", "DEVICE": "cpu", "WARM_START_STEPS": 8}
+        config = make_config(TASKS=",".join(tasks), **settings)
         model, codec = grpo.load_model(config, config.tasks)
         recipe = grpo.warm_start_recipe(model, codec, config, config.tasks)
-        losses = [loss.item() for _, loss in grpo.warm_start(model, codec, config, config.tasks)]
+        losses = [loss for _, loss in grpo.warm_start(model, codec, config, config.tasks)]
         results.append((recipe, losses, flat_weights(model).tolist()))
     assert results[0] == results[1]
 
@@ -831,3 +865,250 @@ def test_L4_a_node_learns_from_a_peer_that_is_no_model(tmp_path, monkeypatch):
         rates[name] = coordinator.mean(row["answer_tag_rate"] for row in rows)
     assert rates["default"] > 0.3
     assert rates["alone"] < 0.03
+
+
+# -------- float16 ---------------------------------------------------------------------------------
+
+
+class RecordGradients(torch.optim.SGD):
+    """An optimizer that changes nothing and keeps the gradient of each step."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.0)
+        self.model, self.gradients = model, []
+        self.register_step_pre_hook(self.record)
+
+    def record(self, *_):
+        self.gradients.append(gradient_of(self.model))
+
+
+def gradient_of(model) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def relative_error(ours, expected) -> float:
+    return ((ours - expected).norm() / expected.norm()).item()
+
+
+LONG = update_settings(MAX_NEW_TOKENS=64, TEMPERATURE=1.0)
+
+
+def one_informative_group_of_eight(vocab_size, prompt_length, length):
+    """Return eight groups of eight random completions. Only one completion is rewarded."""
+    rng = torch.Generator().manual_seed(0)
+    groups = []
+    for i in range(8):
+        rows = torch.randint(2, vocab_size, (8, prompt_length + length), generator=rng).tolist()
+        rewards = [float(i == 3)] + [0.0] * 7
+        groups.append(Group(rows[0][length:], [row[:length] for row in rows], rewards))
+    return groups
+
+
+def update_gradient(model, groups, dtype) -> tuple[torch.Tensor | None, dict]:
+    """Return the gradient of an update, or None if it made no step, and its metrics."""
+    optimizer = RecordGradients(model)
+    config = SimpleNamespace(**vars(LONG) | {"DTYPE": dtype})
+    limit = grpo.Limit(99, "the update")
+    metrics = grpo.update_policy(model, optimizer, groups, config, small_codec(pad_id=1), limit)
+    return next(iter(optimizer.gradients), None), metrics
+
+
+LLAMA = {
+    "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 32, "initializer_range": 0.02,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama"])
+def test_L1_the_gradient_of_an_update_in_float16_is_within_1_percent_of_that_in_float32(name):
+    if name == "tiny":
+        model, _ = grpo.build_tiny_model(TINY_TASKS)
+        groups = one_informative_group_of_eight(model.config.vocab_size, 30, 10)
+    else:
+        model = small_model(vocab_size=4000, **LLAMA)
+        groups = one_informative_group_of_eight(4000, 600, 64)
+    expected, expected_metrics = update_gradient(model, groups, "float32")
+    gradient, metrics = update_gradient(model, groups, "float16")
+    assert 1e-5 < relative_error(gradient, expected) < 0.01
+    for key in ("loss", "grad_norm", "trained_tokens", "logp_own"):
+        assert metrics[key] == pytest.approx(expected_metrics[key], rel=0.01, abs=1e-3)
+    assert flat_weights(model).dtype == gradient.dtype == torch.float32
+
+    # Without a scaled loss, the small gradients of the Llama would vanish.
+    if name == "llama":
+        config = SimpleNamespace(**vars(LONG) | {"DTYPE": "float16"})
+        model.zero_grad()
+        for numbers in grpo.update_micro_batches(
+            model, [groups[3]], config, small_codec(pad_id=1), grpo.Limit(99, ""), step=0
+        ):
+            numbers["loss"].backward()
+        assert relative_error(gradient_of(model), expected) > 0.05
+
+
+def test_L1_a_gradient_that_overflows_in_float16_is_computed_again_with_a_smaller_scale():
+    model = small_gpt2()
+    groups = one_informative_group_of_eight(23, 9, 6)
+    expected, _ = update_gradient(model, groups, "float16")
+    exact, _ = update_gradient(model, groups, "float32")
+
+    # Let gradients overflow at a lower number than 65504.
+    seen = []
+
+    def overflow(gradient):
+        seen.append(gradient.abs().max().item())
+        return gradient.masked_fill(gradient.abs() > bound, inf)
+
+    model.lm_head.weight.register_hook(overflow)
+    bound = inf
+    update_gradient(model, groups, "float16")
+    (first,) = seen
+    for factor, num_passes in ((0.5, 2), (2.0**-7, 3)):
+        seen.clear()
+        bound = first * factor
+        gradient, metrics = update_gradient(model, groups, "float16")
+        assert len(seen) == num_passes
+        assert max(seen[1:]) < seen[0] / 32
+        assert relative_error(gradient, expected) < 2e-3
+        assert relative_error(gradient, exact) < 0.01
+        assert metrics["optimizer_steps"] == 1
+
+    # If a gradient is not finite even without scaling, there is no step, as in float32.
+    for dtype, num_passes in (("float16", 3), ("float32", 1)):
+        seen.clear()
+        bound = 0.0
+        gradient, metrics = update_gradient(model, groups, dtype)
+        assert (gradient, metrics["optimizer_steps"], len(seen)) == (None, 0, num_passes)
+
+
+def warm_start_gradients(monkeypatch, config, change=lambda _: None) -> tuple[list, list]:
+    """Return the gradients and losses of a warm start's steps, which change nothing, and the shapes
+    of the batches that passed through the model. `change` modifies the model before."""
+    model, codec = grpo.load_model(config, ["small_gcd", "gcd"])
+    change(model)
+    optimizer = RecordGradients(model)
+    shapes = []
+
+    def record(module, args, kwargs):
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(grpo, "warm_start_optimizers", lambda *_: [(optimizer, 0.0)])
+        losses = [loss for _, loss in grpo.warm_start(model, codec, config, ["small_gcd", "gcd"])]
+    return [*optimizer.gradients, torch.tensor(losses)], shapes
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama"])
+def test_L6_a_warm_start_in_float16_has_the_gradients_of_float32(tmp_path, monkeypatch, name):
+    config = make_config(MODEL_NAME="tiny") if name == "tiny" else save_model(tmp_path, **LLAMA)
+
+    # The two factors cancel, but all gradients below them become small. Without a scaled loss, the
+    # error would be 2%. The large gradient of the last matrix is ignored.
+    def change(model):
+        if name == "llama":
+            with torch.no_grad():
+                model.model.norm.weight *= 2**10
+                model.lm_head.weight /= 2**10
+            model.lm_head.weight.register_hook(torch.zeros_like)
+
+    found = []
+    for dtype in ("float32", "float16"):
+        changed = replace(config, DTYPE=dtype, DEVICE="cpu", WARM_START_STEPS=2, NUM_SHOTS=0)
+        found.append(warm_start_gradients(monkeypatch, changed, change)[0])
+    for expected, ours in zip(*found, strict=True):
+        assert 0 < relative_error(ours, expected) < 0.01
+
+
+def test_L1_L8_the_batch_of_a_real_models_warm_start_is_split_without_changing_its_gradient(
+    tmp_path, monkeypatch
+):
+    config = replace(save_model(tmp_path, **LLAMA), DEVICE="cpu", WARM_START_STEPS=2, NUM_SHOTS=0)
+    found = []
+    for rows, error in ((16, None), (1, None), (16, torch.OutOfMemoryError("out of memory"))):
+        changed = replace(config, MICRO_BATCH_SIZE=rows)  # of MAX_NEW_TOKENS tokens each
+        with monkeypatch.context() as patch:
+            if error:  # in each pass of more than two rows
+                forward = transformers.LlamaForCausalLM.forward
+
+                def run_out(self, input_ids, forward=forward, error=error, **kwargs):
+                    if len(input_ids) > 2:
+                        raise error
+                    return forward(self, input_ids, **kwargs)
+
+                patch.setattr(transformers.LlamaForCausalLM, "forward", run_out)
+            gradients, shapes = warm_start_gradients(monkeypatch, changed)
+        found.append(gradients)
+        if not error:
+            assert all(n == 1 or n * length <= rows * 16 for n, length in shapes)
+            assert sum(n for n, _ in shapes) == 2 * 8
+    for gradients in found[1:]:
+        for expected, ours in zip(found[0], gradients, strict=True):
+            assert relative_error(ours, expected) < 1e-5
+    assert not torch.equal(found[0][0], found[1][0]), "the batch was not split"
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2"])
+def test_L7_a_model_is_exact_in_float16_or_rejected_if_it_overflows(tmp_path, architecture):
+    config = replace(save_model(tmp_path, architecture=architecture), DTYPE="float16")
+    model, codec = grpo.load_model(config, ["small_gcd"])
+    check_exact(model, codec)
+
+    # Log-probabilities in float16 differ from float32 log-probabilities by rounding errors.
+    ids = torch.randint(2, codec.vocabulary, (40,), generator=torch.Generator().manual_seed(0))
+    groups = [Group(ids[:20].tolist(), [ids[20:].tolist()], [])]
+    exact, _ = logprobs_of(model, groups)
+    with grpo.autocast("float16", model):
+        logprobs, _ = logprobs_of(model, groups)
+    assert 1e-4 < (logprobs - exact).abs().max() < 0.03
+    assert logprobs.dtype == torch.float32
+
+    # The factors cancel, but only float32 and bfloat16 can represent the numbers between them.
+    if architecture == "llama":
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight *= 2**20
+            model.model.layers[0].mlp.down_proj.weight /= 2**20
+        for dtype in ("float32", "bfloat16"):
+            grpo.check_logprobs(model, codec, replace(config, DTYPE=dtype), ids.tolist())
+        with pytest.raises(grpo.ModelError, match="overflow in float16: set DTYPE=float32"):
+            grpo.check_logprobs(model, codec, config, ids.tolist())
+
+
+def test_L1_F3_a_run_in_float16_trains_and_its_checkpoints_have_the_format_of_float32(tmp_path):
+    saved = []
+    for dtype in ("float16", "float32"):
+        assert run(tmp_path / dtype, LEARNING, DTYPE=dtype) == 0
+        rows = rewards_of(tmp_path / dtype)
+        assert all(row["grad_norm"] > 0 for row in rows if row["informative_groups"])
+        assert any(row["informative_groups"] for row in rows)
+        (path,) = (tmp_path / dtype).glob("**/checkpoints/*5*.safetensors")
+        tensors = safetensors.torch.load_file(path)
+        saved.append({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()})
+    assert saved[0] == saved[1]
+
+
+# -------- Sampling on a GPU -----------------------------------------------------------------------
+
+
+class CountWaits(TorchFunctionMode):
+    """Count the calls for which a program on a GPU must wait until the GPU has computed a value."""
+
+    num_waits = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        is_mask = any(getattr(x, "dtype", None) == torch.bool for x in args[1:])
+        waits = ("tolist", "item", "__bool__", "__int__", "__index__", "nonzero")
+        self.num_waits += name in waits or (name == "__getitem__" and is_mask)
+        return function(*args, **kwargs or {})
+
+
+def test_L2_sampling_waits_for_a_gpu_once_per_token():
+    model = small_gpt2()
+    model.set_attn_implementation("eager")  # with "sdpa", transformers itself checks the padding
+    prompts = [[3, 4, 5], [7], [8, 9]]
+    uniforms = torch.rand(9, 6, generator=torch.Generator().manual_seed(5))
+    with CountWaits() as mode:
+        drawn = grpo.sample_completions(model, small_codec({2, 7, 11}, 20), prompts, uniforms, 1.0)
+    lengths = {len(ids) for ids in drawn}
+    assert len(lengths) > 2, "no row has left the batch early"
+    assert mode.num_waits == max(lengths) + 1  # the last wait copies all tokens

@@ -570,6 +570,27 @@ def test_U8_try_py_uses_the_prompt_of_training(tmp_path, monkeypatch, capsys, ch
     assert "1 + 1?" in codec.tokenizer.decode(json.loads(capsys.readouterr().out)[0])
 
 
+def test_F3_a_node_resumes_with_a_model_folder_that_was_moved(tmp_path, capsys):
+    folder = tmp_path / "model"
+    for part in grpo.build_tiny_model(["small_products"]):
+        part.save_pretrained(folder)
+    settings = {"MAX_NEW_TOKENS": 8, "NUM_SHOTS": 0, "WARM_START_STEPS": 4, "LEARNING_RATE": 0.01}
+    assert run(tmp_path / "drive", settings, MODEL_NAME=folder, MAX_ROUNDS=2) == 0
+
+    # It inherits the model's settings, because the experiment uses the same model, and loads the
+    # same warm start.
+    (tmp_path / "elsewhere").mkdir()
+    folder = folder.rename(tmp_path / "elsewhere/model")
+    capsys.readouterr()
+    assert (
+        run(tmp_path / "drive", MODEL_NAME=f"{folder}/", MAX_ROUNDS=3, WARM_START_STEPS=None) == 0
+    )
+    output = capsys.readouterr().out
+    assert "resume: from the checkpoint after round 1\n" in output
+    assert re.search("inherited from the experiment: .*LEARNING_RATE=0.01", output)
+    assert MADE not in output and rounds_of(tmp_path / "drive", "n_0") == [0, 1, 2]
+
+
 def test_U8_a_model_that_contradicts_itself_is_written_and_pushed_whatever_fails(
     tmp_path, monkeypatch
 ):

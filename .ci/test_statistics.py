@@ -315,8 +315,7 @@ def verdicts(curve, num_nodes: int, num_groups: int, num_runs: int = 400) -> Cou
     return Counter(coordinator.diagnose(rows).split()[0].strip(":") for rows in runs)
 
 
-@pytest.mark.parametrize("num_nodes", [1, 4])
-@pytest.mark.parametrize("num_groups", [4, 8])
+@pytest.mark.parametrize("num_nodes, num_groups", [(1, 4), (4, 8)])
 def test_U3_a_policy_that_never_changes_hardly_ever_gets_a_verdict(num_nodes, num_groups):
     """Each false verdict occurs in at most 3% of runs, plus three standard deviations of 400 runs
     (2.6%) for each length and of 2,000 runs (1.1%) for all lengths together."""

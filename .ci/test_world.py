@@ -1,7 +1,8 @@
 """Tests of the swarm and the folder (S, F, L4 to L6, X) in a simulated world.
 
     pytest .ci/test_world.py -k "random and [17]"             repeat the schedule with seed 17
-    SEEDS=2000 pytest .ci/test_world.py -k random             run more schedules
+    SEEDS=600 pytest .ci/test_world.py -k random              run 600 schedules instead of 40
+    EVERY=1 pytest .ci/test_world.py -k lone                  inject a fault at every call
     NODES="4 16 64 256" pytest -s .ci/test_world.py -k many   print the calls per round as a table
 
 A random schedule is generated from a seed. It consists of a swarm's settings, its processes and the
@@ -14,13 +15,11 @@ The second half of this file contains scenarios that random schedules hardly eve
 """
 
 import errno
-import functools
 import itertools
 import json
 import os
 import random
 import re
-import sys
 import tempfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ from world import REAL, World, question
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 # A lone process is tested with a fault at every EVERY-th call, or less often.
 EVERY = int(os.environ.get("EVERY", 4))
-NUM_SEEDS = int(os.environ.get("SEEDS", 150))
+NUM_SEEDS = int(os.environ.get("SEEDS", 40))
 # Allowed calls on a process's own files: for its start and end, per node, per stage or end of a
 # round, and per node and second (two calls per heartbeat, plus four markers that are posted again).
 CALLS = 80, 50, 12, 1.3
@@ -133,6 +132,7 @@ def run_schedule(schedule: dict, drive: Path) -> "Oracle":
 
 # -------- The oracle ------------------------------------------------------------------------------
 
+OWN_DIRS = ("/nodes", "/archives/default")
 STAGE_FILE = r"nodes/([^/]+)/(rollouts|rewards)/round_(\d{6})\.stage_(\d+)\.json"
 MARKER = r"board/(open|rollouts|rewards|checkpoint)\.(.+)\.(\d{6})\.(\d+)"
 
@@ -234,6 +234,11 @@ class Oracle:
             )
         inside = os.path.relpath(target, self.dir)
         self.require(name != "mkdir" or inside != ".", "F6: the experiment appears empty")
+        if name == "mkdir" and (self.dir / "config.json").exists():
+            # The experiment's creator has created all folders that several processes write into.
+            own = ["/.new-", *(f"{folder}/{node}" for node in process.nodes for folder in OWN_DIRS)]
+            is_own = any(part in target for part in own)
+            self.require(is_own, f"F7: {process.name} creates {inside} after the start")
         if name == "open":
             # (A checkpoint is emptied before it is deleted.)
             is_temporary = os.path.basename(path).startswith(".new-")
@@ -633,7 +638,7 @@ class Oracle:
 
         It registers as "evil" and publishes groups, some of which are valid. It claims one round
         more than it has published, and plants files next to a node's own files. Damaged files are
-        tested in test_strangers.py.
+        tested in test_untrusted.py.
         """
         board, folder = self.dir / "board", self.dir / "nodes/evil/rollouts"
         if not board.exists():
@@ -765,7 +770,7 @@ def finish(scene, name="n", status=0, words="", **settings):
 
 
 @pytest.mark.parametrize("names, behind", [
-    ("w0 w1 w2", ""), ("w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "coordinator"),
+    ("w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "coordinator"),
 ])  # fmt: skip
 def test_S1_workers_keep_together_with_or_without_a_coordinator(scene, names, behind):
     """This holds even if a clock is 200 s behind, and no process waits for the interval."""
@@ -796,27 +801,20 @@ def test_S1_a_round_is_over_by_time_by_completion_or_by_either(scene, advance, s
 
 @pytest.mark.parametrize("step", [100.0, 200.0])
 def test_S1_slow_rounds_are_all_trained_with_external_groups_of_the_same_round(scene, step):
-    """All settings that matter have their defaults. A round takes two steps and many intervals."""
+    """All settings that matter have their defaults. A round takes two steps and many intervals.
+    One worker's step takes ten seconds longer, which is less than its peer waits."""
     names = ("COORDINATOR_ROUND_INTERVAL", "FETCH_TIMEOUT_SECONDS", "STALE_AFTER_SECONDS")
     scene.swarm |= {name: sapo.TABLE[name].default for name in (*names, "ROUND_ADVANCE")}
-    scene.swarm |= {"MAX_ROUNDS": 30, "CHECKPOINT_INTERVAL": 10}
+    scene.swarm |= {"MAX_ROUNDS": 12, "CHECKPOINT_INTERVAL": 10}
     leader, *workers = [scene.start(name, step) for name in ("coordinator", "w0", "w1")]
-    scene.run(seconds=60 * 2 * step)
+    workers[1].step_seconds += 10.0
+    scene.run(seconds=30 * 2 * step)
     for process in workers:
         ages = [row["external_ages"] for row in scene.rows(process.name)]
-        assert ages == [[0, 0]] * 30, "a round was missed, or it had older external groups"
+        assert ages == [[0, 0]] * 12, "a round was missed, or it had older external groups"
         assert "no peer published" not in process.output
-    assert leader.status == 0 and "reward" in leader.output.split("29/30")[1]
+    assert leader.status == 0 and "reward" in leader.output.split("11/12")[1]
     scene.check()
-
-
-@pytest.mark.parametrize("num_external", [0, 2])
-def test_S1_a_worker_that_is_a_tenth_slower_misses_no_slow_round(scene, num_external):
-    scene.swarm |= {"MAX_ROUNDS": 30, "NUM_TRANSPLANT_TREES": num_external}
-    for name, step in (("coordinator", 1.0), ("w0", 100.0), ("w1", 110.0)):
-        scene.start(name, step)
-    scene.run()
-    assert scene.rounds("w0") == scene.rounds("w1") == [*range(30)]
 
 
 @pytest.mark.parametrize(
@@ -834,7 +832,7 @@ def test_S1_a_worker_that_lives_but_never_submits_delays_one_round(scene, advanc
 
 def test_S1_a_node_without_external_groups_logs_once_which_setting_helps(scene):
     """With `time` and an interval of 5 s, the peer's rollouts of a round arrive after it is over."""
-    scene.swarm |= {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 5, "MAX_ROUNDS": 200}
+    scene.swarm |= {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 5, "MAX_ROUNDS": 40}
     scene.swarm |= {"ROLLOUT_MAX_AGE": 0}
     for name, step in (("coordinator", 1.0), ("fast", 1.0), ("slow", 40.0)):
         scene.start(name, step)
@@ -902,19 +900,20 @@ def test_S1_S2_S3_a_slow_node_among_fast_ones_costs_its_timeout_and_is_alive(sce
     assert sum(wait > 5 for wait in waits) <= len(scene.rounds("snail", "rollouts")) + 2
 
 
-@pytest.mark.parametrize("is_led", [False, True])
-def test_S1_who_comes_late_and_is_slow_is_soon_in_step_with_the_others(scene, is_led):
-    scene.swarm |= {"MAX_ROUNDS": 30}
+@pytest.mark.parametrize("is_led, num_external", [(False, 2), (True, 0)])
+def test_S1_a_late_and_slow_worker_misses_no_round_after_its_first(scene, is_led, num_external):
+    """Without a coordinator, workers wait for its rollouts. A coordinator waits for its rewards."""
+    scene.swarm |= {"MAX_ROUNDS": 15, "NUM_TRANSPLANT_TREES": num_external}
     for name in ("a", "b", "coordinator")[: 2 + is_led]:
         scene.start(name, 1.0)
     scene.run(lambda: scene.opened() > 2)
     scene.start("late", 4.0)
     scene.run()
     rounds = scene.rounds("late")
-    assert rounds[0] < 15 and len(rounds) >= 0.5 * (30 - rounds[0]), rounds
+    assert rounds == [*range(rounds[0], 15)] and rounds[0] < 10
 
 
-def test_S2_who_is_suspended_for_longer_than_stale_is_missed_by_nobody_and_comes_back(scene):
+def test_S2_a_suspended_worker_delays_no_peer_and_continues_with_the_open_round(scene):
     scene.swarm |= {"MAX_ROUNDS": 10**4, "FETCH_TIMEOUT_SECONDS": 5}
     away, other, _ = [scene.start(name, 3.0) for name in ("w0", "w1", "w2")]
     scene.run(lambda: scene.opened() > 3)
@@ -967,7 +966,7 @@ def test_S4_of_two_of_one_name_the_older_ends_with_status_3(scene, name):
 def test_F1_L6_F6_F7_of_nodes_that_start_together_one_begins_and_all_have_its_settings(scene):
     """The later nodes leave NUM_TRAIN_SAMPLES unset, so they inherit it."""
     swarm = scene.swarm | {"WARM_START_STEPS": 3, "MAX_ROUNDS": 3, "NUM_TRAIN_SAMPLES": 8}
-    for delay in (0, 0.01, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0, 1.1, 1.3, 2):
+    for delay in (0, 0.05, 0.3, 0.9, 1.1, 2):
         scene = Oracle(World(scene.world.drive.with_name(f"after_{delay}")), swarm)
         with scene.world.patched():
             first = scene.start("anna", SEED=77, NUM_TRAIN_SAMPLES=3)
@@ -1013,32 +1012,23 @@ def test_F6_a_crash_or_error_while_an_experiment_is_created_leaves_a_usable_fold
             assert os.listdir(scene.world.drive / "experiments") == ["default"], call
 
 
-@pytest.mark.parametrize("moment", ["board/rewards.n.", "checkpoints/.new-"])
-def test_F3_totals_and_rows_equal_the_reward_files_after_crashes(scene, moment):
-    """The first crash is in the last round. The second is in the export after a restart."""
-    scene.swarm |= {"NUM_TRAIN_SAMPLES": 4, "CHECKPOINT_INTERVAL": 3}
-    scene.start("other", MAX_ROUNDS=10**4)
-    process = scene.start("n", MAX_ROUNDS=5)
+def test_F3_rewards_submitted_before_a_crash_are_counted_and_logged(scene):
+    """The swarm continues meanwhile, so the resumed node skips these rounds."""
+    scene.swarm |= {"MAX_ROUNDS": 12, "CHECKPOINT_INTERVAL": 3}
+    scene.start("other")
+    process = scene.start("n")
 
-    def kill_at(part):
-        def strike(process, name, path):
-            if process.name == "n" and part in path and 4 in scene.rounds("n"):
-                process.strike("kill")
+    def kill_in_round_4(process, name, path):
+        if "board/rewards.n." in path and 4 in scene.rounds("n"):
+            process.strike("kill")
 
-        scene.world.refuse = strike
-        scene.run(lambda: process.status == -9)
-        scene.world.refuse = lambda *_: None
-        process.start()
-
-    kill_at(moment)
-    kill_at("/model/.new-")
-    scene.run(lambda: process.status == 0)
-    rewards = [row["reward"] for row in scene.files["n", "rewards"].values()]
-    rows = {row["round"]: row for row in scene.rows("n")}
-    assert [rows[t]["reward"] for t in range(5)] == rewards and sum(rewards) > 0
-    assert [rows[t]["total_reward"] for t in range(5)] == [*itertools.accumulate(rewards)]
-    printed = re.findall(r"cumulative reward (\S+) per node", process.output)
-    assert printed == [f"{sum(rewards):.2f}"] * 2
+    scene.world.refuse = kill_in_round_4
+    scene.run(lambda: process.status == -9)
+    scene.world.refuse = lambda *_: None
+    scene.run(lambda: scene.opened() > 6)
+    process.start()
+    scene.run()
+    scene.check()
 
 
 def test_F1_F3_a_stage_that_samples_differently_after_a_crash_trains_on_what_it_published(
@@ -1168,57 +1158,46 @@ def test_F4_the_newest_readable_checkpoint_counts_and_without_one_a_start_is_ref
 
 # The call before which the folder becomes unavailable, and whether the process is then stopped. If
 # the number is negative, the process creates the experiment. Otherwise, it joins.
-MOMENTS = [
-    *((moment, False) for moment in (-3, -4, -5, -6, -9, 4)),
-    (30, False),
-    (60, False),
-    (120, True),
-    (150, False),
-]
+MOMENTS = [(-3, False), (-6, False), (4, False), (30, False), (120, True), (150, False)]
 
 
 @pytest.mark.parametrize("moment, is_stopped", MOMENTS)
-def test_F2_the_whole_drive_is_away_for_a_minute_and_nothing_is_made_in_its_place(
-    scene, moment, is_stopped
-):
-    world, away = scene.world, scene.world.drive.with_name("away")
+def test_F2_a_folder_that_is_unmounted_for_a_minute_is_not_created_again(scene, moment, is_stopped):
+    world, unmounted = scene.world, scene.world.drive.with_name("unmounted")
     if moment > 0:
         finish(scene, "other", MAX_ROUNDS=1)
     world.drive.mkdir(exist_ok=True)
     process = scene.start("n")
     world.run(lambda: process.num_calls >= abs(moment))
     process.strike("outage", 0)  # so that the oracle expects one
-    world.drive.rename(away)
+    world.drive.rename(unmounted)
     world.run(lambda: world.now > process.began_at + 90)
     assert process.status is None and not world.drive.exists(), process.output
     if is_stopped:  # it cannot write a checkpoint, and logs this
         process.strike("stop")
         world.run()
         assert process.status == 130 and "without saving a checkpoint" in process.output
-    away.rename(world.drive)
+    unmounted.rename(world.drive)
     world.run()
     assert is_stopped or process.status == 0
 
 
-CODES = (errno.EROFS, errno.EACCES)
-
-
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-def test_F2_what_waiting_cannot_mend_is_refused_at_the_first_write_and_waits_later(scene, code):
-    scene.world.refuse = lambda _, name, path: name in ("mkdir", "replace") and code
-    finish(scene, "n", 2, os.strerror(code))
-    scene.world.refuse = lambda *_: None
-    process = scene.start()
-    process.strike("outage", 0)
-    scene.run(lambda: scene.opened() == 1)
-    scene.world.refuse = lambda _, name, path: name in ("mkdir", "replace") and code
-    scene.wait(60)
-    assert process.status is None and process.output.count("outage") == 1
-    assert os.strerror(code) in process.output.split("outage")[1]
-    scene.world.refuse = lambda *_: None
+@pytest.mark.parametrize("kind", ["checkpoints", "warmstart"])
+def test_F2_a_temporary_error_on_a_file_that_a_node_needs_is_an_outage(scene, kind):
+    """The node must not continue without its newest checkpoint, or with a second warm start."""
+    scene.swarm |= {"WARM_START_STEPS": 3}
+    finish(scene, "prepare", NODE_ROLE="prepare")
+    if kind == "checkpoints":
+        finish(scene, MAX_ROUNDS=4)
+    path = str(max(scene.world.drive.rglob(f"{kind}/*.safetensors")))
+    codes = [errno.EIO] * 3
+    scene.world.refuse = lambda _, name, called: called == path and codes and codes.pop()
+    process = scene.world.process("n", **scene.swarm)
+    process.struck.append("outage")  # so that the oracle expects one
+    process.start()
     scene.run()
-    assert process.status == 0
-    scene.check()
+    assert process.status == 0 and not codes and "outage" in process.output, process.output
+    assert len(os.listdir(scene.world.drive / "warmstart")) == 1
 
 
 def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(scene):
@@ -1231,16 +1210,6 @@ def test_F2_a_peers_unreadable_file_is_skipped_and_read_again_in_a_later_round(s
     scene.run()
     found = [row["external_groups"] for row in scene.rows("n")]
     assert sum(found) == 1 and found[0] == 0 and "outage" not in process.output, found
-
-
-def test_S2_a_clock_that_is_far_off_is_named_once(scene):
-    scene.swarm |= {"MAX_ROUNDS": 12}
-    scene.start("n", 6.0)
-    scene.world.process("off", 6.0, clock_error=5000, **scene.swarm).start()
-    scene.run()
-    for name in ("n", "off"):
-        events = [row["event"] for row in scene.rows(name, "training_events")]
-        assert events.count("clock") == 1, events
 
 
 def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(scene):
@@ -1278,11 +1247,10 @@ def test_F6_a_start_says_whether_it_is_new_joined_resumed_or_finished(scene, wor
 
 
 @pytest.mark.parametrize("words, changes, settings", [
-    ("SEED", {}, {"SEED": 7}), ("TASKS", {}, {"TASKS": "small_gcd"}), ("REWARD", {}, {"REWARD": "verifier"}),
-    ("MAX_STAGES", {}, {"MAX_STAGES": 3}), ("version", {"layout": 4}, {}), ("SEED", {"SEED": "7\x1b[2J"}, {}),
+    ("SEED", {}, {"SEED": 7}), ("version", {"layout": 4}, {}), ("SEED", {"SEED": "7\x1b[2J"}, {}),
     ("MAX_ROUNDS", {}, {"NODE_ID": "late", "MAX_ROUNDS": 3}), ("MAX_ROUNDS", {}, {"NODE_ID": "", "MAX_ROUNDS": 6}),
 ])  # fmt: skip
-def test_F6_what_disagrees_with_the_experiment_or_comes_too_late_is_refused(
+def test_F6_a_node_with_different_settings_or_no_rounds_left_exits_and_writes_nothing(
     scene, words, changes, settings
 ):
     finish(scene)
@@ -1320,14 +1288,6 @@ def test_F3_what_a_killed_prepare_leaves_goes_when_it_is_started_again(scene, ca
     assert names == os.listdir(scene.world.drive / "warmstart")
 
 
-def test_U10_whatever_ends_a_process_leaves_a_record(scene, monkeypatch):
-    monkeypatch.setattr(grpo, "update_policy", lambda *args: sys.exit(5))
-    finish(scene, "n", 1, "SystemExit: 5")
-    assert scene.rows("n", "training_events")[-1]["event"] == "error"
-    heartbeat = json.loads((scene.dir / "nodes/n/heartbeat.json").read_bytes())
-    assert heartbeat["state"] == "failed"
-
-
 def test_U8_a_model_that_the_library_refuses_to_write_is_an_event(scene, monkeypatch):
     monkeypatch.setattr(grpo, "save_model", lambda *args: 1 / 0)
     finish(scene, "n", 0, "cannot be written")
@@ -1335,30 +1295,28 @@ def test_U8_a_model_that_the_library_refuses_to_write_is_an_event(scene, monkeyp
     assert "export" in events and len(scene.rounds("n")) == 6
 
 
-def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_twelve(
-    scene, monkeypatch
-):
+def test_S3_a_round_of_many_nodes_costs_a_worker_hardly_more_calls_than_one_of_twelve(scene):
     """Print the number of calls per round of a worker and of the coordinator.
 
-    These are means over rounds 1 to 6 and all workers, with steps of 3 s and calls of 2 ms. With
-    1024 workers, the test takes hours.
+    They are counted in round 1, with calls of 2 ms, and averaged over the workers. The workers'
+    steps take 20 to 40 s, so the board changes all the time while the fast workers wait. (If all
+    steps took equally long, the calls would depend on how long the coordinator happens to sleep.)
     """
-    cache = functools.lru_cache(2**20)(re.fullmatch)  # each poll parses all names on the board
-    monkeypatch.setattr(re, "fullmatch", cache)
     of_workers = []
     for num_nodes in map(int, os.environ.get("NODES", "12 24").split()):
         world = World(scene.world.drive.with_name(f"of_{num_nodes}"))
-        swarm = {"NUM_WORKERS": num_nodes, "MAX_ROUNDS": 8, "CHECKPOINT_INTERVAL": 100}
+        swarm = {"NUM_WORKERS": num_nodes, "MAX_ROUNDS": 3, "CHECKPOINT_INTERVAL": 100}
         oracle = Oracle(world, BASE | swarm)
         with world.patched():
             world.call_seconds = 0.002
-            for name in ("coordinator", *(f"w{i}" for i in range(num_nodes))):
-                oracle.start(name, 3.0)
+            oracle.start("coordinator")
+            for i in range(num_nodes):
+                oracle.start(f"w{i}", 20.0 + 20.0 * i / (num_nodes - 1))
             world.run()
             oracle.check()
-        costs = {p.name: (calls[7] - calls[1]) / 6 for p, calls in oracle.calls_at.items()}
+        costs = {p.name: calls[2] - calls[1] for p, calls in oracle.calls_at.items()}
         of_coordinator = costs.pop("coordinator")
         of_worker = sum(costs.values()) / num_nodes
         print(f"| {num_nodes} | {of_worker:.0f} | {of_coordinator:.0f} |", flush=True)
         of_workers += [of_worker] * (num_nodes > 11)  # from here on, some peers are not read
-    assert all(calls < of_workers[0] + 10 for calls in of_workers)
+    assert all(calls < 1.1 * of_workers[0] for calls in of_workers)

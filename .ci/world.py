@@ -9,15 +9,16 @@ Before any such call, a process can be killed, suspended or stopped, or the call
 callbacks `World.observe` and `World.trained` report each change of the folder and each update of a
 model to the test.
 
-Only the first section, the seams, depends on the program's internals. The simulation does not cover
-torch, writes that are torn within one call, or libraries' writes to local files.
+Only the first section, the seams, and `parse_board` in `World.patched` depend on the program's
+internals. The simulation does not cover torch, writes that are torn within one call, or libraries'
+writes to local files.
 """
 
 import builtins
 import contextlib
-import copy
 import errno
 import functools
+import gc
 import hashlib
 import heapq
 import io
@@ -38,8 +39,11 @@ from pathlib import Path
 import torch
 import transformers
 
+import drive_store
 import grpo
 import sapo
+
+gc.freeze()  # each process starts with a collection, which need not search the libraries' objects
 
 # -------- The seams: adapt this section when the program changes ----------------------------------
 # Each fake replaces the function of grpo.py with the same name, and has the same arguments and
@@ -47,13 +51,30 @@ import sapo
 # program.
 
 
+class Model(torch.nn.Module):
+    """A model with two parameters. The program writes heartbeats when `base_model` is called."""
+
+    config = transformers.GPT2Config()  # the program estimates the memory of a step from it
+
+    def __init__(self):
+        super().__init__()
+        self.base_model = torch.nn.Linear(2, 1)
+
+    def forward(self):
+        return self.base_model(torch.zeros(2))
+
+
 def load_model(*args):
-    """Return a copy of one tiny random model, the same for all processes, and its codec."""
+    """Return a model, with equal weights in all processes, and the codec of tiny."""
     if not CACHE:
-        codec = REAL["load_model"](*args)[1]
-        sizes = dict(n_embd=4, n_layer=1, n_head=1, n_positions=16, vocab_size=codec.vocabulary)
-        CACHE.append((transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval(), codec))
-    return copy.deepcopy(CACHE[0])
+        CACHE.append(REAL["load_model"](*args)[1])
+    model = Model()
+    fill(model, 1)
+    return model, CACHE[0]
+
+
+def estimate_generated_at_once(model, config, available):
+    return 1000
 
 
 def sample_in_batches(model, codec, prompts, num_generations, config, seed, limit):
@@ -85,8 +106,8 @@ def save_model(model, codec, card, folder):
         Path(folder, name).write_text(f"{name} {number_from(weights_of(model))}")
 
 
-FAKES = (load_model, sample_in_batches, update_policy, warm_start, save_model)
-SEAMS = {fake.__name__: fake for fake in FAKES}
+FAKES = (load_model, estimate_generated_at_once, sample_in_batches, update_policy, warm_start)
+SEAMS = {fake.__name__: fake for fake in (*FAKES, save_model)}
 REAL = {name: getattr(grpo, name) for name in SEAMS}
 
 
@@ -132,7 +153,7 @@ def compute(model) -> None:
     seconds = WORLD.current.step_seconds
     while seconds > 0:
         with torch.no_grad():
-            model(torch.tensor([[0]]))
+            model()
         WORLD.sleep(min(seconds, 5.0))
         seconds -= 5.0
 
@@ -350,10 +371,11 @@ class World:
         When a process calls on the shared folder, other processes run first, and the call may fail.
         """
         process = self.current
-        is_about_it = bool(args) and str(args[0]).startswith(str(self.drive))
-        if process is None or process.is_calling or not is_about_it:
+        if process is None or process.is_calling or not args:
             return function(*args, **kwargs)
-        path = os.path.abspath(args[0])
+        path = str(args[0])
+        if not path.startswith(str(self.drive)):
+            return function(*args, **kwargs)
         process.num_calls += 1
         process.calls[name, path] += 1
         if process.num_calls in process.faults:
@@ -378,7 +400,7 @@ class World:
         finally:
             process.is_calling = False
         if is_write:
-            target = os.path.abspath(args[1]) if name in MOVES else path
+            target = str(args[1]) if name in MOVES else path
             self.note_names(process, name, path, target)
             self.tell(self.observe, process, name, path, target)
         if fault:
@@ -483,6 +505,8 @@ class World:
         dispatch(signal, "signal", lambda n, handler: self.current.handlers.update({n: handler}))
         for name, fake in SEAMS.items():
             patch(grpo, name, fake)
+        parse = functools.lru_cache(1000)(drive_store.parse_board)  # most polls find the same names
+        patch(drive_store, "parse_board", lambda names: parse(tuple(names)))
         patch(tempfile, "tempdir", str(self.drive.parent))
         for module, name in CALLS:
             patch(module, name, functools.partial(self.call, getattr(module, name), name))

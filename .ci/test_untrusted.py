@@ -9,11 +9,11 @@ import io
 import itertools
 import json
 import os
+import random
 import re
 import resource
 import shutil
 import sys
-import time
 import tracemalloc
 from math import inf, nan
 from unittest.mock import Mock, patch
@@ -39,29 +39,14 @@ READERS = ("monitor", "report")
 REPEATABLE = dict(derandomize=True, deadline=None, suppress_health_check=[*HealthCheck])
 
 
-def settings_from(config_json: bytes):
-    """Return the Config and the notes of a worker that joins a run with this config.json."""
-    environ = dict(GDRIVE_PATH="d", NODE_ID="late", NODE_ROLE="worker", DEVICE="cpu")
-    config = sapo.read_config(environ, drive_store.parse_json(config_json))
-    return config, config.notes
-
-
-def load_tensors(folder, tensors) -> None:
-    """Load the file `weights` of a folder into tensors of the same names."""
-    store = drive_store.DriveStore(folder, "x")
-    saved, _ = sapo.read_tensors(store, "/weights", tensors)
-    sapo.copy_tensors(saved, tensors)
-
-
 def run_roles(drive, *roles, **more) -> tuple[list, str]:
     """Run these roles one after another. Return their exit codes and their output.
 
     Peers' files must not hold up a role or cause a traceback, and must not be printed raw.
     """
     screen = io.StringIO()
-    plot = patch("coordinator.plot", lambda *_: b"a plot")
-    delay = patch("coordinator.opening_delay", lambda _: 0.0)  # no coordinator is alive
-    with time_limit(30), contextlib.redirect_stdout(screen), plot, delay:
+    plot = patch("coordinator.plot", lambda *_: b"a picture")
+    with time_limit(30), contextlib.redirect_stdout(screen), plot:
         statuses = [run(drive, SHORT, NODE_ROLE=role, **more) for role in roles]
     assert is_safe_to_print(screen.getvalue())
     return statuses, screen.getvalue()
@@ -70,6 +55,51 @@ def run_roles(drive, *roles, **more) -> tuple[list, str]:
 # -------- X1, X2, X3: files of every kind in every place ------------------------------------------
 
 TERMINAL = "\x1b]0;x\x07\u202e\r"
+STAGES = [f"{kind}/round_{t:06d}.stage_0.json" for t in range(4) for kind in ("rollouts", "rewards")]  # fmt: skip
+EVIL = type("Evil", (), {"__reduce__": lambda _: (os.mkdir, ("PWNED",))})()  # runs if unpickled
+BYTES = {
+    "empty": b"", "torn": b'{"format": 1, "peer_id": "p', "no-text": b"\xff\xfe\0" * 99, "no-object": b"[1]",
+    "deep": b'{"a": ' + b"[" * 4000 + b"]" * 4000 + b"}", "not-finite": b'{"time": NaN, "reward": 1e999}',
+    "digits": b'{"time": ' + b"9" * 100_000 + b"}", "commas": b'{"a": [' + b"[]," * 2_500_000 + b"1]}",
+    "odd-types": b'{"time": 1' + b"0" * 400 + b', "session": ["x"], "round": "\\u001b[2J", "reward": true}',
+    "for-the-terminal": "\x1b]0;x\x07\u202e\r\n".encode() * 99, "pickle": b"cos\nmkdir\n(S'PWNED'\ntR.",
+}  # fmt: skip
+for kind, changes in {  # rollouts of round 2 with a group that is wrong only in these values
+    "bad-task": dict.fromkeys(("task", "prompt", "answer"), TERMINAL),
+    "bad-response": {"completions": [{"response": 1, "finished": True}] * 2},
+}.items():
+    about = {"format": 1, "peer_id": kind, "round": 2, "stage": 0, "timestamp": 1e9}
+    BYTES[kind] = json.dumps(about | {"rollouts": {"0": group_by_hand(1) | changes}}).encode()
+LINKS = {  # kind -> function that creates it at a path, as a link into the folder `outside`
+    "link": lambda path, outside: path.symlink_to(outside / "n_0.json"),
+    "link-to-a-folder": lambda path, outside: path.symlink_to(outside),
+    "dangling-link": lambda path, outside: path.symlink_to(outside / "new"),
+}
+FILES = {
+    "loop": lambda path, _: path.symlink_to(path),
+    "dev-zero": lambda path, _: path.symlink_to("/dev/zero"),
+    "FIFO": lambda path, _: os.mkfifo(path),
+    "terabytes": lambda path, _: path.touch() or os.truncate(path, 2**43),
+    "torch-pickle": lambda path, _: torch.save(EVIL, path.open("wb")),
+}
+FILES |= {kind: lambda path, _, data=data: path.write_bytes(data) for kind, data in BYTES.items()}
+MAKE = LINKS | FILES | {"folder": lambda path, _: (path / "in").mkdir(parents=True)}
+
+# Each kind has peers of its name, so that files of all kinds can be next to each other and a failure
+# shows the kind. NN stands for the number of the kind.
+PEERS = ("KIND", "KIND-1", "KIND-2")
+PEER_FILES = ["nodes/KIND-1", "nodes/KIND-2/rollouts", "nodes/KIND-2/rewards"]
+PEER_FILES += """nodes/KIND/heartbeat.json nodes/KIND/model nodes/junk-KIND board/junk-KIND board/open.KIND.000000.0
+    board/rollouts.KIND.000009.0 board/rewards.n_1.0000NN.0 nodes/n_0/checkpoints/round_0009NN.safetensors
+    nodes/n_0/.new-NN nodes/n_0/logs/.new-NN ../linked-KIND ../broken-KIND/board ../broken-KIND/config.json""".split()
+PEER_FILES += [f"nodes/KIND/{name}" for name in STAGES[:6]]
+OWN_FILES = [
+    f"nodes/{node}/{name}"
+    for node in ("n_0", "n_1")
+    for name in (*STAGES, "heartbeat.json", "model/config.json", "model/model.safetensors")
+]
+OWN_FILES += """nodes/n_0/logs/system_info.json nodes/coordinator/heartbeat.json
+    ../../reports/default.png ../../reports/report_all.md ../../reports/report_all.json""".split()
 
 
 def write(path, content=b"") -> None:
@@ -77,11 +107,8 @@ def write(path, content=b"") -> None:
     path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
 
 
-def begin(drive, publishing="pq", peers="qp"):
-    """Write an experiment with files that an honest peer q and hostile peers, such as p, left in 2001.
-
-    Only the peers in `publishing` have rollouts and rewards. Return the experiment's folder.
-    """
+def begin(drive, peers="qp"):
+    """Write an experiment with files that these peers left in 2001. Return its folder."""
     folder = drive / "experiments/default"
     for name in ("board", "../../warmstart", "../../reports", "../../archives/default"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -90,11 +117,8 @@ def begin(drive, publishing="pq", peers="qp"):
         session = {"session": "1000000000000-00000000", "time": 1e9, "state": "running"}
         write(folder / f"nodes/{name}/heartbeat.json", session)
         write(folder / f"board/session.{name}.{session['session']}", {})
-    for name, t in itertools.product(publishing, range(3)):
-        groups = {str(i): group_by_hand(10 * t + i + ord(name)) for i in range(3)}
-        if (name, t) == ("p", 2):
-            groups["0"] |= dict.fromkeys(("task", "prompt", "answer"), TERMINAL)
-            groups["0"]["completions"][0] |= {"response": TERMINAL, "reward": 1e299}
+    for name, t in itertools.product(peers, range(3)):
+        groups = {str(i): group_by_hand(10 * t + i + ord(name[0])) for i in range(3)}
         about = dict(round=t, stage=0, timestamp=1e9, format=1, node_id=name, peer_id=name)
         reward = about | {"reward": 0.5}
         for kind, content in (("rollouts", about | {"rollouts": groups}), ("rewards", reward)):
@@ -103,45 +127,11 @@ def begin(drive, publishing="pq", peers="qp"):
     return folder
 
 
-STAGES = [f"{kind}/round_{t:06d}.stage_0.json" for t in range(4) for kind in ("rollouts", "rewards")]  # fmt: skip
-# Each hostile peer leaves files of one kind. In these paths, P is its name and NN is its number.
-PEER_FILES = """nodes/P/heartbeat.json nodes/P/model nodes/junkNN board/junkNN board/open.P.000000.0
-    board/rollouts.P.000009.0 nodes/n_0/checkpoints/round_0009NN.safetensors nodes/n_0/.new-1NN board/rewards.n_1.0001NN.0
-    nodes/n_0/logs/.new-2NN ../linkedNN ../brokenNN/board ../brokenNN/config.json nodes/leafNN
-    nodes/treeNN/rollouts nodes/treeNN/rewards""".split()
-PEER_FILES += [f"nodes/P/{name}" for name in STAGES[:6]]
-OWN_FILES = """nodes/n_0/heartbeat.json nodes/n_0/logs/system_info.json nodes/n_0/model/config.json
-    nodes/n_0/model/model.safetensors nodes/coordinator/heartbeat.json
-    ../../reports/default.png ../../reports/report_all.md ../../reports/report_all.json""".split()
-OWN_FILES += [f"nodes/n_0/{name}" for name in STAGES]
-EVIL = type("Evil", (), {"__reduce__": lambda _: (os.mkdir, ("PWNED",))})()  # runs if unpickled
-BYTES = {
-    "empty": b"", "torn": b'{"format": 1, "peer_id": "p', "no text": b"\xff\xfe\0" * 99, "no object": b"[1]",
-    "deep": b'{"a": ' + b"[" * 4000 + b"]" * 4000 + b"}", "not finite": b'{"time": NaN, "reward": 1e999}',
-    "digits": b'{"time": ' + b"9" * 100_000 + b"}", "commas": b'{"a": [' + b"[]," * 2_500_000 + b"1]}",
-    "odd types": b'{"time": 1' + b"0" * 400 + b', "session": ["x"], "round": "\\u001b[2J", "reward": true}',
-    "for the terminal": "\x1b]0;x\x07\u202e\r\n".encode() * 99, "pickle": b"cos\nmkdir\n(S'PWNED'\ntR.",
-}  # fmt: skip
-MAKE = {  # kind -> function that creates it at a path, perhaps as a link into `outside`
-    "link": lambda path, outside: path.symlink_to(outside / "n_0.json"),
-    "link to a folder": lambda path, outside: path.symlink_to(outside),
-    "dangling link": lambda path, outside: path.symlink_to(outside / "new"),
-    "loop": lambda path, _: path.symlink_to(path),
-    "/dev/zero": lambda path, _: path.symlink_to("/dev/zero"),
-    "FIFO": lambda path, _: os.mkfifo(path),
-    "folder": lambda path, _: (path / "in").mkdir(parents=True),
-    "terabytes": lambda path, _: path.touch() or os.truncate(path, 2**43),
-    "pickle of torch": lambda path, _: torch.save(EVIL, path.open("wb")),
-}
-MAKE |= {kind: lambda path, _, data=data: path.write_bytes(data) for kind, data in BYTES.items()}
-HOSTILE = {f"p{number:02d}": kind for number, kind in enumerate(MAKE)}
-
-
 @pytest.fixture(scope="module")
 def honest_run(tmp_path_factory):
-    """Return the shared folder of a run in which only q published. Tests undo their changes."""
+    """Return the shared folder of a run in which p published nothing. Tests undo their changes."""
     drive = tmp_path_factory.mktemp("honest_run")
-    begin(drive, "q", ["q", "p", *HOSTILE])
+    begin(drive, "q")
     assert run_roles(drive, "worker")[0] == [0]
     folder = begin(drive)  # add p's files, for the monitor and the report
     row = (folder / f"nodes/p/{STAGES[1]}").read_bytes()
@@ -166,15 +156,12 @@ def outside(tmp_path, monkeypatch):
     assert now == before
 
 
-def plant(folder, names, kind, outside) -> list:
-    """Create something of this kind under each of these names. Return the full paths."""
-    paths = [folder / name for name in names]
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-        path.unlink(missing_ok=True)
-        MAKE[kind](path, outside)
-    return paths
+def plant(path, kind, outside) -> None:
+    """Create something of this kind at a path, in place of what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
+    MAKE[kind](path, outside)
 
 
 def outcome(drive) -> tuple:
@@ -187,94 +174,101 @@ def outcome(drive) -> tuple:
     return rewards, [path.read_bytes() for path in checkpoints], contents(drive / "warmstart")
 
 
-@pytest.mark.parametrize("shift", [0, 7, 14])
-def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_path, outside, shift):
-    # Plant files of all kinds wherever a peer can write, and a file in place of each of the node's
-    # own files. (If a folder were in the way of the node's own files, the node would wait.)
-    drive = tmp_path / "drive"
-    folder = begin(drive, "q", ["q", "p", *HOSTILE])
-    for number, (peer, kind) in enumerate(HOSTILE.items()):
-        names = [re.sub("NN", f"{number:02d}", name) for name in PEER_FILES]
-        plant(folder, [re.sub(r"\bP\b", peer, name) for name in names], kind, outside)
-    own_files = [f"../../warmstart/{name}" for name in sorted(os.listdir(honest_run / "warmstart"))]
-    kinds = [kind for kind in MAKE if kind != "folder"]
-    kinds = itertools.islice(itertools.cycle(kinds), shift, None)
-    paths = []
-    for name, kind in zip(own_files + OWN_FILES, kinds, strict=False):
-        paths += plant(folder, [name], kind, outside)
+def check_planted(drive, outside, honest_run, kinds, own_kinds) -> None:
+    """Run all roles with files of these kinds, and compare the results with the honest run's.
 
-    # They cost little memory and do not affect the results. The node replaces files that are in its
-    # way.
+    Files of all `kinds` are wherever a peer can write. `own_kinds` take turns in place of the
+    node's own files. (They do not include folders, because a node waits if a folder is in its way.)
+    """
+    peers = [peer.replace("KIND", kind) for kind in kinds for peer in PEERS]
+    folder = begin(drive, ["q", *peers])
+    for (number, kind), name in itertools.product(enumerate(kinds, 10), PEER_FILES):
+        plant(folder / name.replace("KIND", kind).replace("NN", str(number)), kind, outside)
+    own = [f"../../warmstart/{name}" for name in os.listdir(honest_run / "warmstart")] + OWN_FILES
+    own_paths = dict(zip((folder / name for name in own), itertools.cycle(own_kinds)))
+    for path, kind in own_paths.items():
+        plant(path, kind, outside)
+
+    # The files cost little memory and do not affect the results. The node replaces files that are
+    # in its way.
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     statuses, _ = run_roles(drive, "worker", "prepare", "coordinator", *READERS)
     assert statuses[0] == 0
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < kilobytes + 500_000
     assert outcome(drive) == outcome(honest_run)
-    for path in paths:
-        assert path.is_file() and not path.is_symlink() and path.stat().st_size < 2**30, path
+    for path, kind in own_paths.items():
+        is_replaced = path.is_file() and not path.is_symlink() and path.stat().st_size < 2**30
+        assert is_replaced, (path, kind)
 
     # Each reason to reject a peer's files is logged once, and each failed read is counted.
     rejections = events_of(drive, "n_0", "reject")
     assert len(rejections) == len({*rejections})
-    assert {text.split(": ")[0] for text in rejections} == HOSTILE.keys()
-    assert sum(row["rejected"] for row in read_log(drive, "n_0")) >= 3 * len(HOSTILE)
+    assert {*kinds} <= {text.split(":")[0] for text in rejections} <= {*peers}
+    assert sum(row["rejected"] for row in read_log(drive, "n_0")) >= 3 * len(kinds)
     report = json.loads((drive / "reports/report_all.json").read_text())
     assert [row["experiments"] for row in report] == [["default"]]
 
 
+@pytest.mark.parametrize("step", [1, -1])
+def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_path, outside, step):
+    own_kinds = [*LINKS, *FILES][::step]
+    try:
+        check_planted(tmp_path / "drive", outside, honest_run, [*MAKE], own_kinds)
+    except BaseException:  # repeat the run with one kind at a time, to find the responsible kind
+        for kind in MAKE:
+            own_kind = [kind] * (kind in own_kinds)
+            check_planted(tmp_path / kind, outside, honest_run, [kind], own_kind)
+        raise
+
+
 CLEANUP = {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_KEEP_LAST_N_ROUNDS": 1, "ROLLOUT_MAX_AGE": 0}
-LINKED = {  # path of a link -> exit code of a worker, which Ctrl-C stops if it waits
-    "nodes/n_0": 2, "nodes/n_0/rollouts": 2, "nodes/n_0/checkpoints": 2, "nodes/n_0/logs": 2,
-    "../../archives/default/n_0": 2, "nodes/n_0/logs/stdout.log": 130,
-    "nodes/n_0/logs/metrics.jsonl": 130,
-}  # fmt: skip
+LINKED = [  # path, kind of link, exit code of a worker, which Ctrl-C stops if it waits
+    ("nodes/n_0", "dangling-link", 2), ("nodes/n_0/rollouts", "link-to-a-folder", 2),
+    ("nodes/n_0/checkpoints", "link-to-a-folder", 2), ("nodes/n_0/logs", "link", 2),
+    ("../../archives/default/n_0", "link-to-a-folder", 2),
+    ("nodes/n_0/logs/stdout.log", "link", 130), ("nodes/n_0/logs/metrics.jsonl", "dangling-link", 130),
+    ("nodes/p/rollouts", "link-to-a-folder", 0),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LINKED)
-def test_X2_no_file_is_changed_through_a_link(honest_run, tmp_path, outside, monkeypatch, name):
+def test_X2_nothing_is_changed_where_a_link_leads(tmp_path, outside, monkeypatch):
     monkeypatch.setattr(sapo.Signals, "sleep", Mock(side_effect=KeyboardInterrupt))
-    for number, kind in enumerate(["link", "link to a folder", "dangling link"]):
-        drive = tmp_path / str(number)
-        plant(begin(drive), [name], kind, outside)
-        shutil.copytree(honest_run / "warmstart", drive / "warmstart", dirs_exist_ok=True)
+    drive = tmp_path / "drive"
+    folder = begin(drive)
+    for name, kind, status in LINKED:
+        plant(folder / name, kind, outside)
         statuses, output = run_roles(drive, "worker", ROLLOUT_ARCHIVE_OLD=True, **CLEANUP)
-        assert statuses == [LINKED[name]] and os.path.basename(name) in output
+        assert statuses == [status], name
+        assert status == 0 or os.path.basename(name) in output
+        (folder / name).unlink()
 
 
-def test_X2_a_backup_by_hard_links_keeps_the_files_that_the_program_deletes_or_replaces(
+def test_X2_a_backup_by_hard_links_keeps_what_the_program_deletes_and_replaces(
     honest_run, tmp_path
 ):
-    drive = shutil.copytree(honest_run, tmp_path / "drive")
-    backup = tmp_path / "backup"
+    drive, backup = shutil.copytree(honest_run, tmp_path / "drive"), tmp_path / "backup"
     shutil.copytree(drive, backup, copy_function=os.link, ignore=shutil.ignore_patterns("*logs"))
     before = contents(backup)
-    assert run_roles(drive, "worker", **CLEANUP, MAX_ROUNDS=6, CHECKPOINT_KEEP=1)[0] == [0]
+    assert run_roles(drive, "worker", **CLEANUP, CHECKPOINT_KEEP=1, MAX_ROUNDS=5)[0] == [0]
     assert contents(backup) == before
     names = [name for name in before if "n_0/checkpoints" in name or "n_0/rollouts" in name]
     assert sum(not (drive / name).exists() for name in names) > 3
 
 
-def test_F1_an_upload_that_is_repeated_after_an_error_does_not_empty_its_file(
+def test_X2_an_upload_that_is_repeated_does_not_empty_the_hard_link_that_it_created(
     tmp_path, monkeypatch
 ):
-    store, local, target = new_store(tmp_path), tmp_path / "local", tmp_path / "warmstart/weights"
+    store, local, link = new_store(tmp_path), tmp_path / "local", os.link
     local.write_text("weights")
-    link, copy, seen = os.link, shutil.copyfileobj, []
 
     def fail_after_linking(*paths):
         monkeypatch.setattr(os, "link", link)
         link(*paths)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def look_and_copy(*args):
-        seen.append(target.exists() and target.read_text())
-        copy(*args)
-
     monkeypatch.setattr(os, "link", fail_after_linking)
-    monkeypatch.setattr(shutil, "copyfileobj", look_and_copy)
-    store.on_event, store.sleep = Mock(), Mock()
+    store.on_event, store.sleep = Mock(), lambda seconds: local.write_text("changed")
     store.upload(local, "/warmstart/weights", replaces=False)
-    assert seen == [False, "weights"]
     assert contents(tmp_path / "warmstart") == {"weights": b"weights"}
 
 
@@ -317,7 +311,7 @@ HEADERS = [FILE[8:-40], FILE[8:-40].replace(b"[2,3]", b"[3,2]"), FILE[8:-40].rep
 
 @settings(max_examples=100, **REPEATABLE)
 @given(data=st.data(), name=st.sampled_from(READ.split()))
-def test_X3_the_readers_survive_any_damaged_file(honest_run, data, name):
+def test_X3_every_reader_copes_with_a_damaged_file(honest_run, data, name):
     path = honest_run / "experiments/default" / name
     valid = path.read_bytes()
     try:
@@ -337,71 +331,48 @@ WRONG += [("MAX_ROUNDS", 1.5), ("MAX_ROUNDS", None), ("MAX_STAGES", "2"), ("MAX_
 WRONG += [("NUM_TRAIN_SAMPLES", "8"), ("NUM_TRANSPLANT_TREES", {}), ("LOCAL_OVERSAMPLE", -1)]
 
 
-def test_X3_one_experiment_with_a_wrong_setting_does_not_end_the_readers(honest_run, tmp_path):
-    folder = shutil.copytree(honest_run, tmp_path / "drive") / "experiments"
+def test_X3_experiments_with_a_wrong_setting_do_not_end_the_readers(honest_run, tmp_path):
+    drive = shutil.copytree(honest_run, tmp_path / "drive")
     for number, (name, value) in enumerate(WRONG):
-        wrong = shutil.copytree(folder / "default", folder / f"wrong_{number}")
-        write(wrong / "config.json", CONFIG_JSON | {name: value})
-        statuses, output = run_roles(folder.parent, "monitor", EXPERIMENT_NAME=wrong.name)
-        assert statuses == [0] and re.search("(?m)^! unusable files .1.: ", output)
-    statuses, output = run_roles(folder.parent, "report", EXPERIMENT_NAME="*")
+        other = f"wrong_{number}"
+        shutil.copytree(drive / "experiments/default", drive / "experiments" / other)
+        write(drive / f"experiments/{other}/config.json", CONFIG_JSON | {name: value})
+        statuses, output = run_roles(drive, "monitor", EXPERIMENT_NAME=other)
+        assert statuses == [0], (name, value)
+        assert re.search("(?m)^! unusable files .1.: ", output), (name, value)
+
+    statuses, output = run_roles(drive, "report", EXPERIMENT_NAME="*")
     assert statuses == [0]
-    assert len(re.findall(r"(?m)^wrong_\d+ is left out", output)) == len(WRONG)
-    report = json.loads((folder.parent / "reports/report_all.json").read_text())
+    assert len(re.findall("(?m)^wrong_[0-9]+ is left out", output)) == len(WRONG)
+    report = json.loads((drive / "reports/report_all.json").read_text())
     assert [row["experiments"] for row in report] == [["default"]]
 
 
-def test_X3_a_log_that_grows_by_megabytes_does_not_hold_up_the_monitor(tmp_path):
+def test_X3_a_long_log_with_distant_rounds_does_not_hold_up_the_readers(tmp_path):
     folder = begin(tmp_path)
-    log = folder / "nodes/p/logs/metrics.jsonl"
-    log.parent.mkdir()
-    swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
-    honest = json.dumps({"node_id": "q", "round": 1, "stage": 0, "timestamp": 1e9, "reward": 0.5})
-    write(folder / "nodes/q/logs/metrics.jsonl", f"{honest}\n".encode())
-    (folder / "board/open.q.000002.0").touch()
-
-    for number in range(3):
-        row = {"node_id": "p", "round": number, "timestamp": 1, "reward": 0}
-        start = json.dumps(row)[:-1]
-        with open(log, "a") as file:
-            file.write("".join(f'{start}, "stage": {stage}}}\n' for stage in range(120_000)))
-        assert log.stat().st_size > 8 * 2**20 * (number + 1)
-
-        # Measure the memory of the first poll and the CPU time of the last poll.
-        if number == 0:
-            tracemalloc.start()
-        started = time.process_time()
-        exp = coordinator.read_experiment(swarm, coordinator.MONITOR_BYTES)
-        if number == 0:
-            assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
-            tracemalloc.stop()
-        assert [row["reward"] for row in exp.select(node_id="q")] == [0.5, 0.5]
-    assert time.process_time() < started + 3
-
-
-def test_X3_a_question_of_a_million_characters_is_displayed_at_once():
-    group = {"prompt": "x" * 10**6, "answer": "1", "completions": []}
-    with time_limit(2):
-        lines = coordinator.format_sample(group)
-    assert len(lines) <= 3 and sum(map(len, lines)) < 400 and "(correct: 1)" in lines[-1]
-
-
-def test_X3_a_forged_reward_of_a_distant_round_does_not_hold_up_a_plot(tmp_path):
-    folder, round_ = begin(tmp_path), 999_999
-    row = {"node_id": "p", "round": round_, "stage": 0, "timestamp": 1e9, "reward": 0.5}
-    for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", round_):
+    row = {"timestamp": 1e9, "reward_gcd": 0.1, "reward": 0.5, "node_id": "p", "round": 1}
+    filler = json.dumps(row)[:-1]
+    write(folder / "nodes/p/logs/metrics.jsonl")
+    with open(folder / "nodes/p/logs/metrics.jsonl", "a") as log:
+        log.writelines(f'{filler}, "stage": {stage}}}\n' for stage in range(150_000))
+    for name, t in ("q", 1), ("q", 2), ("p", 2), ("p", 3), ("p", 99_999), ("p", 999_999):
         (folder / f"board/open.{name}.{t:06d}.0").touch()
-        forged = row | {"node_id": name, "round": t, "reward_gcd": 0.1}
+        about = {"node_id": name, "round": t, "stage": 0, "reward": 7 if t == 3 else 0.5}
+        forged = json.dumps(row | about).encode()
         write(folder / f"nodes/{name}/rewards/round_{t:06d}.stage_0.json", forged)
-        log = folder / f"nodes/{name}/logs/metrics.jsonl"
-        log.parent.mkdir(exist_ok=True)
-        with open(log, "a") as file:
-            file.write(json.dumps(forged) + "\n")
+        (folder / f"nodes/{name}/logs").mkdir(exist_ok=True)
+        with open(folder / f"nodes/{name}/logs/metrics.jsonl", "ab") as log:
+            log.write(forged + b"\n")
 
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
+    tracemalloc.start()
+    exp = coordinator.read_experiment(swarm, coordinator.MONITOR_BYTES)
+    assert tracemalloc.get_traced_memory()[1] < 60 * 2**20
+    tracemalloc.stop()
+    assert [row["reward"] for row in exp.select(node_id="q")] == [0.5, 0.5]
+    assert not exp.select(round=3), "a reward above 1 was not rejected"
     with time_limit(20):
-        swarm = drive_store.Swarm(drive_store.DriveStore(tmp_path, "default"), 300.0)
-        exp = coordinator.read_experiment(swarm)
         coordinator.format_screen(exp, swarm)
         assert coordinator.plot(coordinator.plot_of(exp)).startswith(b"\x89PNG")
         assert run(tmp_path, NODE_ROLE="report") == 0
@@ -409,12 +380,24 @@ def test_X3_a_forged_reward_of_a_distant_round_does_not_hold_up_a_plot(tmp_path)
     assert (tmp_path / "reports/report_all.png").exists()
 
 
+def test_X1_X3_a_question_of_a_million_characters_is_displayed_at_once_and_not_raw():
+    completions = [{"response": TERMINAL, "reward": 0.5, "finished": True}]
+    group = {"prompt": "x" * 10**6 + TERMINAL, "answer": "1", "completions": completions}
+    with time_limit(2):
+        lines = coordinator.format_sample(group)
+    assert len(lines) <= 5 and sum(map(len, lines)) < 500
+    text = "\n".join(lines)
+    assert "(correct: 1)" in text and is_safe_to_print(text)
+
+
 @settings(max_examples=400, **REPEATABLE)
 @given(damaged(json.dumps(CONFIG_JSON).encode()))
-def test_X3_any_config_json_gives_valid_settings_or_a_short_error(data):
+def test_X3_with_any_config_json_a_start_has_sound_settings_or_ends_with_a_few_sentences(data):
+    environ = dict(GDRIVE_PATH="d", NODE_ID="late", NODE_ROLE="worker", DEVICE="cpu")
     try:
         with time_limit(5):
-            config, notes = settings_from(data)
+            config = sapo.read_config(environ, drive_store.parse_json(data))
+            notes = config.notes
     except (drive_store.InvalidFileError, sapo.ConfigError) as error:
         notes = [str(error)]
         assert notes[0]
@@ -436,14 +419,13 @@ def test_X3_any_config_json_gives_valid_settings_or_a_short_error(data):
     st.sampled_from([1, 1, 1, 2**20, 2**50]),
     st.sampled_from([FILE[-40:], b"\xff" * 40, FILE[-39:], FILE[-40:] + b"x"]),
 )
-def test_X3_a_peers_tensors_are_rejected_unless_they_fit_and_are_finite(
-    tmp_path, header, times, numbers
-):
+def test_X3_tensors_of_a_peer_fit_and_are_finite_or_are_rejected(tmp_path, header, times, numbers):
     """times: the factor by which the file exaggerates the length of its header"""
     length = min(len(header) * times, 2**64 - 1)
     write(tmp_path / "weights", length.to_bytes(8, "little") + header + numbers)
     with contextlib.suppress(*sapo.UNUSABLE):
-        load_tensors(tmp_path, TENSORS)
+        saved, _ = sapo.read_tensors(drive_store.DriveStore(tmp_path, "x"), "/weights", TENSORS)
+        sapo.copy_tensors(saved, TENSORS)
         saved = safetensors.torch.load_file(tmp_path / "weights")
         for name, tensor in TENSORS.items():
             assert (saved[name].shape, saved[name].dtype) == (tensor.shape, tensor.dtype)
@@ -458,53 +440,41 @@ PAYLOADS = [
 ]  # fmt: skip
 FORMS = "{}|{} {}|[[{}]]|({})|{}+{}|{}∧{}|'{}'|\\frac{{{}}}{{{}}}|print({})|<answer>{}".split("|")
 WATCHED = "exec compile open os.system subprocess.Popen os.exec os.fork socket.connect import"
-QUESTIONS = list(itertools.product(grpo.TASK_TABLE, (3, 99)))
 SEEN = []  # watched events in this process
 sys.addaudithook(lambda event, _: event in WATCHED.split() and SEEN.append(event))
 
 
-@pytest.fixture(scope="module")
-def verifier():
-    """Provide a mock Run for `verify`, with all tasks.
+def test_X1_L3_no_completion_of_a_peer_is_evaluated_or_opens_anything():
+    tasks = [*grpo.TASK_TABLE]
+    config = make_config(**QUICK | {"TASKS": ",".join(tasks), "MAX_NEW_TOKENS": 64})
+    verifier = Mock(["config", "codec"], config=config)
+    verifier.codec = grpo.load_model(config, config.tasks)[1]
+    rng = random.Random(1)
 
-    Each question is scored once here, so that imports and caches cause no events in the tests.
-    """
-    config = make_config(**QUICK | {"TASKS": ",".join(grpo.TASK_TABLE), "MAX_NEW_TOKENS": 64})
-    codec = grpo.load_model(config, config.tasks)[1]
-    for question in itertools.starmap(grpo.make_question, QUESTIONS):
-        codec.encode_prompt(question)
-        for text in (question.answer, "1", "x ∧ y", "1/2", "[[1]]"):
-            grpo.compute_reward(question, f"<answer>{text}</answer>")
-    assert SEEN, "the audit hook has recorded no event"
-    return Mock(["config", "codec"], config=config, codec=codec)
+    # Verification and scoring must not cause a watched event. In the first pass, imports and caches
+    # cause such events.
+    for is_first, task, form in itertools.product((True, False), tasks, FORMS):
+        question = grpo.make_question(task, 3)
+        for payload in (*rng.sample(PAYLOADS, 3), question.answer):
+            text = form.format(payload, question.answer)
+            responses = [f"<answer>{text}</answer>", text + "x"]
+            completions = [{"response": response, "finished": True} for response in responses]
+            group = group_by_hand(3, task, completions=completions, key=(0, 0, "p", 0))
+            SEEN.clear()
+            try:
+                with time_limit(5):
+                    sapo.verify(verifier, group)
+            except (sapo.Rejected, grpo.QuestionError) as error:
+                assert is_safe_to_print(str(error))
+            for response, kind in itertools.product(responses, ("exact", "verifier")):
+                assert 0 <= grpo.compute_reward(question, response, kind) <= 1
+            assert is_first or not SEEN
 
-
-@settings(max_examples=500, **REPEATABLE)
-@given(st.sampled_from(QUESTIONS), st.data())
-def test_X1_L3_no_completion_of_a_peer_is_evaluated_or_opens_a_file(verifier, key, data):
-    # Combine payloads, the correct answer and random text into two completions.
-    question = grpo.make_question(*key)
-    piece = st.sampled_from([*PAYLOADS, question.answer]) | st.text(max_size=10)
-    text = data.draw(st.sampled_from(FORMS)).format(*data.draw(st.tuples(piece, piece)))
-    responses = [f"<answer>{text}</answer>", text + "x"]
-    completions = [{"response": response, "finished": True} for response in responses]
-    group = group_by_hand(key[1], key[0], completions=completions, key=(0, 0, "p", 0))
-
-    # Verification and scoring must not cause a watched event.
-    SEEN.clear()
-    with time_limit(5):
-        try:
-            verified = sapo.verify(verifier, group)
-        except (sapo.Rejected, grpo.QuestionError) as error:
-            verified = error
-        cases = itertools.product([question], responses, ("exact", "verifier"))
-        rewards = list(itertools.starmap(grpo.compute_reward, cases))
-    assert not SEEN
-    assert all(0 <= reward <= 1 for reward in rewards)
-    assert not isinstance(verified, Exception) or is_safe_to_print(str(verified))
+    open(os.devnull).close()
+    assert SEEN, "the audit hook does not record events"
 
 
-def test_X4_the_token_is_in_no_file_log_or_error(tmp_path, monkeypatch, capfd):
+def test_X4_the_token_reaches_no_file_no_log_and_no_error(tmp_path, monkeypatch, capfd):
     secret = 'hf_0123456789abcdef"éSECRET'  # JSON escapes some of its characters
     drive = tmp_path / "drive"
 
