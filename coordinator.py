@@ -1077,7 +1077,7 @@ def format_report(rows: list[dict], notes: list[str]) -> str:
         "github",
         floatfmt=["", "", ".2f", ".2f", ".2f", "", "+.0%"],
         missingval="",
-        disable_numparse=[0],
+        disable_numparse=[0] if table else False,  # tabulate cannot index an empty table
     )
     return "\n- ".join([f"{text}\n", *[note.translate(MARKDOWN) for note in notes]])
 

@@ -365,7 +365,15 @@ def test_U2_U3_U5_U6_a_swarm_in_test_mode_prints_the_transcript(tmp_path, monkey
     monkeypatch.setenv("LINES", "40")
     drive = tmp_path / "drive"
     settings = {"TEST_MODE": True, "NUM_WORKERS": 2, "GDRIVE_PATH": drive, "OMP_NUM_THREADS": 1}
-    settings["MAX_ROUNDS"] = 9  # more rounds than by default, because the coordinator may join late
+    settings["MAX_ROUNDS"] = 9
+
+    # The workers start when the coordinator waits for them. On a busy machine, the coordinator might
+    # otherwise join after the last round.
+    wait = 'until grep -qs "waiting for" "$LOG_DIR/coordinator.log"; do sleep 0.1; done'
+    script = f'[[ $NODE_ROLE = worker ]] && {wait}\nexec {sys.executable} "$@"\n'
+    settings["PYTHON"] = tmp_path / "python"
+    settings["PYTHON"].write_text(f"#!/bin/bash\n{script}")
+    settings["PYTHON"].chmod(0o755)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = run_command(tmp_path / "swarm", *RUN_SWARM, seconds=600, **settings)
     assert done.status == 0, done.screen

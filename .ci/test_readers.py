@@ -250,7 +250,7 @@ def test_U5_U7_X3_the_report_prints_the_transcript(tmp_path, monkeypatch, capsys
         name for name in coordinator.list_experiments(tmp_path) if name[:4] in ("comp", "hard")
     ]
     texts = []
-    for pattern, status in (("*", 0), ("compare_*", 0), ("hard_*", 0), ("no_*", 1)):
+    for pattern, status in (("*", 0), ("compare_*", 0), ("hard_*", 0), ("test", 0), ("no_*", 1)):
         settings = {"GDRIVE_PATH": tmp_path, "NODE_ROLE": "report", "EXPERIMENT_NAME": pattern}
         assert sapo.main(to_environ(settings)) == status
         texts.append(f"==== {pattern}\n{capsys.readouterr().out}\n")
