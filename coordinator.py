@@ -191,9 +191,14 @@ def log_missing_workers(run) -> None:
 
 
 def submitted_workers(run, t: int) -> set[str]:
-    """Return the workers that have submitted a reward for the last stage of round t."""
+    """Return the workers that have submitted a reward for the last stage of round t.
+
+    A worker that has saved a checkpoint after round t counts as well. At the end, when it no longer
+    posts its markers again, the marker of its last reward may be lost on its way.
+    """
+    board = run.swarm.board
     last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)
-    return set(run.swarm.board.reached("rewards", last_stage))
+    return {*board.reached("rewards", last_stage), *board.reached("checkpoint", drive_store.At(t))}
 
 
 def log_round_of_swarm(run, t: int) -> None:

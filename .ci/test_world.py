@@ -830,6 +830,18 @@ def test_S1_a_worker_that_lives_but_never_submits_delays_one_round(scene, advanc
     assert (scene.opened() > 5) == is_over
 
 
+@pytest.mark.parametrize("names", [("w0",), ("w0", "w1")])
+def test_S1_S2_the_coordinator_ends_even_if_the_last_rewards_markers_are_lost(scene, names):
+    """The workers have ended, so they do not post these markers again."""
+    folder = str(scene.dir / "board")
+    for name in names:  # on its way to the coordinator, a change of this name is lost
+        scene.world.shows.setdefault(folder, []).append((9e9, name, f"rewards.{name}.000005.0", 1))
+    leader, *_ = [scene.start(name) for name in ("coordinator", *names)]
+    scene.run(seconds=100)
+    assert leader.status == 0 and scene.rounds(names[0]) == [*range(6)]
+    scene.check()
+
+
 def test_S1_a_node_without_external_groups_logs_once_which_setting_helps(scene):
     """With `time` and an interval of 5 s, the peer's rollouts of a round arrive after it is over."""
     scene.swarm |= {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 5, "MAX_ROUNDS": 40}
