@@ -234,7 +234,8 @@ class Oracle:
             )
         inside = os.path.relpath(target, self.dir)
         self.require(name != "mkdir" or inside != ".", "F6: the experiment appears empty")
-        if name == "mkdir" and (self.dir / "config.json").exists():
+        is_other = "EXPERIMENT_NAME" in process.settings
+        if name == "mkdir" and (self.dir / "config.json").exists() and not is_other:
             # The experiment's creator has created all folders that several processes write into.
             own = ["/.new-", *(f"{folder}/{node}" for node in process.nodes for folder in OWN_DIRS)]
             is_own = any(part in target for part in own)
