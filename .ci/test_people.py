@@ -4,6 +4,7 @@ run_swarm.sh is tested with a stand-in for python, which records how it is calle
 """
 
 import contextlib
+import copy
 import errno
 import io
 import json
@@ -71,14 +72,24 @@ def recipe(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> SimpleNamespace:
-    """Run two nodes, with two stages per round and no network. Return folder, output and Run."""
+    """Run two nodes, with two stages per round and no network.
+
+    Return the folder, the output, and copies of the nodes' models before they were exported.
+    """
     drive = tmp_path_factory.mktemp("finished")
-    train = Mock(wraps=sapo.train)
+    models = {}
+    export_models = sapo.export_models
+
+    def copy_and_export(run, *args):
+        models.update({node.id: copy.deepcopy(node.model) for node in run.nodes})
+        export_models(run, *args)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "getaddrinfo", None)
-        patch.setattr(sapo, "train", train)
+        patch.setattr(sapo, "export_models", copy_and_export)
         output = output_of(drive, TWELVE_ROUNDS, EVAL_INTERVAL=4, EVAL_SAMPLES=8)
-    return SimpleNamespace(drive=drive, output=output, run=train.call_args.args[0])
+    assert models.keys() == {"n_0", "n_1"}
+    return SimpleNamespace(drive=drive, output=output, models=models)
 
 
 # -------- Shell commands --------------------------------------------------------------------------
@@ -534,13 +545,13 @@ def test_U7_held_out_accuracy_disturbs_nothing_and_oversampling_is_fair(finished
 
 
 def test_U8_a_final_model_has_the_same_logits(finished):
-    for node in finished.run.nodes:
-        folder = folder_of(finished.drive, node.id) / "model"
+    for node_id, model in finished.models.items():
+        folder = folder_of(finished.drive, node_id) / "model"
         tokenizer = AutoTokenizer.from_pretrained(folder)
         ids = tokenizer("Solve the following", return_tensors="pt").input_ids
         with torch.no_grad():
             loaded = AutoModelForCausalLM.from_pretrained(folder)
-            assert torch.equal(loaded(ids).logits, node.model(ids).logits)
+            assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
 def test_U3_try_py_asks_the_better_known_sample_question_and_prints_its_answer(finished):
