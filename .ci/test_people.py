@@ -367,7 +367,7 @@ MASKS = {
     r"(?s)\? .*?\(correct:.*?\)": "? QUESTION (correct: ANSWER)", r"  '.*'": "  'TEXT'",
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "DATE", r"\d+\.\d\d": "N.NN", r"\d+%": "N%",
     r" eta \d+:\d\d": "", r"\d of 4\+\d groups": "N of 4+N groups",
-    "[▁-█]+": "CURVE",
+    "[▁-█]+": "CURVE", r"(?m)^! .*\n(  .*\n)*": "",  # rewards differ, so a verdict may as well
 }  # fmt: skip
 
 
