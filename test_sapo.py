@@ -382,7 +382,9 @@ def test_L1_dropout_and_recomputation_are_off_even_if_the_model_was_left_in_trai
 
     weights, _ = our_update(left_in_train_mode.train(), ragged_groups())
     expected, _ = our_update(clean, ragged_groups())
-    assert_close(weights, expected)
+    if DEVICE == "cpu":
+        assert_close(weights, expected, 0, 0)
+    assert_close(weights, expected)  # a GPU adds numbers in a different order each time
 
 
 def test_L2_sampling_uses_the_distribution_that_is_scored_the_full_softmax_at_the_temperature():
