@@ -202,7 +202,7 @@ def accumulate_gradients(micro_batches, model, groups, config, *args, **kwargs) 
                 totals[name] += value.item()
 
         for p in model.parameters():
-            if p.grad is not None:
+            if scale > 1 and p.grad is not None:
                 p.grad /= scale
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
         if torch.isfinite(grad_norm):
