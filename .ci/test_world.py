@@ -132,7 +132,6 @@ def run_schedule(schedule: dict, drive: Path) -> "Oracle":
 
 # -------- The oracle ------------------------------------------------------------------------------
 
-OWN_DIRS = ("/nodes", "/archives/default")
 STAGE_FILE = r"nodes/([^/]+)/(rollouts|rewards)/round_(\d{6})\.stage_(\d+)\.json"
 MARKER = r"board/(open|rollouts|rewards|checkpoint)\.(.+)\.(\d{6})\.(\d+)"
 
@@ -234,10 +233,11 @@ class Oracle:
             )
         inside = os.path.relpath(target, self.dir)
         self.require(name != "mkdir" or inside != ".", "F6: the experiment appears empty")
-        is_other = "EXPERIMENT_NAME" in process.settings
-        if name == "mkdir" and (self.dir / "config.json").exists() and not is_other:
+        experiment = process.settings.get("EXPERIMENT_NAME", "default")
+        if name == "mkdir" and (self.dir.with_name(experiment) / "config.json").exists():
             # The experiment's creator has created all folders that several processes write into.
-            own = ["/.new-", *(f"{folder}/{node}" for node in process.nodes for folder in OWN_DIRS)]
+            dirs = (f"/experiments/{experiment}/nodes", f"/archives/{experiment}")
+            own = ["/.new-", *(f"{folder}/{node}" for node in process.nodes for folder in dirs)]
             is_own = any(part in target for part in own)
             self.require(is_own, f"F7: {process.name} creates {inside} after the start")
         if name == "open":
