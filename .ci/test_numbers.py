@@ -3,10 +3,10 @@ sampling and memory (L1, L2, L8), tasks and rewards (L3), the built-in model (L6
 a peer (L4).
 
 Like test_sapo.py, these tests train on the device that the environment variable DEVICE gives, or on
-the CPU. With ARCHITECTURES=all, L7 is tested with every architecture that transformers knows, which takes
-one or two minutes. In the results, "passed" means that the log-probabilities are exact, "xfailed"
-that the architecture is rejected with a one-sentence error, and "skipped" that no small model of
-this architecture can be built.
+the CPU. With ARCHITECTURES=all, L7 is tested with every architecture that transformers knows, which
+takes one or two minutes. In the results, "passed" means that the log-probabilities are exact,
+"xfailed" that the architecture is rejected with a one-sentence error, and "skipped" that no small
+model of this architecture can be built.
 """
 
 import decimal

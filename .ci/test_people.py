@@ -98,7 +98,7 @@ RUN_SWARM = ("bash", ROOT / "run_swarm.sh")
 
 # A stand-in for python. If run_swarm.sh asks for cores and GPUs, it reports two of each. Otherwise,
 # it records its environment and arguments, and does what CASES specifies for this process.
-STAND_IN = """#!/bin/bash
+STAND_IN = """
 if [[ $2 = *device_count* ]]; then echo 2 2; exit; fi
 if [[ $2 = *cpu_count* ]]; then echo 2; exit; fi
 if [[ $2 = *heartbeat* ]]; then exec PYTHON "$@"; fi
@@ -108,13 +108,18 @@ case "$NODE_ROLE $NODE_ID" in CASES esac
 """
 
 
+def write_python(folder: Path, script: str) -> Path:
+    """Write a shell script that commands run in place of python."""
+    path = folder / "python"
+    path.write_text(f"#!/bin/bash\n{script}")
+    path.chmod(0o755)
+    return path
+
+
 def stand_in(folder: Path, cases: str) -> dict:
     """Create a stand-in for python. Return the variables that make a command use it."""
     (folder / "starts").mkdir()
-    (folder / "python").write_text(
-        STAND_IN.replace("CASES", cases).replace("PYTHON", sys.executable)
-    )
-    (folder / "python").chmod(0o755)
+    write_python(folder, STAND_IN.replace("CASES", cases).replace("PYTHON", sys.executable))
     path = f"{folder}:{os.environ['PATH']}"
     return {"PATH": path, "PYTHON": folder / "python", "STARTS": folder / "starts"}
 
@@ -172,10 +177,8 @@ def test_F6_U1_a_process_that_cannot_start_leaves_the_folder_untouched(tmp_path,
 
 def test_U1_a_missing_package_is_reported_in_one_sentence(tmp_path):
     # -S hides the environment's packages.
+    python = write_python(tmp_path, f'exec {sys.executable} -S "$@"\n')
     for script in (ROOT / "sapo.py", ROOT / "run_swarm.sh"):
-        python = tmp_path / "python"
-        python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-        python.chmod(0o755)
         command = [python, script] if script.suffix == ".py" else ["bash", script]
         environ = os.environ | {"PYTHON": str(python), "LOG_DIR": str(tmp_path)}
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
@@ -191,12 +194,13 @@ def test_U1_a_model_folder_that_does_not_exist_is_reported_as_such(tmp_path, nam
     assert "loading" not in output and "download" not in output and "huggingface.co" not in output
 
 
-def test_U1_a_disk_that_disappears_with_the_colab_session_is_pointed_out(tmp_path):
+def test_U1_a_disk_that_disappears_with_the_colab_session_is_pointed_out(tmp_path, monkeypatch):
+    drive, isdir = "/content/drive/MyDrive", os.path.isdir
+    monkeypatch.setattr(os.path, "isdir", lambda path: str(path) == drive or isdir(path))
     colab = {"COLAB_RELEASE_TAG": "release-colab", "MODEL_NAME": "tiny"}
-    for path, is_said in ((tmp_path, True), ("/content/drive/MyDrive/rl-swarm", False)):
-        with contextlib.suppress(sapo.ConfigError):  # there is no such folder here
-            notes = sapo.read_config(colab | {"GDRIVE_PATH": str(path)}).notes
-            assert any("will disappear" in note for note in notes) == is_said
+    for path, is_said in ((tmp_path, True), (f"{drive}/rl-swarm", False)):
+        notes = sapo.read_config(colab | {"GDRIVE_PATH": str(path)}).notes
+        assert any("will disappear" in note for note in notes) == is_said
 
 
 def test_U2_the_same_command_without_a_name_adds_no_node_to_a_stopped_swarm(tmp_path, monkeypatch):
@@ -382,9 +386,7 @@ def test_U2_U3_U5_U6_a_swarm_in_test_mode_prints_the_transcript(tmp_path, monkey
     # otherwise join after the last round.
     wait = 'until grep -qs "waiting for" "$LOG_DIR/coordinator.log"; do sleep 0.1; done'
     script = f'[[ $NODE_ROLE = worker ]] && {wait}\nexec {sys.executable} "$@"\n'
-    settings["PYTHON"] = tmp_path / "python"
-    settings["PYTHON"].write_text(f"#!/bin/bash\n{script}")
-    settings["PYTHON"].chmod(0o755)
+    settings["PYTHON"] = write_python(tmp_path, script)
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     done = run_command(tmp_path / "swarm", *RUN_SWARM, seconds=600, **settings)
     assert done.status == 0, done.screen
