@@ -66,7 +66,7 @@ SMOL = dict(
 TWO_SMOL = SMOL | dict(LOCAL_NODES=2, NUM_GENERATIONS=8)
 ALONE = "8/0-alone 16/0-alone"  # one node that generates as much as 8/0, or as a swarm at 2/6
 STUDIES = {
-    "tiny": Study(TINY, f"8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u 1/7 2/0 1/0 {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
+    "tiny": Study(TINY, f"8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
     "smol": Study(SMOL, "4/4 8/0", "3e-5", (), range(2, 5)),
     "smol arms": Study(SMOL, "8/0 4/4 2/6 16/0-alone", "1e-5 3e-5 1e-4", (1,), range(2, 5)),
     "smol rates": Study(TWO_SMOL, "8/0", "1e-6 3e-6 1e-5 3e-5", (1, 2), ()),
@@ -190,6 +190,7 @@ def summarize(run: coordinator.Experiment) -> dict:
         "held_out": mean_of("held_out", run.last_rounds(1)),
         "completions": sum(costs["completions"]),
         "tokens": sum(run.curve("generated_tokens")),
+        "informative": fmean(run.curve("informative_groups")),
         "levels": levels,
         "curve": [round(reward, 4) for reward in curve],
     }
@@ -300,6 +301,7 @@ def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
         row["completions"] = f"{completions:,.0f}"
         row["completions of the whole swarm"] = f"{completions * runs[0]['nodes']:,.0f}"
         row["tokens"] = f"{mean_of('tokens', runs):,.0f}"
+        row["informative groups"] = f"{mean_of('informative', runs):.1f}"
         for level in LEVELS:
             row[f"to {level}"] = format_level(runs, str(level))
         row["held-out"] = f"{mean_of('held_out', runs):.2f}"
@@ -308,10 +310,18 @@ def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
 
 
 def rate_rows(folder: Path, study: str) -> Iterable[dict]:
-    """Yield each arm's cumulative reward at each learning rate, over the seeds that choose a rate."""
+    """Yield each arm's cumulative reward, end and held-out accuracy at each learning rate.
+
+    They are means over the seeds that choose a rate.
+    """
     for arm, runs in runs_of(folder, study, STUDIES[study].choosing).items():
-        rewards = column_by("lr", runs, "cumulative")
-        yield {"I/J": arm} | {lr: format_spread(rewards[lr]) for lr in sorted(rewards, key=float)}
+        row = {"I/J": arm}
+        for lr in STUDIES[study].rates.split():
+            same = [run for run in runs if run["lr"] == lr]
+            if same:
+                rewards = format_spread([run["cumulative"] for run in same])
+                row[lr] = f"{rewards}, {mean_of('end', same):.2f}, {mean_of('held_out', same):.2f}"
+        yield row
 
 
 def seed_rows(folder: Path, study: str) -> Iterable[dict]:
