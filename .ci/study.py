@@ -72,7 +72,11 @@ STUDIES = {
     "smol rates": Study(TWO_SMOL, "8/0", "1e-6 3e-6 1e-5 3e-5", (1, 2), ()),
 }  # fmt: skip
 for size in (2, 4, 16):
-    STUDIES[f"{size} nodes"] = Study(TINY | {"LOCAL_NODES": size}, "8/0 4/4 2/6", "1e-3 2e-3")
+    settings = TINY | {"LOCAL_NODES": size}
+    STUDIES[f"{size} nodes"] = Study(settings, "8/0 4/4 2/6", "1e-3 2e-3", (1,), range(4, 7))
+for age in (1, 2, 4, 8):  # in a copy of the program in which external groups are at least this old
+    settings = TINY | {"ROLLOUT_MAX_AGE": age + 4}
+    STUDIES[f"age {age}"] = Study(settings, "4/4", "2e-3", (), range(4, 10))
 STRENGTHS = {  # WARM_START_STEPS (for arithmetic) and ANSWER_TAG_SHARE (for the rewarded format)
     "rare form": (1000, 0.005),
     "default": (1000, 0.02),
@@ -291,12 +295,12 @@ def row_of(arm: str, runs: list[dict]) -> dict:
 
 
 def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
-    """Yield each arm's reward and its cost."""
+    """Yield each arm's reward and its cost. The baseline is the study's 8/0, or otherwise tiny's."""
     reported = runs_of(folder, study)
     for arm, runs in reported.items():
         row = row_of(arm, runs)
-        baseline = reported.get("8/0", []) if arm != "8/0" else []
-        row["against 8/0 (95% CI)"] = format_gain(gain_over(baseline, runs))
+        baseline = reported.get("8/0") or runs_of(folder, "tiny").get("8/0", [])
+        row["against 8/0 (95% CI)"] = format_gain(gain_over(baseline, runs)) if arm != "8/0" else ""
         completions = mean_of("completions", runs)
         row["completions"] = f"{completions:,.0f}"
         row["completions of the whole swarm"] = f"{completions * runs[0]['nodes']:,.0f}"
