@@ -11,6 +11,7 @@
     python .ci/study.py teachers FOLDER           print how mixed compares with strength
     python .ci/study.py picture FOLDER FILE       draw the README's plot
     python .ci/study.py gains FOLDER FILE         print and plot the gains of strength
+    python .ci/study.py parrots FOLDER            print each task's best parrot (see parrots.py)
 
 The rules were fixed before the first run. An arm's learning rate is the rate with the highest mean
 cumulative reward over the seeds that choose a rate, and only the other seeds are reported. (smol
@@ -40,6 +41,7 @@ import numpy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import coordinator
+import parrots
 from coordinator import column_by, mean_of
 
 RESULTS = os.environ.get("RESULTS")
@@ -424,6 +426,15 @@ def show_gains(folder: Path, file: str) -> None:
     figure.savefig(file)
 
 
+def add_parrot(study: str, rows: Iterable[dict]) -> Iterable[dict]:
+    """Add the mean reward of the tasks' best parrots to each row, if the study's model is real."""
+    if STUDIES[study].settings.get("MODEL_NAME") == "tiny":
+        return rows
+    results = map(parrots.measure_task, STUDIES[study].settings["TASKS"].split(","))
+    reward = fmean(fmean(rewards[best]) for best, rewards in results)
+    return [row | {"parrot": f"{reward:.2f}"} for row in rows]
+
+
 TABLES = {  # command: function that yields the table's rows, and the studies that it shows
     "tables": (frontier_rows, ("tiny", "smol")),
     "quarters": (quarter_rows, ("tiny", "smol")),
@@ -443,8 +454,10 @@ if __name__ == "__main__":
     elif mode in TABLES:
         rows_of, studies = TABLES[mode]
         for study in rest or studies:
-            print_table(study, rows_of(folder, study))
+            print_table(study, add_parrot(study, rows_of(folder, study)))
     elif mode == "teachers":
         print_table("mixed", teacher_rows(folder))
+    elif mode == "parrots":
+        print_table("parrots", parrots.rows())
     else:
         {"mixed": run_mixed, "picture": draw_picture, "gains": show_gains}[mode](folder, *rest)

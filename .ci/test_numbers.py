@@ -37,6 +37,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import coordinator
 import grpo
+import parrots
 import sapo
 from grpo import HELD_OUT_SEEDS, TASK_TABLE, TINY_TASKS, Group, make_question
 from test_sapo import DEVICE, assert_close, config_error, flat_weights, group_by_hand, make_config
@@ -739,6 +740,25 @@ def test_L3_only_the_right_answer_of_a_task_is_rewarded(task, capfd):
     # Questions and verifiers print no text and do not change the Decimal context.
     assert capfd.readouterr() == ("", "")
     assert repr(decimal.getcontext()) == context_before
+
+
+# The mean reward of each task's best parrot, over 600 questions (python .ci/study.py parrots FOLDER).
+PARROTS = {
+    "base_conversion": 0.000, "basic_arithmetic": 0.030, "arc_1d": 0.028, "bf": 0.002,
+    "propositional_logic": 1.000, "fraction_simplification": 0.008, "decimal_arithmetic": 0.000,
+    "calendar_arithmetic": 0.160, "binary_matrix": 0.035, "small_arithmetic": 0.140,
+    "small_bases": 0.050, "small_fractions": 0.187, "small_chain_sum": 0.058, "small_gcd": 0.320,
+    "small_lcm": 0.587, "small_count_bits": 0.335, "small_products": 0.185,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", grpo.PAPER_TASKS + TINY_TASKS)
+def test_L3_an_answer_without_content_scores_what_the_study_reports(task):
+    best, rewards = parrots.measure_task(task, size=200)
+    p = min(0.99, max(0.01, PARROTS[task]))
+    tolerance = 3.5 * (p * (1 - p) * (1 / 200 + 1 / 600)) ** 0.5
+    assert coordinator.mean(rewards[best]) == pytest.approx(PARROTS[task], abs=tolerance), best
+    assert set(rewards["an empty answer"]) == {0.0}
 
 
 # These answers have long numbers, deep nesting, many variables, or tags whose search could take
