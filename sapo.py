@@ -1708,19 +1708,12 @@ def apply_warm_start(run: Run, model) -> None:
 
     steps = config.WARM_START_STEPS
     log.info(f"creating the warm start of {config.MODEL_NAME}: {steps} steps")
-    line_at = time.monotonic() + 5.0
     for step, loss in grpo.warm_start(model, run.codec, config, config.tasks):
         if run.signals.requested:
             log.info(f"warm start stopped at step {step} of {steps}; it will start over next time")
             raise KeyboardInterrupt
-        now = time.monotonic()
-        if step == 1:  # it includes generating the questions, so the estimate leaves it out
-            started = now
-        elif now >= line_at:
-            seconds_left = (now - started) / (step - 1) * (steps - step)
-            line_at = now + min(30.0, max(5.0, seconds_left / 5))
-            left = tqdm.tqdm.format_interval(seconds_left)
-            log.info(f"warm start {step}/{steps}: loss {loss:.3f}, {left} left")
+        if step % max(1, steps // 10) == 0:
+            log.info(f"warm start {step}/{steps}: loss {loss:.3f}")
 
     # Replace the file only if it could not be used. Then load the file that is there, because
     # another process may have written it in the meantime, and all nodes must use the same weights.
