@@ -1649,11 +1649,10 @@ def find_standing(run: Run, saved: dict) -> str:
     has_live_node = any(map(run.swarm.is_alive, board.workers))
     if has_generated_name and board.workers and not is_known and not has_live_node:
         statuses = [f"{node_id} is {run.swarm.status(node_id)}" for node_id in board.workers]
-        commands = dict.fromkeys(resume_command(run, node_id) for node_id in board.workers[:5])
         raise ConfigError(
             f"{name}: cannot join without a NODE_ID, because no node is alive "
-            f"({coordinator.join_names(statuses, 5)}): set NODE_ID to add a new node, or resume a "
-            "node with its command:\n  " + "\n  ".join(commands)
+            f"({coordinator.join_names(statuses, 5)}): set NODE_ID to resume one of these nodes or "
+            "to add a new node"
         )
     if board.open_round >= config.MAX_ROUNDS and not is_known:
         raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
@@ -1664,14 +1663,6 @@ def find_standing(run: Run, saved: dict) -> str:
         f"nodes: {names}"
     )
     return standing
-
-
-def resume_command(run: Run, node_id: str) -> str:
-    """Return the command that resumes this node's process, which may run several nodes."""
-    sessions = run.swarm.board.sessions
-    num_nodes = list(sessions.values()).count(sessions[node_id])  # in the same process
-    name = node_id if num_nodes == 1 else node_id.rpartition("_")[0]
-    return start_command(run.config, NODE_ID=name, LOCAL_NODES=str(num_nodes))
 
 
 def load_checked_model(run: Run):

@@ -207,15 +207,15 @@ def test_U2_the_same_command_without_a_name_adds_no_node_to_a_stopped_swarm(tmp_
     settings = {"LOCAL_NODES": 1, "NODE_ID": None, "MAX_ROUNDS": 6, "NUM_TRANSPLANT_TREES": 0}
     with monkeypatch.context() as patch:
         at_call(patch, "finish_round", 2, lambda: os.kill(os.getpid(), SIGINT))
-        output_of(tmp_path, settings, status=130, LOCAL_NODES=2, NODE_ID="anna")
+        output = output_of(tmp_path, settings, status=130, LOCAL_NODES=2, NODE_ID="anna")
+    (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)  # resumes the nodes
     before = contents(tmp_path)
 
-    # The same command fails and prints the command that resumes the node.
+    # The same command without a NODE_ID fails and lists the nodes that were stopped.
     output = output_of(tmp_path, settings, status=2)
     assert contents(tmp_path) == before, "a new node has joined"
     names = [path.name for path in folder_of(tmp_path).iterdir()]
-    assert len(names) == 2 and all(name in output for name in names)
-    (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)
+    assert len(names) == 2 and all(f"{name} is stopped" in output for name in names)
 
     # A node with its own name may always join. While a node is alive, any node may join.
     for live, name in ((False, "ben"), (True, None)):

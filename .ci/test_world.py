@@ -1261,7 +1261,7 @@ def test_F6_a_start_says_whether_it_is_new_joined_resumed_or_finished(scene, wor
 
 @pytest.mark.parametrize("words, changes, settings", [
     ("SEED", {}, {"SEED": 7}), ("version", {"layout": 4}, {}), ("SEED", {"SEED": "7\x1b[2J"}, {}),
-    ("MAX_ROUNDS", {}, {"NODE_ID": "late", "MAX_ROUNDS": 3}), ("MAX_ROUNDS", {}, {"NODE_ID": "", "MAX_ROUNDS": 6}),
+    ("MAX_ROUNDS", {}, {"NODE_ID": "late", "MAX_ROUNDS": 3}), ("NODE_ID", {}, {"NODE_ID": "", "MAX_ROUNDS": 6}),
 ])  # fmt: skip
 def test_F6_a_node_with_different_settings_or_no_rounds_left_exits_and_writes_nothing(
     scene, words, changes, settings
