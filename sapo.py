@@ -1579,13 +1579,7 @@ def run_worker(run: Run, saved: dict | None) -> int:
                 "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
-        names = {
-            name
-            for name in run.store.list_names("/experiments")
-            if drive_store.is_safe_name(name) and name != config.EXPERIMENT_NAME
-        }
-        beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
-        log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
+        log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}")
 
     apply_warm_start(run, model)
     make_nodes(run, model)

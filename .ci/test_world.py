@@ -1244,8 +1244,7 @@ def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(sc
 
 
 @pytest.mark.parametrize("words, settings", [
-    ("a new experiment", {"EXPERIMENT_NAME": "other"}), ("beside default", {"EXPERIMENT_NAME": "defualt"}),
-    ("resuming", {"MAX_ROUNDS": 7}),
+    ("a new experiment", {"EXPERIMENT_NAME": "other"}), ("resuming", {"MAX_ROUNDS": 7}),
     ("joining", {"NODE_ID": "late"}), ("already finished", {}),
     ("already finished", {"NODE_ROLE": "coordinator", "NODE_ID": ""}),
 ])  # fmt: skip
