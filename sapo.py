@@ -1278,10 +1278,7 @@ def checkpoint_tensors(nodes: list[Node]) -> dict:
 
 
 def check_room(run: Run) -> None:
-    """Log how much room the shared folder has, and how much of it the checkpoints need.
-
-    Raise StoreError if TMPDIR has no room for a checkpoint, which is written there first.
-    """
+    """Raise StoreError if TMPDIR has no room for a checkpoint, which is written there first."""
     needed = sum(tensor.nbytes for tensor in checkpoint_tensors(run.nodes).values()) + 10**6
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
@@ -1290,15 +1287,6 @@ def check_room(run: Run) -> None:
             f"TMPDIR={folder} has only {free / 1e9:.2f} GB free, "
             f"but a checkpoint needs {needed / 1e9:.2f} GB: "
             "free some space or set TMPDIR to a different local folder"
-        )
-
-    # The oldest checkpoint is deleted only after a new checkpoint has been written.
-    with contextlib.suppress(OSError):  # some storage backends do not report their free space
-        run.log.info(
-            f"free space: {shutil.disk_usage(run.store.root).free / 1e9:.2f} GB in the shared "
-            f"folder; a checkpoint needs {needed / 1e9:.2f} GB, and this process needs "
-            f"{needed / 1e9 * (run.config.CHECKPOINT_KEEP + 1):.2f} GB for checkpoints "
-            f"(CHECKPOINT_KEEP={run.config.CHECKPOINT_KEEP}, and one more while it is written)"
         )
 
 
