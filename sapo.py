@@ -1181,7 +1181,7 @@ def save_checkpoint(run: Run) -> None:
     Keep the CHECKPOINT_KEEP newest checkpoints, and delete older checkpoints.
     """
     run.swarm.check_superseded()  # never overwrite the checkpoint of a newer process of this node
-    about = {"model_name": run.config.MODEL_NAME, "round": run.last_round, "nodes": {}}
+    about = {"round": run.last_round, "nodes": {}}
     for node in run.nodes:
         about["nodes"][node.id] = {
             "total_reward": node.total_reward,
