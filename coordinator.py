@@ -280,7 +280,7 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
     history = [row for row in history or rows if row["reward"] is not None]
     num_rounds = len(column_by("round", history))
     if num_rounds == 0:
-        return "no rewards, because no answers were generated (NUM_TRAIN_SAMPLES=0)"
+        return "no rewards, because no answers were generated"
 
     # A verdict requires a change of more than two standard errors. A short run requires more,
     # because the noise is estimated from few rounds. "Worse" requires one more standard error,

@@ -1764,8 +1764,7 @@ def finish_run(run: Run) -> int:
     rows = []  # from this and earlier processes
     for node in run.nodes:
         rows += coordinator.read_rows(run.store, run.swarm.board, node.id)
-    if rows:
-        coordinator.log_end(run, rows, run.store.list_stages("checkpoints", run.nodes[0].id))
+    coordinator.log_end(run, rows, run.store.list_stages("checkpoints", run.nodes[0].id))
     evaluate(run, "after training")
     export_models(run, samples)
 

@@ -926,6 +926,20 @@ def test_S1_a_late_and_slow_worker_misses_no_round_after_its_first(scene, is_led
     assert rounds == [*range(rounds[0], 15)] and rounds[0] < 10
 
 
+def test_S2_U3_a_worker_that_joined_too_late_for_any_round_reports_this_at_its_end(scene):
+    """While it creates its warm start, the other worker passes its last round."""
+    scene.swarm |= {"MAX_ROUNDS": 10**4}
+    scene.start("early", 1.0)
+    scene.run(lambda: scene.opened() > 0)
+    late = scene.start("late", 20.0, MAX_ROUNDS=5, WARM_START_STEPS=3)
+    scene.run(lambda: late.status is not None)
+    (text,) = [
+        row["text"] for row in scene.rows("late", "training_events") if row["event"] == "end"
+    ]
+    assert late.status == 0 and not scene.rounds("late"), late.output
+    assert text.startswith("no rewards") and "trained 0 of 5 rounds" in text
+
+
 def test_S2_a_suspended_worker_delays_no_peer_and_continues_with_the_open_round(scene):
     scene.swarm |= {"MAX_ROUNDS": 10**4, "FETCH_TIMEOUT_SECONDS": 5}
     away, other, _ = [scene.start(name, 3.0) for name in ("w0", "w1", "w2")]
