@@ -1218,13 +1218,13 @@ def draw_curves(axis, lines: list[tuple]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a text. Ignore a full disk or a closed pipe, as in `| head`."""
+    """Print a text. Ignore a full disk, a closed pipe (as in `| head`) and an interrupted print."""
     try:
         with tqdm.tqdm.external_write_mode():  # redraws the progress bar below the text
             print(text, flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # otherwise, Python prints an error at exit
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal came during a print
         pass
 
 

@@ -1873,8 +1873,7 @@ class Signals:
         self.requested += 1
         if self.requested > 1:
             raise KeyboardInterrupt
-        with contextlib.suppress(RuntimeError):  # the signal may have interrupted a print
-            coordinator.say("\nshutting down cleanly; press Ctrl-C again to exit immediately")
+        coordinator.say("\nshutting down cleanly; press Ctrl-C again to exit immediately")
 
     def sleep(self, seconds: float) -> None:
         """Sleep in small steps. Raise KeyboardInterrupt if a stop was requested."""

@@ -244,6 +244,26 @@ def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, mon
     assert heartbeat_of(tmp_path, "n_0") == "stopped", "its peers would wait for it"
 
 
+def test_U2_a_signal_that_interrupts_a_print_counts_and_is_no_error(monkeypatch):
+    class Screen(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if not signals.requested:
+                os.kill(os.getpid(), SIGINT)
+            return len(data)
+
+    signals = sapo.Signals()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Screen())))
+            coordinator.say("a line")
+    finally:
+        signals.uninstall()
+    assert signals.requested == 1
+
+
 def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_creates_it_for_all(
     tmp_path, monkeypatch
 ):
