@@ -1574,7 +1574,6 @@ def warm_start(model, codec: Codec, config, tasks):
         question = first_solved_question(rng.choice(sorted(tasks)), seed, codec.fits)
         samples.append((codec.encode_prompt(question), question.answer))
     samples.sort(key=lambda sample: len(sample[0]))
-    make_question.cache_clear()
 
     # A real model's batch is split into micro-batches with as many tokens as fit into an update.
     limit = Limit(batch_size, "the warm start")
