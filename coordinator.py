@@ -1003,7 +1003,7 @@ def mean_by_seed(metric: str, runs: list[Experiment], num_rounds: int) -> dict[i
     """
     sums = defaultdict(list)  # seed -> the sum of each run
     for exp in runs:
-        num_stages = num_rounds * exp.config.get("MAX_STAGES", 1)
+        num_stages = num_rounds * exp.config["MAX_STAGES"]
         sums[exp.config["SEED"]].append(num_stages * (mean(exp.curve(metric)) or 0.0))
     return {seed: statistics.fmean(values) for seed, values in sums.items()}
 
