@@ -280,7 +280,7 @@ def diagnose(rows: list[dict], history=None, checkpoints=()) -> str:
     history = [row for row in history or rows if row["reward"] is not None]
     num_rounds = len(column_by("round", history))
     if num_rounds == 0:
-        return "no rewards, because no answers were generated (NUM_TRAIN_SAMPLES=0)"
+        return "no rewards, because no answers were generated"
 
     # A verdict requires a change of more than two standard errors. A short run requires more,
     # because the noise is estimated from few rounds. "Worse" requires one more standard error,
@@ -1003,7 +1003,7 @@ def mean_by_seed(metric: str, runs: list[Experiment], num_rounds: int) -> dict[i
     """
     sums = defaultdict(list)  # seed -> the sum of each run
     for exp in runs:
-        num_stages = num_rounds * exp.config.get("MAX_STAGES", 1)
+        num_stages = num_rounds * exp.config["MAX_STAGES"]
         sums[exp.config["SEED"]].append(num_stages * (mean(exp.curve(metric)) or 0.0))
     return {seed: statistics.fmean(values) for seed, values in sums.items()}
 
@@ -1218,13 +1218,13 @@ def draw_curves(axis, lines: list[tuple]) -> None:
 
 
 def say(text: str) -> None:
-    """Print a text. Ignore a full disk or a closed pipe, as in `| head`."""
+    """Print a text. Ignore a full disk, a closed pipe (as in `| head`) and an interrupted print."""
     try:
         with tqdm.tqdm.external_write_mode():  # redraws the progress bar below the text
             print(text, flush=True)
     except BrokenPipeError:
         sys.stdout = open(os.devnull, "w")  # otherwise, Python prints an error at exit
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: a signal came during a print
         pass
 
 

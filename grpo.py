@@ -1461,10 +1461,9 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
         sentences.append(
             f"{task}: {len(FILE_TASKS[task][1])} of {len(rows)} questions are held out"
         )
-        answers = [last_part(answer) for _, answer in rows]
 
         # Find questions too long for a prompt and answers too long for MAX_NEW_TOKENS.
-        tagged = [f"<answer>{answer}</answer>" for answer in answers]
+        tagged = [f"<answer>{last_part(answer)}</answer>" for _, answer in rows]
         lengths = list(map(len, codec.encode_completions(tagged, [True] * len(rows))))
         long = []
         for (text, answer), length in zip(rows, lengths, strict=True):
@@ -1475,17 +1474,6 @@ def file_notes(codec: Codec, config, tasks) -> list[str]:
             sentences.append(
                 f"{task}: {len(long)} questions (or their answers) are too long, such as "
                 f"{long[0]!r:.60}; all answers fit with MAX_NEW_TOKENS={max(lengths)}"
-            )
-
-        # A completion must repeat the answer character by character, unless it is a number.
-        derived = [answer for _, answer in rows if "####" in answer]
-        if derived:
-            sentences.append(f"{task}: in {len(derived)} answers, only the part after #### counts")
-        odd = [answer for answer in answers if "\n" in answer or answer.endswith(".")]
-        if len(odd) > len(rows) / 10:
-            sentences.append(
-                f"{task}: {len(odd)} answers, such as {odd[0]!r:.60}, have several lines or end "
-                "with a period, which a correct completion must repeat"
             )
     return sentences
 
@@ -1586,7 +1574,6 @@ def warm_start(model, codec: Codec, config, tasks):
         question = first_solved_question(rng.choice(sorted(tasks)), seed, codec.fits)
         samples.append((codec.encode_prompt(question), question.answer))
     samples.sort(key=lambda sample: len(sample[0]))
-    make_question.cache_clear()
 
     # A real model's batch is split into micro-batches with as many tokens as fit into an update.
     limit = Limit(batch_size, "the warm start")

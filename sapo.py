@@ -1181,7 +1181,7 @@ def save_checkpoint(run: Run) -> None:
     Keep the CHECKPOINT_KEEP newest checkpoints, and delete older checkpoints.
     """
     run.swarm.check_superseded()  # never overwrite the checkpoint of a newer process of this node
-    about = {"model_name": run.config.MODEL_NAME, "round": run.last_round, "nodes": {}}
+    about = {"round": run.last_round, "nodes": {}}
     for node in run.nodes:
         about["nodes"][node.id] = {
             "total_reward": node.total_reward,
@@ -1278,10 +1278,7 @@ def checkpoint_tensors(nodes: list[Node]) -> dict:
 
 
 def check_room(run: Run) -> None:
-    """Log how much room the shared folder has, and how much of it the checkpoints need.
-
-    Raise StoreError if TMPDIR has no room for a checkpoint, which is written there first.
-    """
+    """Raise StoreError if TMPDIR has no room for a checkpoint, which is written there first."""
     needed = sum(tensor.nbytes for tensor in checkpoint_tensors(run.nodes).values()) + 10**6
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
@@ -1290,15 +1287,6 @@ def check_room(run: Run) -> None:
             f"TMPDIR={folder} has only {free / 1e9:.2f} GB free, "
             f"but a checkpoint needs {needed / 1e9:.2f} GB: "
             "free some space or set TMPDIR to a different local folder"
-        )
-
-    # The oldest checkpoint is deleted only after a new checkpoint has been written.
-    with contextlib.suppress(OSError):  # some storage backends do not report their free space
-        run.log.info(
-            f"free space: {shutil.disk_usage(run.store.root).free / 1e9:.2f} GB in the shared "
-            f"folder; a checkpoint needs {needed / 1e9:.2f} GB, and this process needs "
-            f"{needed / 1e9 * (run.config.CHECKPOINT_KEEP + 1):.2f} GB for checkpoints "
-            f"(CHECKPOINT_KEEP={run.config.CHECKPOINT_KEEP}, and one more while it is written)"
         )
 
 
@@ -1579,13 +1567,7 @@ def run_worker(run: Run, saved: dict | None) -> int:
                 "restart this node to use them"
             )
         how = "a new experiment" if saved == settings else "joining another node's new experiment"
-        names = {
-            name
-            for name in run.store.list_names("/experiments")
-            if drive_store.is_safe_name(name) and name != config.EXPERIMENT_NAME
-        }
-        beside = f", beside {coordinator.join_names(sorted(names), 5)}" if names else ""
-        log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}{beside}")
+        log.info(f"{config.EXPERIMENT_NAME}: {how} in {run.store.dir.absolute()}")
 
     apply_warm_start(run, model)
     make_nodes(run, model)
@@ -1649,11 +1631,10 @@ def find_standing(run: Run, saved: dict) -> str:
     has_live_node = any(map(run.swarm.is_alive, board.workers))
     if has_generated_name and board.workers and not is_known and not has_live_node:
         statuses = [f"{node_id} is {run.swarm.status(node_id)}" for node_id in board.workers]
-        commands = dict.fromkeys(resume_command(run, node_id) for node_id in board.workers[:5])
         raise ConfigError(
             f"{name}: cannot join without a NODE_ID, because no node is alive "
-            f"({coordinator.join_names(statuses, 5)}): set NODE_ID to add a new node, or resume a "
-            "node with its command:\n  " + "\n  ".join(commands)
+            f"({coordinator.join_names(statuses, 5)}): set NODE_ID to resume one of these nodes or "
+            "to add a new node"
         )
     if board.open_round >= config.MAX_ROUNDS and not is_known:
         raise ConfigError(f"{name}: too late to join in round {board.open_round}; {RAISE_IT}")
@@ -1664,14 +1645,6 @@ def find_standing(run: Run, saved: dict) -> str:
         f"nodes: {names}"
     )
     return standing
-
-
-def resume_command(run: Run, node_id: str) -> str:
-    """Return the command that resumes this node's process, which may run several nodes."""
-    sessions = run.swarm.board.sessions
-    num_nodes = list(sessions.values()).count(sessions[node_id])  # in the same process
-    name = node_id if num_nodes == 1 else node_id.rpartition("_")[0]
-    return start_command(run.config, NODE_ID=name, LOCAL_NODES=str(num_nodes))
 
 
 def load_checked_model(run: Run):
@@ -1708,19 +1681,12 @@ def apply_warm_start(run: Run, model) -> None:
 
     steps = config.WARM_START_STEPS
     log.info(f"creating the warm start of {config.MODEL_NAME}: {steps} steps")
-    line_at = time.monotonic() + 5.0
     for step, loss in grpo.warm_start(model, run.codec, config, config.tasks):
         if run.signals.requested:
             log.info(f"warm start stopped at step {step} of {steps}; it will start over next time")
             raise KeyboardInterrupt
-        now = time.monotonic()
-        if step == 1:  # it includes generating the questions, so the estimate leaves it out
-            started = now
-        elif now >= line_at:
-            seconds_left = (now - started) / (step - 1) * (steps - step)
-            line_at = now + min(30.0, max(5.0, seconds_left / 5))
-            left = tqdm.tqdm.format_interval(seconds_left)
-            log.info(f"warm start {step}/{steps}: loss {loss:.3f}, {left} left")
+        if step % max(1, steps // 10) == 0:
+            log.info(f"warm start {step}/{steps}: loss {loss:.3f}")
 
     # Replace the file only if it could not be used. Then load the file that is there, because
     # another process may have written it in the meantime, and all nodes must use the same weights.
@@ -1798,8 +1764,7 @@ def finish_run(run: Run) -> int:
     rows = []  # from this and earlier processes
     for node in run.nodes:
         rows += coordinator.read_rows(run.store, run.swarm.board, node.id)
-    if rows:
-        coordinator.log_end(run, rows, run.store.list_stages("checkpoints", run.nodes[0].id))
+    coordinator.log_end(run, rows, run.store.list_stages("checkpoints", run.nodes[0].id))
     evaluate(run, "after training")
     export_models(run, samples)
 
@@ -1908,8 +1873,7 @@ class Signals:
         self.requested += 1
         if self.requested > 1:
             raise KeyboardInterrupt
-        with contextlib.suppress(RuntimeError):  # the signal may have interrupted a print
-            coordinator.say("\nshutting down cleanly; press Ctrl-C again to exit immediately")
+        coordinator.say("\nshutting down cleanly; press Ctrl-C again to exit immediately")
 
     def sleep(self, seconds: float) -> None:
         """Sleep in small steps. Raise KeyboardInterrupt if a stop was requested."""

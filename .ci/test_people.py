@@ -207,15 +207,15 @@ def test_U2_the_same_command_without_a_name_adds_no_node_to_a_stopped_swarm(tmp_
     settings = {"LOCAL_NODES": 1, "NODE_ID": None, "MAX_ROUNDS": 6, "NUM_TRANSPLANT_TREES": 0}
     with monkeypatch.context() as patch:
         at_call(patch, "finish_round", 2, lambda: os.kill(os.getpid(), SIGINT))
-        output_of(tmp_path, settings, status=130, LOCAL_NODES=2, NODE_ID="anna")
+        output = output_of(tmp_path, settings, status=130, LOCAL_NODES=2, NODE_ID="anna")
+    (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)  # resumes the nodes
     before = contents(tmp_path)
 
-    # The same command fails and prints the command that resumes the node.
+    # The same command without a NODE_ID fails and lists the nodes that were stopped.
     output = output_of(tmp_path, settings, status=2)
     assert contents(tmp_path) == before, "a new node has joined"
     names = [path.name for path in folder_of(tmp_path).iterdir()]
-    assert len(names) == 2 and all(name in output for name in names)
-    (command,) = re.findall(r"(?m)^  (.* )python sapo.py$", output)
+    assert len(names) == 2 and all(f"{name} is stopped" in output for name in names)
 
     # A node with its own name may always join. While a node is alive, any node may join.
     for live, name in ((False, "ben"), (True, None)):
@@ -242,6 +242,26 @@ def test_U2_a_second_ctrl_c_exits_at_once_in_the_middle_of_a_round(tmp_path, mon
     output_of(tmp_path, status=130)
     assert not rewards_of(tmp_path), "it finished the round"
     assert heartbeat_of(tmp_path, "n_0") == "stopped", "its peers would wait for it"
+
+
+def test_U2_a_signal_that_interrupts_a_print_counts_and_is_no_error(monkeypatch):
+    class Screen(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            if not signals.requested:
+                os.kill(os.getpid(), SIGINT)
+            return len(data)
+
+    signals = sapo.Signals()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(Screen())))
+            coordinator.say("a line")
+    finally:
+        signals.uninstall()
+    assert signals.requested == 1
 
 
 def test_U2_L6_ctrl_c_ends_a_warm_start_at_once_and_prepare_creates_it_for_all(

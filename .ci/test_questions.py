@@ -69,17 +69,6 @@ def test_L3_numbers_are_compared_by_value_and_texts_after_normalization(
         assert grpo.compute_reward(question, f"<answer>{answer}</answer>") == 0, answer
 
 
-def test_L3_answers_that_a_model_can_hardly_repeat_are_reported(tmp_path):
-    rows = [(f"{i} + 1?", f"{i} + 1 = {i + 1}\n#### {i + 1}") for i in range(9)]
-    rows += [(f"Is {i} odd?", "yes.") for i in range(3)]
-    config = make_config(MODEL_NAME="tiny", TASKS=write(tmp_path / "mine.jsonl", *rows))
-    codec = grpo.load_model(config, config.tasks)[1]
-    split, derived, odd = grpo.file_notes(codec, config, config.tasks)
-    assert "1 of 12 questions are held out" in split
-    assert "9 answers" in derived and "####" in derived
-    assert "3 answers" in odd and "period" in odd
-
-
 def test_U4_files_with_similar_or_chinese_names_have_separate_columns(tmp_path):
     names = ("questions_about_arithmetic_easy", "questions_about_arithmetic_hard", "我的问题")
     files = []
@@ -134,7 +123,9 @@ def test_L3_questions_that_do_not_fit_are_reported_and_skipped_and_never_truncat
     tasks = write(tmp_path / "mine.jsonl", *short, *long)
     settings = LEARNING | {"TASKS": tasks, "NUM_TRAIN_SAMPLES": 8, "WARM_START_STEPS": 4}
     assert run(tmp_path / "drive", settings, MAX_ROUNDS=2) == 0
-    assert re.search(r"\b3 .*questions .*too long, such as '[xyz]{40}", capsys.readouterr().out)
+    output = capsys.readouterr().out
+    assert "2 of 20 questions are held out" in output
+    assert re.search(r"\b3 .*questions .*too long, such as '[xyz]{40}", output)
 
     asked = set()
     for path in folder_of(tmp_path / "drive").glob("*/rollouts/*"):

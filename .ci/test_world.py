@@ -926,6 +926,20 @@ def test_S1_a_late_and_slow_worker_misses_no_round_after_its_first(scene, is_led
     assert rounds == [*range(rounds[0], 15)] and rounds[0] < 10
 
 
+def test_S2_U3_a_worker_that_joined_too_late_for_any_round_reports_this_at_its_end(scene):
+    """While it creates its warm start, the other worker passes its last round."""
+    scene.swarm |= {"MAX_ROUNDS": 10**4}
+    scene.start("early", 1.0)
+    scene.run(lambda: scene.opened() > 0)
+    late = scene.start("late", 20.0, MAX_ROUNDS=5, WARM_START_STEPS=3)
+    scene.run(lambda: late.status is not None)
+    (text,) = [
+        row["text"] for row in scene.rows("late", "training_events") if row["event"] == "end"
+    ]
+    assert late.status == 0 and not scene.rounds("late"), late.output
+    assert text.startswith("no rewards") and "trained 0 of 5 rounds" in text
+
+
 def test_S2_a_suspended_worker_delays_no_peer_and_continues_with_the_open_round(scene):
     scene.swarm |= {"MAX_ROUNDS": 10**4, "FETCH_TIMEOUT_SECONDS": 5}
     away, other, _ = [scene.start(name, 3.0) for name in ("w0", "w1", "w2")]
@@ -1244,8 +1258,7 @@ def test_F5_U8_what_the_user_put_beside_a_nodes_files_stays_and_stops_nothing(sc
 
 
 @pytest.mark.parametrize("words, settings", [
-    ("a new experiment", {"EXPERIMENT_NAME": "other"}), ("beside default", {"EXPERIMENT_NAME": "defualt"}),
-    ("resuming", {"MAX_ROUNDS": 7}),
+    ("a new experiment", {"EXPERIMENT_NAME": "other"}), ("resuming", {"MAX_ROUNDS": 7}),
     ("joining", {"NODE_ID": "late"}), ("already finished", {}),
     ("already finished", {"NODE_ROLE": "coordinator", "NODE_ID": ""}),
 ])  # fmt: skip
@@ -1261,7 +1274,7 @@ def test_F6_a_start_says_whether_it_is_new_joined_resumed_or_finished(scene, wor
 
 @pytest.mark.parametrize("words, changes, settings", [
     ("SEED", {}, {"SEED": 7}), ("version", {"layout": 4}, {}), ("SEED", {"SEED": "7\x1b[2J"}, {}),
-    ("MAX_ROUNDS", {}, {"NODE_ID": "late", "MAX_ROUNDS": 3}), ("MAX_ROUNDS", {}, {"NODE_ID": "", "MAX_ROUNDS": 6}),
+    ("MAX_ROUNDS", {}, {"NODE_ID": "late", "MAX_ROUNDS": 3}), ("NODE_ID", {}, {"NODE_ID": "", "MAX_ROUNDS": 6}),
 ])  # fmt: skip
 def test_F6_a_node_with_different_settings_or_no_rounds_left_exits_and_writes_nothing(
     scene, words, changes, settings
