@@ -730,7 +730,7 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_the_stop_button_is_
 ):
     cells = re.findall(r"<!-- cell: (\w+) -->\n```python\n(.*?)```", PRINTED, re.DOTALL)
     names = [name for name, _ in cells]
-    assert names == "swarm mount swarm coordinator worker monitor look compare".split()
+    assert names == "swarm mount swarm coordinator worker monitor look compare hour".split()
 
     # Set the variables for a short run, and imitate Colab's module. run_swarm.sh uses the stand-in.
     settings = {"GDRIVE_PATH": tmp_path, "COORDINATOR_ROUND_INTERVAL": 1, "WARM_START_STEPS": 20}
@@ -769,8 +769,10 @@ def test_U9_the_pasted_modules_and_the_printed_cells_run_and_the_stop_button_is_
         cell = re.sub("%pip.*", "", cell).replace("/content/drive/MyDrive/sapo", str(ROOT))
         cell = re.sub(r'(MAX_ROUNDS="?)\d+', rf"\g<1>{3 if name == 'swarm' else 5}", cell)
         cell = cell.replace("gpt2", "tiny").replace("3/1 2/2 1/3", "")
+        cell = cell.replace("Gensyn/Qwen2.5-0.5B-Instruct", "tiny")
         outputs += kernel.run_cell(cell)
     kernel.run_cell("assert _exit_code == 0, 'run_swarm.sh has failed'")
+    assert rounds_of(tmp_path, "anna", name="hour") == [*range(5)]
     assert "already finished" in outputs and outputs.count("image/png") >= 2
     roles = [start["NODE_ROLE"] for start in starts_in(tmp_path) if "NODE_ROLE" in start]
     assert sorted(roles) == ["coordinator", "prepare", "report", *["worker"] * 4]
