@@ -4,8 +4,8 @@ In a swarm without a coordinator, the first worker to finish the open round open
 
 A *coordinator* is an optional process that opens the rounds instead. It does not train and needs no
 model. While it is alive, the workers wait for it. By default, it opens the next round when the
-workers in step (see `Board.in_step`) have submitted their rewards, or an interval after the first
-reward.
+workers in step (see `Board.in_step`) have submitted their rewards, or an interval
+(COORDINATOR_ROUND_INTERVAL, 60 s) after the first reward.
 """
 
 import ast
@@ -39,14 +39,15 @@ else:
 def wait_for_round(run, next_own: int) -> int:
     """Wait until this process may enter a round, and return that round.
 
-    `next_own` is the round after the last round that this process has finished. Return
+    `next_own` is the round after the last round that this process has finished. Raise Stopped if
+    the process should end. Return
     - the open round, if it is `next_own` or later and nodes of other processes have ever joined
       (a process that was always alone repeats the rounds since its checkpoint after a crash);
     - otherwise `next_own`, once `opening_delay` seconds have passed without a live coordinator.
     """
     swarm = run.swarm
     while True:
-        board = swarm.check_in(run.signals)  # poll and heartbeat; may raise Stopped
+        board = swarm.check_in(run.signals)  # poll and heartbeat
         if swarm.others() and board.open_round >= next_own:
             return board.open_round
 
@@ -72,8 +73,9 @@ def opening_delay(run) -> float:
     if drive_store.COORDINATOR_ID in run.swarm.board.sessions:
         return 2.0
 
-    # A coordinator can join only after a worker has created the experiment, which means during
-    # round 0. Before round 1, give it half a second from when this process joined.
+    # A coordinator that starts with the workers can join only after a worker has created the
+    # experiment, perhaps during round 0. Before round 1, give it half a second from when this
+    # process joined.
     return 0.5 if run.last_round == 0 else 0.0
 
 
@@ -91,7 +93,7 @@ def run_coordinator(run) -> None:
     """Open one round after another. Raise Stopped if the process should end."""
     swarm = run.swarm
     swarm.join(coordinator_facts(run), folders=["logs"])
-    last_round = run.config.MAX_ROUNDS - 1
+    final_round = run.config.MAX_ROUNDS - 1
     t = -1  # the last round that this process has entered
     interval_start = 0.0  # when the interval of round t started
 
@@ -107,17 +109,17 @@ def run_coordinator(run) -> None:
             interval_start = swarm.looked_at
 
         # The interval starts with the round's first reward, because a round may take many
-        # intervals. With `time`, this holds only for round 0, in which models may take minutes
-        # to download.
+        # intervals. With ROUND_ADVANCE=time, this holds only for round 0, in which models may
+        # take minutes to download.
         submitted = submitted_workers(run, t)
         if not submitted and (t == 0 or run.config.ROUND_ADVANCE != "time"):
             interval_start = swarm.looked_at
 
         if round_is_over(run, t, submitted, swarm.looked_at - interval_start):
-            if t < last_round:
+            if t < final_round:
                 swarm.enter(t + 1)  # before logging, because the workers are waiting
             log_round_of_swarm(run, t)
-            if t >= last_round:
+            if t >= final_round:
                 return
             t += 1
             interval_start = swarm.looked_at

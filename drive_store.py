@@ -82,9 +82,9 @@ class Board:
         """Return the workers that are in step with round t; in round 0, all of them.
 
         A worker is in step if it has published the rollouts of round t - 1 (kind "rollouts", used
-        by workers) or submitted its reward (kind "rewards", used by the coordinator), or if it has
-        entered round t. Others wait for it while it is alive. If it dies, it does not complete the
-        round, so it usually delays only this round.
+        by workers) or submitted that round's reward (kind "rewards", used by the coordinator), or
+        if it has entered round t. Other nodes wait for it while it is alive. If it dies before it
+        completes round t, it is not in step with round t + 1, so it usually delays only round t.
         """
         if t == 0:
             return set(self.workers)
@@ -97,9 +97,9 @@ class Board:
 class Folder:
     """The folder of one experiment, with the rules above as code.
 
-    A path is relative to this folder or, if it starts with "/", to the shared folder. During an
-    outage, methods raise OSError. The subclass `DriveStore`, below, waits instead, and provides
-    `read`, `list_names` and `post` (put a file on the board).
+    A path is relative to this folder or, if it starts with "/", to the shared folder. While the
+    shared folder is unavailable (an *outage*), methods raise OSError. The subclass `DriveStore`,
+    below, waits instead, and provides `read`, `list_names` and `post` (put a file on the board).
     """
 
     def __init__(self, root, experiment: str, node_ids=()):
@@ -108,7 +108,8 @@ class Folder:
         self.node_ids = list(node_ids)  # this process's nodes; empty for readers
         self.markers = {}  # (kind, node_id) -> name; `Swarm.join` adds earlier processes' markers
 
-        # A file has this name while it is being written. Readers skip it.
+        # A file has this name while it is being written. Readers skip it. If this process is
+        # killed, the next process with the same owner deletes the file.
         owner = self.node_ids[0] if self.node_ids else "prepare"
         self.temporary_name = f".new-{owner}-{secrets.token_hex(8)}"
 
@@ -171,8 +172,8 @@ class Folder:
                 os.unlink(temp)
                 return False
 
-        # By rule 1, the only other process that may write `target` at this moment is an older
-        # process of this node that is being superseded.
+        # The check and the rename are two steps. By rule 1, only an older process of this node that
+        # is being superseded could write `target` between them.
         os.replace(temp, target)
         return True
 

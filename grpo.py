@@ -14,7 +14,7 @@ from textbook GRPO (DeepSeekMath, arXiv:2402.03300, section 4.1) in four ways. T
 
 By default, an update is a single optimizer step (NUM_ITERATIONS=1). The ratio is then exactly 1, no
 token is clipped, and the loss has the same gradient as -A log p (REINFORCE). A group's advantages
-sum to 0, so its loss is 0 if its completions are equally long: watch the reward, not the loss.
+sum to 0, so its loss is 0 if its completions are equally long. Watch the reward, not the loss.
 
 Recurring arguments:
     config  the settings (`Config` in sapo.py)
@@ -84,7 +84,7 @@ class Group:
 
     # `update_policy` fills in these fields.
     advantages: list[float] = field(default_factory=list)
-    weights: list[float] = field(default_factory=list)  # the loss weight of each of its tokens
+    weights: list[float] = field(default_factory=list)  # loss weight of the completion's tokens
     old_logprobs: list[torch.Tensor] = field(default_factory=list)  # one value per token
 
     @property
@@ -154,7 +154,11 @@ MAX_GRAD_NORM = 1.0  # EXERCISE: turn this into a setting, a row of `Config` in 
 
 
 def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -> dict:
-    """Train on own and external groups together, in up to NUM_ITERATIONS steps. Return metrics."""
+    """Train on own and external groups together, in up to NUM_ITERATIONS steps.
+
+    Return the metrics that `update_numbers` lists. Raise ModelError if memory is too small for a
+    single completion.
+    """
     # Uninformative groups count toward the divisors of the weights.
     lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
     weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)
@@ -175,21 +179,22 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
 
     # Without a gradient, Adam's momentum would still move the weights, so take no step.
     for i in range(config.NUM_ITERATIONS if trained else 0):
-        numbers = limit.retry(
+        metrics = limit.retry(
             accumulate_gradients, update_micro_batches, model, trained, config, codec, limit, step=i
         )
-        if not math.isfinite(numbers["grad_norm"]):  # this step would ruin the weights
+        if not math.isfinite(metrics["grad_norm"]):  # this step would ruin the weights
             break
         optimizer.step()
-        steps.append(numbers)
-    optimizer.zero_grad()
+        steps.append(metrics)
+    optimizer.zero_grad()  # frees the gradients' memory
     return update_numbers(trained, steps, config)
 
 
 def accumulate_gradients(micro_batches, model, groups, config, *args, **kwargs) -> dict:
     """Add up the gradients of one optimizer step, clip them, and return the step's metrics.
 
-    `micro_batches`, which gets all other arguments, yields each micro-batch's loss and metrics.
+    `micro_batches`, which gets all other arguments, yields a dict per micro-batch with its loss and
+    other metrics, which are added up. (The warm start uses a different `micro_batches`.)
     """
     # float16 rounds gradients below 3e-8 to 0. Therefore, multiply the loss by a power of two, and
     # divide the gradients by it. If they overflow, repeat the step with a smaller power.
@@ -276,7 +281,7 @@ def token_logprobs(model, hidden, targets, temperature: float):
 
 @torch.no_grad()
 def sample_completions(model, codec, prompts, uniforms, temperature: float) -> list[list[int]]:
-    """Sample B completions token by token, the same number for each prompt.
+    """Sample B completions token by token, the same number for each prompt, in the prompts' order.
 
     A completion ends with an EOS, with </answer> if the prompt is few-shot, or at the latest after
     MAX_NEW_TOKENS tokens.

@@ -64,6 +64,8 @@ def train(run: "Run") -> None:
     In each stage, all nodes of this process finish step 3 before any of them starts step 4. They
     thus share synchronously, and a swarm in one process is bit-for-bit reproducible on a CPU.
 
+    Raise drive_store.Stopped between two rounds if the process should end early.
+
     `run` is the state of this process. Its main parts are:
         config, codec   as in grpo.py; `run.update_limit` is `limit` there
         nodes           the learners (`Node`) of this process, by default one (LOCAL_NODES)
@@ -193,7 +195,7 @@ def verify(run: "Run", record: dict) -> "grpo.Group":
     """
     question = checked_question(run, record)
     prompt = run.codec.encode_prompt(question)
-    shared = record["completions"][: run.config.NUM_GENERATIONS]  # at most G dicts
+    shared = record["completions"][: run.config.NUM_GENERATIONS]  # a peer's G may be larger
     finished = [completion["finished"] for completion in shared]
     token_ids = checked_ids(run.codec, prompt, shared, finished)
 
@@ -232,7 +234,7 @@ def submit_reward(run: "Run", node: "Node", at) -> None:
     log_metrics(run, node, at)
 
 
-# -------- Who waits for whom ----------------------------------------------------------------------
+# -------- Which nodes wait for which --------------------------------------------------------------
 
 
 def wait_for_peers(run: "Run", node: "Node", at) -> None:
@@ -272,8 +274,8 @@ def expected_workers(run: "Run", board, t: int) -> set[str]:
     """Return the workers whose rollouts of round t this process waits for.
 
     These are the workers in step (see `Board.in_step`) and, so that slow workers can catch up,
-    workers that have entered round t - 1 but not published it. After a wait for such a worker has
-    timed out, it is not expected again until it is in step.
+    workers that have entered round t - 1 but not published it. After a wait for a worker has timed
+    out, the worker is not expected again until it is in step.
     """
     in_step = board.in_step("rollouts", t, run.config.MAX_STAGES)
     run.given_up -= in_step
@@ -284,8 +286,8 @@ def expected_workers(run: "Run", board, t: int) -> set[str]:
 def next_round(run: "Run") -> int | None:
     """Enter the next round and return it, or return None after the last round.
 
-    If other nodes have opened later rounds, this is the open round, so a process that was slow or
-    unavailable skips rounds.
+    If other processes have opened later rounds, the next round is the open round, so a process that
+    was slow or unavailable skips rounds.
     """
     next_own = run.last_round + 1
     if next_own >= run.config.MAX_ROUNDS:
