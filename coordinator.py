@@ -39,11 +39,11 @@ else:
 def wait_for_round(run, next_own: int) -> int:
     """Wait until this process may enter a round, and return that round.
 
-    `next_own` is the round after the last round that this process has finished. Raise Stopped if
-    the process should end. Return
+    `next_own` is the round after the last round that this process has finished. Return
     - the open round, if it is `next_own` or later and nodes of other processes have ever joined
       (a process that was always alone repeats the rounds since its checkpoint after a crash);
     - otherwise `next_own`, once `opening_delay` seconds have passed without a live coordinator.
+    Raise Stopped if the process should end.
     """
     swarm = run.swarm
     while True:
