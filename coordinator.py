@@ -410,8 +410,8 @@ NEEDED = (*ARM, "SEED", "MAX_ROUNDS", "MAX_STAGES")  # settings that readers nee
 END_OF_ROUNDS = 100_000
 MAX_ROWS = 20_000
 MAX_LOG_BYTES = 64 << 20
-# The monitor reads the end of all these files every ten seconds, with at most 16 MiB in total. This
-# is about 4000 rounds of 4 nodes, or 120 rounds of 128 nodes.
+# The monitor reads the end of all these files every ten seconds, at most 16 MiB in total. This is
+# about 4000 rounds of 4 nodes, or 120 rounds of 128 nodes.
 MONITOR_BYTES = 16 << 20
 # After two seconds, readers show how many files they have read.
 PROGRESS = {"delay": 2, "mininterval": 1, "leave": False, "position": 0}
@@ -422,7 +422,7 @@ class Experiment:
     """A snapshot of an experiment for readers, such as the monitor and the report."""
 
     name: str
-    config: dict  # the experiment's settings, at least those of NEEDED
+    config: dict  # the experiment's settings, including all in NEEDED
     board: "drive_store.Board"
     status: dict  # node -> alive, done, stopped, failed or dead
     rows: list  # all rewards with their metrics, by round
@@ -717,7 +717,7 @@ def format_screen(exp: Experiment, swarm) -> str:
     for warning in find_warnings(exp, swarm):
         lines += textwrap.wrap(f"! {warning}", width, subsequent_indent="  ", max_lines=3)
 
-    # The run's state.
+    # Describe the run's state.
     stage = max((at.stage for at in board.progress.values() if at.round == current), default=0)
     alive = exp.alive
     created_at = exp.config.get("created_at")
@@ -735,8 +735,8 @@ def format_screen(exp: Experiment, swarm) -> str:
         format_round(t, exp.num_rounds, exp.select(round=t), round_ends) for t in sorted(ends)[-2:]
     ]
 
-    # One line per node. On a small screen, show failed and dead nodes, the slowest nodes and the
-    # newest nodes, and count the others.
+    # Add one line per node. On a small screen, show failed and dead nodes, the slowest nodes and
+    # the newest nodes, and count the others.
     room = max(0, height - 4 - len(lines) - len(below))
     slowest = sorted(alive, key=exp.round_of)
     newest = sorted(exp.status, key=board.sessions.get, reverse=True)
@@ -750,7 +750,7 @@ def format_screen(exp: Experiment, swarm) -> str:
         lines.append(f"and {others.total()} more: {', '.join(counts)}")
     lines += below
 
-    # A group from the newest rollout file.
+    # Add a group from the newest rollout file.
     published_at = {n: at for (kind, n), at in board.progress.items() if kind == "rollouts"}
     newest = max(published_at, key=lambda n: (published_at[n], n), default=None)
     with contextlib.suppress(drive_store.InvalidFileError):
@@ -883,7 +883,7 @@ MAY_DIFFER = (
 )  # fmt: skip
 # Student's t for the 95% CI of the mean of 2, 3, … 10 values, and of 11 or more.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-# Escapes for text from config.json, which is untrusted, in a Markdown file.
+# Escapes Markdown in text from config.json, which is untrusted.
 MARKDOWN = str.maketrans({"|": r"\|", "<": "&lt;"})
 
 
@@ -1231,7 +1231,7 @@ def say(text: str) -> None:
 
 
 def in_notebook() -> bool:
-    """Return whether this runs in a Jupyter kernel. Its packages may also be imported elsewhere."""
+    """Return whether this runs in a Jupyter kernel, and not just with Jupyter's packages loaded."""
     has_packages = {"ipykernel", "IPython"} <= sys.modules.keys()
     return has_packages and sys.modules["IPython"].get_ipython() is not None
 

@@ -463,7 +463,7 @@ class DriveStore(Folder):
         """
         target = self.resolve(path)
         temp = target.with_name(self.temporary_name)
-        # If an earlier attempt failed, `temp` may be a hard link to `target`. Do not empty that.
+        # After a failed attempt, `temp` may be a hard link to `target`, which must not be emptied.
         temp.unlink(missing_ok=True)
 
         with open(local, "rb") as source, open(temp, "wb", opener=open_no_link) as copy:
@@ -577,8 +577,8 @@ class DriveStore(Folder):
         """Build the experiment's folder under a temporary name and rename it, unless it exists.
 
         The rename fails if another process was faster. No call in here waits on its own, because a
-        newer process with the same NODE_ID may have deleted the temporary folder. Instead, all of
-        this is repeated, and then finds the newer process's folder.
+        newer process with the same NODE_ID may have deleted the temporary folder. Instead, `waits`
+        repeats the whole method, which then finds the newer process's folder.
         """
         experiments = self.resolve("/experiments")
         name, new = self.dir.name, f"/experiments/{self.temporary_name}"
@@ -589,7 +589,7 @@ class DriveStore(Folder):
         super().write(f"{new}/config.json", dump_json(settings, indent=1))
         try:
             super().rename(new, f"/experiments/{name}")
-        except OSError as error:  # another process was faster, or the work was done
+        except OSError as error:  # another process was faster, or the rename succeeded anyway
             is_there = error.errno in (errno.ENOTEMPTY, errno.EEXIST)
             if not is_there and name not in os.listdir(experiments):
                 raise
@@ -858,7 +858,7 @@ class Swarm:
 
         # Times by time.monotonic().
         self.next_heartbeat = 0.0
-        # When the last poll started; when the board changed or the markers were posted again.
+        # The last poll's start, and the time when the board changed or markers were posted again.
         self.looked_at = self.changed_at = 0.0
         self.entered_at = float("inf")  # when this process entered its round
         self.coordinator_seen_at = 0.0  # when it was last seen alive, or when this process joined

@@ -577,7 +577,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass
 class Limit:
-    """How many completions pass through the model at once. It is halved when memory runs out."""
+    """The number of completions per forward pass, which is halved when memory runs out."""
 
     completions: int
     where: str  # the work that needs the memory, for the log
@@ -682,7 +682,7 @@ def estimate_generated_at_once(model, config, available: int) -> int:
     """Estimate how many completions a CPU can generate at once.
 
     config: MAX_NEW_TOKENS; available: bytes. A CPU needs this estimate because Linux kills a
-    process that uses too much memory. On a GPU, torch raises an error, which lowers `Limit`.
+    process that uses too much memory. On a GPU, torch raises an error, and `Limit` halves batches.
 
     The estimate assumes prompts of 512 tokens, a KV cache in float32, four copies of the next
     token's logits, and a budget of a quarter of the available memory.
@@ -902,7 +902,7 @@ def verifier_score(question: Question, answer: str) -> float:
 def is_safe_formula(question: Question, answer: str) -> bool:
     """Return whether propositional_logic's verifier can score this answer quickly.
 
-    It can if the answer is short, not deeply nested, and uses only the question's own variables.
+    It can if the answer is short and not deeply nested, and uses only the question's own variables.
     The verifier's work doubles with each distinct variable; an answer of 69 characters took 9 s.
     Its parser decides what a variable is, and reads "P ¬P", "P()" and "PP" as one variable each.
     """
@@ -1187,7 +1187,7 @@ class Codec:
     def silent_ids(self) -> set[int]:
         """The tokens that `decode` leaves out, which are EOS and special tokens.
 
-        In some models, the EOS is not marked as a special token. Answer tags are text in any case.
+        In some models, the EOS is not marked as a special token. Answer tags always count as text.
         """
         added = self.tokenizer.added_tokens_decoder
         special = {i for i, token in added.items() if token.special}
@@ -1559,7 +1559,7 @@ def warm_start(model, codec: Codec, config, tasks):
     hardly ever uses that format. This is by design, because finding the format is left to GRPO.
     Other models see only the rewarded format.
 
-    config: MODEL_NAME, SEED, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE and, for other models than
+    config: MODEL_NAME, SEED, WARM_START_STEPS, ANSWER_TAG_SHARE, DTYPE and, for models other than
     tiny, DEVICE, MICRO_BATCH_SIZE, NUM_GENERATIONS, MAX_NEW_TOKENS.
     """
     steps = config.WARM_START_STEPS

@@ -358,7 +358,7 @@ class Run:
     fetched: dict = field(default_factory=dict)
     verdicts: dict = field(default_factory=dict)
 
-    # How long this process may still wait for peers in this round, and those that it has given up.
+    # The seconds left to wait for peers in this round, and peers for which a wait has timed out.
     seconds_to_wait: float = 0.0
     given_up: set = field(default_factory=set)
 
@@ -1228,8 +1228,8 @@ def load_latest_checkpoint(run: Run) -> None:
             )
             run.log.once("resume", f"{reason}; trying an older checkpoint")
 
-    # A node has written a checkpoint if it has a marker, or if it ran before this process joined
-    # and there is an unusable file.
+    # A node has written a checkpoint if it has a checkpoint marker, or if it ran before this
+    # process joined and a checkpoint file is unusable.
     board = run.store.read_board()
     for node in run.nodes if run.last_round < 0 else ():
         is_missing = ("checkpoint", node.id) in board.progress

@@ -290,7 +290,7 @@ def test_L1_an_uninformative_group_costs_no_forward_pass_but_counts_in_the_dapo_
 
 @pytest.mark.parametrize("num_good_passes", [0, 4, 16])
 def test_L8_memory_that_runs_out_halves_the_batch_at_last_to_one_completion(num_good_passes):
-    """Memory is too small from the start, or only after 4 or 16 forward passes.
+    """Memory runs out in the first forward pass, or only after 4 or 16 passes.
 
     In the last two cases, it runs out in the middle of the first and of the third optimizer step.
     The retry must not add to the gradients of the failed attempt, and it must still use the old
@@ -1095,7 +1095,7 @@ def test_U3_a_changing_swarm_is_judged_by_the_nodes_that_were_there_at_both_ends
     # All nodes improve, but four of them join late and weak.
     late = [(name, 30, 0.05, 0.3) for name in "bcde"]
     assert verdict(("a", 0, 0.6, 0.8), *late).startswith("learned: mean reward 0.63 -> 0.77")
-    # A node that joins within the first 20 rounds counts, compared with itself.
+    # A node that joins within the first 20 rounds counts, and is compared with its own start.
     assert verdict(("a", 0, 0.6, 0.8), ("b", 10, 0.1, 0.3)).startswith(
         "learned: mean reward 0.38 -> 0.51"
     )
@@ -1321,7 +1321,7 @@ def test_L4_X4_strangers_are_verified_and_lies_gain_nothing(drive):
     assert run_swarm(drive, "strangers", **settings, **UNTRAINED) == 0
 
     # In round 0, each peer's fair share is I = 2 groups, and the liar's groups are uninformative.
-    # The flood's groups fill gaps until they are more than three rounds old. A group is never used
+    # The flood's groups are drawn until they are more than three rounds old. A group is never used
     # twice, so the human's two groups are used only once.
     flood = ["flood"] * 2
     assert read_teachers(drive, "strangers") == [flood + ["human"] * 2, flood, flood, flood, [], []]

@@ -85,7 +85,7 @@ def run_command(folder: Path, *command, act=lambda group: None, seconds=60, **se
     process = subprocess.Popen(command, env=environ, cwd=folder, start_new_session=True, **pipes)
     try:
         act(process.pid)
-        screen, _ = process.communicate(timeout=seconds)  # until no process can write to it
+        screen, _ = process.communicate(timeout=seconds)  # waits until no process can write to it
         assert not processes_with(f"LOG_DIR={folder}/logs")
     finally:
         for pid in processes_with(f"LOG_DIR={folder}/logs"):

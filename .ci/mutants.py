@@ -4,7 +4,7 @@ fail. Run it by hand:
     python .ci/mutants.py --check         check that each text occurs exactly once; takes seconds
     python .ci/mutants.py [FIRST LAST]    test all mutants, or a range of them; takes hours
 
-If the guarantee is about the swarm and its folder, the random schedules run first. Then come the
+If the guarantee is about the swarm or its folder, the random schedules run first. Then come the
 guarantee's own tests, and finally all tests. The output is a row per mutant with its number, the
 guarantee, the change, the first test that failed (SURVIVED if all passed), and the time. For a
 random schedule, the row shows the seed, which equals the number of schedules that passed before it.

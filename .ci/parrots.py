@@ -56,7 +56,7 @@ def measure_task(task: str, size: int = 600) -> tuple[str, dict[str, list[float]
     """Return a task's best parrot, and the rewards of all rules.
 
     The first `size` seeds choose the best rule and the constants. The rewards are from the next
-    `size` seeds. Held-out seeds are larger.
+    `size` seeds. These seeds are below the held-out seeds.
     """
     questions = [grpo.first_valid_question(task, seed) for seed in range(2 * size)]
     frequent = Counter(question.answer for question in questions[:size]).most_common(10)

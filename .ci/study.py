@@ -350,7 +350,7 @@ def quarter_rows(folder: Path, study: str) -> Iterable[dict]:
 
 
 def teacher_rows(folder: Path) -> Iterable[dict]:
-    """Yield the reward and gains of each kind of node in mixed swarms, and who taught it."""
+    """Yield each kind's reward and gains in mixed swarms, and its share of groups from "known"."""
     results = read_results(folder, "mixed").values()
     for arm, kind in itertools.product(dict.fromkeys(run["arm"] for run in results), KINDS):
         equals = runs_of(folder, f"{kind} form")

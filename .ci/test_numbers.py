@@ -580,7 +580,7 @@ def test_L8_a_failed_pass_frees_its_memory_and_only_lack_of_memory_is_tried_agai
     monkeypatch, name
 ):
     original = getattr(grpo, name)
-    texts = [OUT_OF_MEMORY[0], OUT_OF_MEMORY[3]]  # of the errors that the next passes raise
+    texts = [OUT_OF_MEMORY[0], OUT_OF_MEMORY[3]]  # error messages of the next passes
     allocated = []  # weak references to the memory of each pass
 
     def run_pass(*args, **kwargs):
@@ -925,7 +925,7 @@ def one_informative_group_of_eight(vocab_size, prompt_length, length):
 
 
 def update_gradient(model, groups, dtype) -> tuple[torch.Tensor | None, dict]:
-    """Return the gradient of an update, or None if it made no step, and its metrics."""
+    """Return the gradient of an update, or None if it took no step, and its metrics."""
     optimizer = RecordGradients(model)
     config = SimpleNamespace(**vars(LONG) | {"DTYPE": dtype})
     limit = grpo.Limit(99, "the update")
@@ -1002,7 +1002,7 @@ def test_L1_a_gradient_that_overflows_in_float16_is_computed_again_with_a_smalle
 
 def warm_start_gradients(monkeypatch, config, change=lambda _: None) -> tuple[list, list]:
     """Return the gradients and losses of a warm start's steps, which change nothing, and the shapes
-    of the batches that passed through the model. `change` modifies the model before."""
+    of the batches that passed through the model. `change` first modifies the model."""
     model, codec = grpo.load_model(config, ["small_gcd", "gcd"])
     change(model)
     optimizer = RecordGradients(model)
@@ -1045,7 +1045,7 @@ def test_L1_L8_the_batch_of_a_real_models_warm_start_is_split_without_changing_i
     config = replace(save_model(tmp_path, **LLAMA), DEVICE="cpu", WARM_START_STEPS=2, NUM_SHOTS=0)
     found = []
     for rows, error in ((16, None), (1, None), (16, torch.OutOfMemoryError("out of memory"))):
-        changed = replace(config, MICRO_BATCH_SIZE=rows)  # of MAX_NEW_TOKENS tokens each
+        changed = replace(config, MICRO_BATCH_SIZE=rows)  # allows rows x MAX_NEW_TOKENS tokens
         with monkeypatch.context() as patch:
             if error:  # in each pass of more than two rows
                 forward = transformers.LlamaForCausalLM.forward

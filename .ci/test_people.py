@@ -391,7 +391,7 @@ MASKS = {
     r"(?s)\? .*?\(correct:.*?\)": "? QUESTION (correct: ANSWER)", r"  '.*'": "  'TEXT'",
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d": "DATE", r"\d+\.\d\d": "N.NN", r"\d+%": "N%",
     r" eta \d+:\d\d": "", r"\d of 4\+\d groups": "N of 4+N groups",
-    "[▁-█]+": "CURVE", r"(?m)^! .*\n(  .*\n)*": "",  # rewards differ, so a verdict may as well
+    "[▁-█]+": "CURVE", r"(?m)^! .*\n(  .*\n)*": "",  # rewards vary, and so may the verdict
 }  # fmt: skip
 
 
@@ -414,7 +414,7 @@ def test_U2_U3_U5_U6_a_swarm_in_test_mode_prints_the_transcript(tmp_path, monkey
     for node in ("worker_0", "worker_1"):
         assert rounds_of(drive, node) == [*range(9)]
 
-    # The processes write to the screen at once, so compare the lines of one process after another.
+    # The lines of all processes are mixed on the screen, so compare one process after another.
     parts = dict.fromkeys(("run_swarm", "prepare", "coordinator", "worker_0"), "")
     for line in done.screen.splitlines():
         name, text = re.match(r"(?:\[(\w+)\] )?(.*)", line).groups()

@@ -36,7 +36,7 @@ def experiment(root, name="x", nodes=FOUR, num_rounds=30, states=(), absent=(), 
 
     states: {node: state in its last heartbeat}, by default "running"
     absent: pairs (node, round) without a reward
-    row: metrics to add to each reward, or to change
+    row: metrics to add to each reward row, or to change in it
     """
     store = DriveStore(root, name)
     config = sapo.read_config(ENVIRON | settings)
@@ -259,7 +259,7 @@ def test_U5_U7_X3_the_report_prints_the_transcript(tmp_path, monkeypatch, capsys
     table = [line for line in texts[1].splitlines() if line.startswith("|")]
     assert len(table) == 4 and max(map(len, table)) <= 80
 
-    # The files contain the same. The gains are worked out by hand, paired by seed.
+    # The Markdown file contains the printed report. The gains are computed by hand, paired by seed.
     assert (tmp_path / "reports/report_all.md").read_text() in texts[0]
     assert (tmp_path / "reports/report_all.png").read_bytes()[:4] == b"\x89PNG"
     rows = sapo.compare_experiments(tmp_path, names)
@@ -451,7 +451,7 @@ def f(x, *, width=3):  # a comment
 
 
 def test_U5_equal_code_has_an_equal_hash_on_every_python_version(tmp_path):
-    """The expected hash is from Python 3.11, 3.12 and 3.13. Check the installed versions."""
+    """The expected hash is from Python 3.11, 3.12 and 3.13. Only installed versions are tested."""
     expected = coordinator.hash_sources(CODE)
     assert expected == "3555fbc721c1"
     source = Path(coordinator.__file__).read_text()

@@ -85,7 +85,7 @@ FILES = {
 FILES |= {kind: lambda path, _, data=data: path.write_bytes(data) for kind, data in BYTES.items()}
 MAKE = LINKS | FILES | {"folder": lambda path, _: (path / "in").mkdir(parents=True)}
 
-# Each kind has peers of its name, so that files of all kinds can be next to each other and a failure
+# Peers are named after kinds, so that files of all kinds can be next to each other and a failure
 # shows the kind. NN stands for the number of the kind.
 PEERS = ("KIND", "KIND-1", "KIND-2")
 PEER_FILES = ["nodes/KIND-1", "nodes/KIND-2/rollouts", "nodes/KIND-2/rewards"]
@@ -317,7 +317,7 @@ def test_X3_every_reader_copes_with_a_damaged_file(honest_run, data, name):
     try:
         write(path, data.draw(damaged(valid)))
         statuses, output = run_roles(honest_run, *READERS, MAX_ROUNDS=None)
-        # A report without any usable experiment ends with 1.
+        # A report without any usable experiment exits with code 1.
         assert {*statuses} <= {0, 2} or (statuses[1] == 1 and "default is left out" in output)
         assert sapo.get_experiment_status(honest_run, "default")["current_round"] == 3
         rewards = sapo.get_experiment_metrics(honest_run, "default")["reward"].dropna()

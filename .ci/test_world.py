@@ -434,8 +434,8 @@ class Oracle:
         self.require(is_expected, f"{name} has status {status}: {process.output[-1500:]}")
 
         # A process that finishes or is stopped reports this in its last heartbeat and has saved its
-        # last round. It need not if it is stopped in an outage or by a second signal, or while an
-        # older process with the same name still writes heartbeats.
+        # last round. This need not hold if it is stopped in an outage or by a second signal, or
+        # while an older process with the same name still writes heartbeats.
         files = self.dir.glob(f"nodes/{process.nodes[0]}/checkpoints/round_??????.safetensors")
         self.saved[name] = max(map(round_of, files), default=-1) + 1
         is_hasty = {"error", "outage"} & struck or process.struck.count("stop") > 1
@@ -844,7 +844,7 @@ def test_S1_S2_the_coordinator_ends_even_if_the_last_rewards_markers_are_lost(sc
 
 
 def test_S1_a_node_without_external_groups_logs_once_which_setting_helps(scene):
-    """With `time` and an interval of 5 s, the peer's rollouts of a round arrive after it is over."""
+    """With `time` and an interval of 5 s, the peer's rollouts arrive after their round is over."""
     scene.swarm |= {"ROUND_ADVANCE": "time", "COORDINATOR_ROUND_INTERVAL": 5, "MAX_ROUNDS": 40}
     scene.swarm |= {"ROLLOUT_MAX_AGE": 0}
     for name, step in (("coordinator", 1.0), ("fast", 1.0), ("slow", 40.0)):
@@ -870,7 +870,7 @@ def test_S1_F6_the_coordinator_says_how_to_join_holds_round_0_and_waits_for_the_
 
 def test_S1_the_coordinator_waits_at_each_start_for_all_that_are_expected(scene):
     scene.swarm |= {"MAX_ROUNDS": 10**4, "NUM_WORKERS": 2, "COORDINATOR_ROUND_INTERVAL": 3600}
-    scene.swarm |= {"CHECKPOINT_INTERVAL": 100}  # a stopped process writes one anyway
+    scene.swarm |= {"CHECKPOINT_INTERVAL": 100}  # a stopped process writes a checkpoint anyway
     leader, first = scene.start("coordinator"), scene.start("first")
     scene.wait(60)
     assert scene.opened() == 0
@@ -958,7 +958,7 @@ def test_S2_a_suspended_worker_delays_no_peer_and_continues_with_the_open_round(
 def test_S3_X3_the_dead_cost_nothing_and_one_that_only_claims_to_publish_its_timeout(
     scene, lies, frequency
 ):
-    """A process waits for it once per round, in total over its stages and nodes."""
+    """A process waits for such a peer once per round, in total over its stages and nodes."""
     scene.swarm |= {"FETCH_TIMEOUT_SECONDS": 20, "MAX_STAGES": 2}
     scene.swarm |= {"MAX_ROUNDS": 4, "ROLLOUT_PUBLISH_FREQUENCY": frequency}
     finish(scene, "dead", MAX_ROUNDS=1)  # it is in step in round 1
@@ -1196,7 +1196,7 @@ def test_F2_a_folder_that_is_unmounted_for_a_minute_is_not_created_again(scene, 
     world.drive.mkdir(exist_ok=True)
     process = scene.start("n")
     world.run(lambda: process.num_calls >= abs(moment))
-    process.strike("outage", 0)  # so that the oracle expects one
+    process.strike("outage", 0)  # so that the oracle expects an outage
     world.drive.rename(unmounted)
     world.run(lambda: world.now > process.began_at + 90)
     assert process.status is None and not world.drive.exists(), process.output
@@ -1220,7 +1220,7 @@ def test_F2_a_temporary_error_on_a_file_that_a_node_needs_is_an_outage(scene, ki
     codes = [errno.EIO] * 3
     scene.world.refuse = lambda _, name, called: called == path and codes and codes.pop()
     process = scene.world.process("n", **scene.swarm)
-    process.struck.append("outage")  # so that the oracle expects one
+    process.struck.append("outage")  # so that the oracle expects an outage
     process.start()
     scene.run()
     assert process.status == 0 and not codes and "outage" in process.output, process.output
