@@ -70,7 +70,7 @@ ALONE = "8/0-alone 16/0-alone"  # one node that generates as much as 8/0, or as 
 STUDIES = {
     "tiny": Study(TINY, f"8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
     "smol": Study(SMOL, "4/4 8/0", "3e-5", (), range(2, 5)),
-    "smol arms": Study(SMOL, "8/0 4/4 2/6 16/0-alone", "1e-5 3e-5 1e-4", (1,), range(2, 5)),
+    "smol arms": Study(SMOL, "8/0 4/4 2/6 16/0-alone", "3e-6 1e-5 3e-5", (1,), range(2, 5)),
     "smol rates": Study(TWO_SMOL, "8/0", "1e-6 3e-6 1e-5 3e-5", (1, 2), ()),
 }  # fmt: skip
 for size in (2, 4, 16):
@@ -337,7 +337,8 @@ def seed_rows(folder: Path, study: str) -> Iterable[dict]:
         runs = [results[key] for key in sorted(results) if key[:2] == (arm, lr)]
         row = {"I/J": arm, "rate": lr, "seeds": " ".join(str(run["seed"]) for run in runs)}
         row["reward, last 10 rounds"] = format_each([fmean(run["curve"][-10:]) for run in runs])
-        yield row | {"held-out": format_each([run["held_out"] for run in runs])}
+        row["held-out"] = format_each([run["held_out"] for run in runs])
+        yield row | {"informative groups": f"{mean_of('informative', runs):.1f}"}
 
 
 def quarter_rows(folder: Path, study: str) -> Iterable[dict]:
