@@ -66,10 +66,21 @@ def measure_task(task: str, size: int = 600) -> tuple[str, dict[str, list[float]
     return best, rewards_by_rule(questions[size:], constants)
 
 
-def rows():
+def best_rows():
     """Yield the best parrot of each of the paper's nine tasks and tiny's eight tasks."""
     for task in grpo.PAPER_TASKS + grpo.TINY_TASKS:
         best, rewards = measure_task(task)
-        mean, error = fmean(rewards[best]), stdev(rewards[best]) / len(rewards[best]) ** 0.5
-        row = {"task": task, "best parrot": best, "reward": f"{mean:.3f} ± {error:.3f}"}
+        row = {"task": task, "best parrot": best, "reward": format_error(rewards[best])}
         yield row | {"an empty answer": fmean(rewards["an empty answer"])}
+
+
+def rule_rows(task: str):
+    """Yield all parrots of a task, the best first."""
+    _, rewards = measure_task(task)
+    for rule in sorted(rewards, key=lambda rule: -fmean(rewards[rule])):
+        yield {task: rule, "reward": format_error(rewards[rule])}
+
+
+def format_error(rewards: list[float]) -> str:
+    """Return the mean and its standard error as text."""
+    return f"{fmean(rewards):.3f} ± {stdev(rewards) / len(rewards) ** 0.5:.3f}"

@@ -11,7 +11,7 @@
     python .ci/study.py teachers FOLDER           print how mixed compares with strength
     python .ci/study.py picture FOLDER FILE       draw the README's plot
     python .ci/study.py gains FOLDER FILE         print and plot the gains of strength
-    python .ci/study.py parrots FOLDER            print each task's best parrot (see parrots.py)
+    python .ci/study.py parrots FOLDER [TASK…]    print the best parrots, or a task's (see parrots.py)
 
 The rules were fixed before the first run. An arm's learning rate is the rate with the highest mean
 cumulative reward over the seeds that choose a rate, and only the other seeds are reported. (smol
@@ -459,6 +459,9 @@ if __name__ == "__main__":
     elif mode == "teachers":
         print_table("mixed", teacher_rows(folder))
     elif mode == "parrots":
-        print_table("parrots", parrots.rows())
+        for task in rest:
+            print_table(task, parrots.rule_rows(task))
+        if not rest:
+            print_table("parrots", parrots.best_rows())
     else:
         {"mixed": run_mixed, "picture": draw_picture, "gains": show_gains}[mode](folder, *rest)
