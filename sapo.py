@@ -854,7 +854,7 @@ class Config:
     LOCAL_OVERSAMPLE: int = setting(1,
         "k: generate k x I groups and train on I of them, informative groups first",
         (1, 64), "swarm")
-    LEARNING_RATE: float = setting(1e-6, "learning rate of AdamW", (0, 1), "model", tiny=6e-4)
+    LEARNING_RATE: float = setting(3e-6, "learning rate of AdamW", (0, 1), "model", tiny=6e-4)
     CLIP_LOW: float = setting(0.2,
         "the policy ratio is clipped to at least 1 - CLIP_LOW", (0, 1), "model")
     CLIP_HIGH: float = setting(0.28,

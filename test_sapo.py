@@ -1003,7 +1003,7 @@ def test_F6_a_joining_node_inherits_the_swarms_settings_and_may_not_change_the_e
 
     # Settings with scope "model" are inherited only if MODEL_NAME is the same.
     other = read_config({"MODEL_NAME": "gpt2"}, saved | {"TASKS": "gcd"})
-    assert (other.SEED, other.TASKS, other.LEARNING_RATE) == (7, "gcd", 1e-6)
+    assert (other.SEED, other.TASKS, other.LEARNING_RATE) == (7, "gcd", 3e-6)
 
     # A generated NODE_ID is kept when the settings are read again.
     config = read_config({})
