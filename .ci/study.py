@@ -14,10 +14,9 @@
     python .ci/study.py parrots FOLDER [TASK…]    print the best parrots, or a task's (see parrots.py)
 
 The rules were fixed before the first run. An arm's learning rate is the rate with the highest mean
-cumulative reward over the seeds that choose a rate, and only the other seeds are reported. (smol
-has a single rate, which an earlier version of the study chose.) Gains over 8/0 are computed as in
-the program's report: they are geometric means of ratios paired by seed, with a 95% confidence
-interval.
+cumulative reward over the seeds that choose a rate, and only the other seeds are reported. Gains
+over 8/0 are computed as in the program's report: they are geometric means of ratios paired by seed,
+with a 95% confidence interval.
 
 A finished run is a line in FOLDER/results.jsonl, or in the file that the environment variable
 RESULTS gives. It is never repeated, so a study that was interrupted continues when it is started
@@ -69,7 +68,6 @@ TWO_SMOL = SMOL | dict(LOCAL_NODES=2, NUM_GENERATIONS=8)
 ALONE = "8/0-alone 16/0-alone"  # one node that generates as much as 8/0, or as a swarm at 2/6
 STUDIES = {
     "tiny": Study(TINY, f"8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
-    "smol": Study(SMOL, "4/4 8/0", "3e-5", (), range(2, 5)),
     "smol arms": Study(SMOL, "8/0 4/4 2/6 16/0-alone", "3e-6 1e-5 3e-5", (1,), range(2, 5)),
     "smol rates": Study(TWO_SMOL, "8/0", "1e-6 3e-6 1e-5 3e-5", (1, 2), ()),
 }  # fmt: skip
@@ -299,9 +297,9 @@ def row_of(arm: str, runs: list[dict]) -> dict:
 def frontier_rows(folder: Path, study: str) -> Iterable[dict]:
     """Yield each arm's reward and its cost. The baseline is the study's 8/0, or otherwise tiny's."""
     reported = runs_of(folder, study)
+    baseline = reported.get("8/0") or runs_of(folder, "tiny").get("8/0", [])
     for arm, runs in reported.items():
         row = row_of(arm, runs)
-        baseline = reported.get("8/0") or runs_of(folder, "tiny").get("8/0", [])
         row["against 8/0 (95% CI)"] = format_gain(gain_over(baseline, runs)) if arm != "8/0" else ""
         completions = mean_of("completions", runs)
         row["completions"] = f"{completions:,.0f}"
@@ -437,9 +435,9 @@ def add_parrot(study: str, rows: Iterable[dict]) -> Iterable[dict]:
 
 
 TABLES = {  # command: function that yields the table's rows, and the studies that it shows
-    "tables": (frontier_rows, ("tiny", "smol")),
-    "quarters": (quarter_rows, ("tiny", "smol")),
-    "rates": (rate_rows, ("tiny", "smol")),
+    "tables": (frontier_rows, ("tiny", "smol arms")),
+    "quarters": (quarter_rows, ("tiny", "smol arms")),
+    "rates": (rate_rows, ("tiny", "smol arms")),
     "seeds": (seed_rows, ("smol rates",)),
 }
 
