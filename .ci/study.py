@@ -1,7 +1,7 @@
 """Measure reward against generation, with each arm at its best learning rate. Run it by hand:
 
     python .ci/study.py NAME FOLDER [MODEL]       run a study of STUDIES (MODEL: folder or Hub id)
-    python .ci/study.py strength FOLDER [NAME…]   run tiny at five initial strengths, or at NAME…
+    python .ci/study.py strength FOLDER [NAME…]   run tiny at four more initial strengths, or at NAME…
     python .ci/study.py mixed FOLDER              run swarms of weak and strong nodes
 
     python .ci/study.py tables FOLDER [NAME…]     print the results so far in Markdown
@@ -10,7 +10,7 @@
     python .ci/study.py seeds FOLDER [NAME…]      print the end of every run, by learning rate
     python .ci/study.py teachers FOLDER           print how mixed compares with strength
     python .ci/study.py picture FOLDER FILE       draw the README's plot
-    python .ci/study.py gains FOLDER FILE         print and plot the gains of strength
+    python .ci/study.py gains FOLDER FILE         print and plot the gains of tiny and strength
     python .ci/study.py parrots FOLDER [TASK…]    print the best parrots, or a task's (see parrots.py)
 
 The rules were fixed before the first run. An arm's learning rate is the rate with the highest mean
@@ -60,11 +60,11 @@ class Study:
 
 TINY = dict(MODEL_NAME="tiny", LOCAL_NODES=8, MAX_ROUNDS=120, EVAL_INTERVAL=20)
 SMOL = dict(
-    LOCAL_NODES=4, MAX_ROUNDS=40, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25,
-    EVAL_INTERVAL=10, CHECKPOINT_INTERVAL=20, CHECKPOINT_KEEP=1,
+    LOCAL_NODES=4, MAX_ROUNDS=20, NUM_GENERATIONS=4, MAX_NEW_TOKENS=16, WARM_START_STEPS=25,
+    EVAL_INTERVAL=20, CHECKPOINT_INTERVAL=20, CHECKPOINT_KEEP=1,
     TASKS="small_products,small_gcd,small_count_bits,small_chain_sum,small_arithmetic",
 )  # fmt: skip
-TWO_SMOL = SMOL | dict(LOCAL_NODES=2, NUM_GENERATIONS=8)
+TWO_SMOL = SMOL | dict(LOCAL_NODES=2, NUM_GENERATIONS=8, MAX_ROUNDS=40, EVAL_INTERVAL=10)
 ALONE = "8/0-alone 16/0-alone"  # one node that generates as much as 8/0, or as a swarm at 2/6
 STUDIES = {
     "tiny": Study(TINY, f"8/0 4/4 2/6 4/0 6/2 8/0x2 4/4u {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
@@ -73,20 +73,21 @@ STUDIES = {
 }  # fmt: skip
 for size in (2, 4, 16):
     settings = TINY | {"LOCAL_NODES": size}
-    STUDIES[f"{size} nodes"] = Study(settings, "8/0 4/4 2/6", "1e-3 2e-3", (1,), range(4, 7))
-for age in (1, 2, 4, 8):  # in a copy of the program in which external groups are at least this old
+    STUDIES[f"{size} nodes"] = Study(settings, "4/4 2/6", "1e-3 2e-3", (1,))
+for age in (1, 4, 8):  # in a copy of the program in which external groups are at least this old
     settings = TINY | {"ROLLOUT_MAX_AGE": age + 4}
-    STUDIES[f"age {age}"] = Study(settings, "4/4", "2e-3", (), range(4, 10))
+    STUDIES[f"age {age}"] = Study(settings, "4/4", "2e-3", (), range(4, 7))
 STRENGTHS = {  # WARM_START_STEPS (for arithmetic) and ANSWER_TAG_SHARE (for the rewarded format)
     "rare form": (1000, 0.005),
-    "default": (1000, 0.02),
     "known form": (1000, 0.2),
     "weak sums": (170, 0.9),
     "strong": (2000, 0.9),
 }
 for name, (steps, share) in STRENGTHS.items():
     settings = TINY | {"WARM_START_STEPS": steps, "ANSWER_TAG_SHARE": share}
-    STUDIES[name] = Study(settings, "8/0 4/4 2/6", "5e-4 1e-3 2e-3")
+    STUDIES[name] = Study(settings, "8/0 4/4 2/6", "5e-4 1e-3 2e-3", (1,))
+# Studies of swarms of tiny, ordered by their reward at the start.
+SWARMS = ("rare form", "tiny", "known form", "weak sums", "strong")
 KINDS = ("known", "rare")  # nodes that know the rewarded format, and nodes that rarely use it
 LEVELS = (0.3, 0.4)  # levels of the smoothed reward; the study measures the cost of reaching them
 COSTS = ("completions", "generate_seconds", "train_seconds")  # columns that measure this cost
@@ -203,7 +204,7 @@ def summarize(run: coordinator.Experiment) -> dict:
 def run_mixed(folder: Path) -> None:
     """Run swarms at 4/4 in which some nodes know the rewarded format and the others rarely use it."""
     swarm = {"NUM_WORKERS": 2, "ROUND_ADVANCE": "completion"}
-    for seed, mixture in itertools.product(range(4, 10), ((2, 6), (4, 4), (6, 2))):
+    for seed, mixture in itertools.product(range(4, 7), ((2, 6), (4, 4), (6, 2))):
         processes = []
         for kind, num_nodes in zip(KINDS, mixture, strict=True):
             own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes}
@@ -385,7 +386,7 @@ def draw_picture(folder: Path, file: str) -> None:
 
 
 def show_gains(folder: Path, file: str) -> None:
-    """Print and plot the gains over 8/0 for each initial strength.
+    """Print and plot the gains over 8/0 in each of SWARMS.
 
     One gain is for the same rounds, the other for the same completions.
     """
@@ -394,8 +395,9 @@ def show_gains(folder: Path, file: str) -> None:
     figure = Figure((10, 4), dpi=120, layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     rows, labels = [], []
-    for place, study in enumerate(STRENGTHS):
-        reported = runs_of(folder, study)
+    for place, study in enumerate(SWARMS):
+        every = runs_of(folder, study)
+        reported = {arm: every[arm] for arm in ("8/0", "4/4", "2/6") if arm in every}
         baseline = reported.get("8/0", [])
         start = fmean([run["curve"][0] for runs in reported.values() for run in runs] or [0.0])
         labels.append(f"{study}\n{start:.3f}")
