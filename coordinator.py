@@ -195,8 +195,8 @@ def log_missing_workers(run) -> None:
 def submitted_workers(run, t: int) -> set[str]:
     """Return the workers that have submitted a reward for the last stage of round t.
 
-    A worker that has saved a checkpoint after round t counts as well. At the end, when it no longer
-    posts its markers again, the marker of its last reward may be lost on its way.
+    A worker that has saved a checkpoint after round t counts as well, because the marker of its
+    last reward may be lost, and a worker that has ended does not post its markers again.
     """
     board = run.swarm.board
     last_stage = drive_store.At(t, run.config.MAX_STAGES - 1)

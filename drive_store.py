@@ -71,7 +71,7 @@ class Board:
 
     @property
     def workers(self) -> list[str]:
-        """All workers that ever joined, sorted."""
+        """All workers that have ever joined, sorted."""
         return sorted(self.sessions.keys() - {COORDINATOR_ID})
 
     def reached(self, kind: str, at: At) -> list[str]:
@@ -554,8 +554,8 @@ class DriveStore(Folder):
         visible before the file, so wait for the file first.
         """
         # The process that creates the experiment also creates every folder that has several
-        # writers, because on Google Drive, a folder that two processes create at once ends up
-        # existing twice.
+        # writers. On Google Drive, two processes that create the same folder at once would create
+        # two folders.
         self.make_root()
         shared = ("/experiments", "/warmstart", "/reports", "/archives")
         for path in (*shared, f"/archives/{self.dir.name}"):
@@ -965,8 +965,8 @@ class Swarm:
     def status(self, node_id: str) -> str:
         """Return a node's status as of the last poll (see the top of this file).
 
-        It is "alive", "dead" or one of EXITED_STATES. A node that never registered is dead. Markers
-        count because a heartbeat is rewritten often, so it may never arrive on a mounted drive.
+        It is "alive", "dead" or one of EXITED_STATES. A node that never registered is dead. A moved
+        marker proves activity even if the heartbeat, which is rewritten often, never arrives.
         """
         session = self.board.sessions.get(node_id)
         if session is None or node_id in self.statuses:
@@ -990,5 +990,5 @@ class Swarm:
         return self.status(node_id) == "alive"
 
     def others(self) -> set[str]:
-        """Return the nodes of all other processes that ever joined."""
+        """Return the nodes of all other processes that have ever joined."""
         return self.board.sessions.keys() - set(self.store.node_ids)

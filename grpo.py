@@ -802,7 +802,7 @@ class Question:
 
 @functools.lru_cache(maxsize=8192)
 def make_question(task: str, seed: int) -> Question:
-    """Generate a task's question for a seed. Raise QuestionError if there is none.
+    """Generate a task's question for a seed. Raise QuestionError if this fails.
 
     The question is always item 0 of a new dataset. reasoning-gym generates item i with
     Random(seed + i), so later items would also be the questions of neighboring seeds.
@@ -937,8 +937,8 @@ def is_same_answer(answer: str, right: str) -> bool:
 def plain_text(text: str) -> str:
     """Return a text in the normal form in which questions and answers are compared.
 
-    It has composed letters (ä may be one or two code points), ASCII digits and minus signs, and
-    single spaces in place of any other whitespace.
+    In this form, letters are composed (ä is one code point, not two), digits and minus signs are
+    ASCII, and each run of whitespace between words is a single space.
     """
     text = unicodedata.normalize("NFC", text).replace("\N{MINUS SIGN}", "-")
     text = "".join(str(int(char)) if char.isdecimal() else char for char in text)
@@ -1052,8 +1052,8 @@ PROMPT_DATE = "1 January 2025"
 DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\n"
 
 
-# A SentencePiece tokenizer, as in Llama 2, puts a blank in front of a text and drops it again when
-# it decodes. Each key is a rule in its file that does this, and each value is its replacement.
+# A SentencePiece tokenizer, as in Llama 2, prepends a space to a text and removes it when decoding.
+# Each key is a rule in the tokenizer's file that does this, and each value is its replacement.
 BLANK_RULES = {
     '"prepend":"▁"': '"prepend":""',
     '"content":" ","start":1': '"content":" ","start":0',
@@ -1156,8 +1156,8 @@ class Codec:
     def completion_tokenizer(self):
         """The tokenizer without BLANK_RULES, because a completion continues the prompt's text.
 
-        With these rules, a peer's text would start with a blank that was never sampled. This
-        tokenizer does not remove blanks before punctuation either.
+        With these rules, a peer's text would start with a space that was never sampled. This
+        tokenizer does not remove spaces before punctuation either.
         """
         rules = self.tokenizer.backend_tokenizer.to_str()
         for rule, replacement in BLANK_RULES.items():
@@ -1202,8 +1202,8 @@ class Codec:
     def is_finished(self, ids: list[int]) -> bool:
         """Return whether the model ended a completion itself.
 
-        It does so with an EOS or, after a few-shot prompt, with </answer>. A base model would
-        otherwise continue with more examples.
+        A model ends a completion with an EOS or, after a few-shot prompt, with </answer>. Without
+        the second rule, a base model would continue with more examples.
         """
         has_tag = self.num_shots > 0 and "</answer>" in self.decode(ids[-9:])  # at most 9 tokens
         return has_tag or ids[-1] in self.eos_ids

@@ -206,7 +206,7 @@ def verify(run: "Run", record: dict) -> "grpo.Group":
 
 
 def policy_gradient(run: "Run", node: "Node") -> None:
-    """Do one GRPO update on I own groups and the external groups (step 5).
+    """Do one GRPO update on I of the node's own groups and the external groups (step 5).
 
     If LOCAL_OVERSAMPLE has generated more than I groups, informative groups are chosen first.
     """
@@ -258,7 +258,7 @@ def wait_for_peers(run: "Run", node: "Node", at) -> None:
 def late_peers(run: "Run", node: "Node", at) -> set[str]:
     """Return the expected peers that have not published this stage.
 
-    If none of them is alive, return an empty set, because dead peers alone are not waited for.
+    If none of them is alive, return an empty set, because dead peers alone are no reason to wait.
     """
     board = run.swarm.look()
     late = set()
@@ -385,7 +385,7 @@ def make_questions(run: Run, seeds: list[int]) -> "list[grpo.Question]":
     """
     questions = []
     for seed in seeds:
-        # Use a separate stream. The first numbers of Random(seed) also generate the question, so
+        # Use a separate random stream. Random(seed)'s first numbers also generate the question, so
         # choosing the task with them would restrict each task to a subset of its questions.
         task = random.Random(f"task {seed}").choice(run.config.tasks)
         questions.append(grpo.first_valid_question(task, seed, run.codec.fits))
@@ -1893,7 +1893,7 @@ class Signals:
 
 if __name__ == "__main__":
     arguments = [] if coordinator.in_notebook() else sys.argv[1:]
-    if arguments:  # there are no other arguments, because settings are environment variables
+    if arguments:  # only --help is accepted, because settings are environment variables
         coordinator.say(help_text())  # tolerates a closed pipe, as in `| head`
         sys.exit(0 if {"--help", "-h", "help"} & set(arguments) else 2)
 
@@ -1910,7 +1910,7 @@ if __name__ == "__main__":
         )
     status = main()
     if not coordinator.in_notebook():
-        with contextlib.suppress(OSError):  # on a full disk, Python would exit with code 120
+        with contextlib.suppress(OSError):  # otherwise, Python exits with code 120 on a full disk
             sys.stdout.close()
         sys.exit(status)
     if status not in (0, 130):  # ends "Run all" if this is a pasted cell; a stop is not an error

@@ -21,7 +21,7 @@ import pytest
 import sapo
 
 ROOT = Path(__file__).resolve().parent.parent
-gc.freeze()  # each run of sapo.main ends with a collection, which need not search the libraries
+gc.freeze()  # the garbage collection at the end of each sapo.main then skips the libraries
 
 # For tests in which only the order of events matters. With these settings, a model learns nothing.
 QUICK = {

@@ -1,4 +1,4 @@
-"""Check that a swarm on two mounts of the same storage loses no files. Run it by hand:
+"""Check that a swarm on two mounts of one shared folder loses no files. Run it by hand:
 
     PYTHONPATH=. python .ci/mounts.py MOUNT_A MOUNT_B [coordinator]
 
@@ -50,7 +50,7 @@ def run_node() -> int:
 
 
 def missing_files(drive: Path, node: str) -> list[str]:
-    """Return a message per round in the node's log whose rollouts or reward cannot be read."""
+    """Return a message for each logged round whose rollouts or reward cannot be read."""
     store = DriveStore(drive, "mounts")
     missing = []
     for row in read_log(drive, node, name="mounts"):

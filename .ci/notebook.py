@@ -72,9 +72,10 @@ metrics* of the manual explains the other columns.""",
     ),
     (
         """**Compare four settings,** each with a coordinator and four workers on one machine. 4/0 is plain
-GRPO. At 3/1, 2/2 and 1/3, one, two and three of the four groups come from peers. After each setting,
-a table compares all settings that have finished. Without a GPU, the cell trains `tiny` and takes a
-few minutes. With a GPU, it trains GPT-2 and needs up to 18 GB on Drive, which was never tried.""",
+GRPO. At 3/1, 2/2 and 1/3, one, two and three of the four groups, respectively, come from peers.
+After each setting, a table compares all settings that have finished. Without a GPU, the cell trains
+`tiny` and takes a few minutes. With a GPU, which was never tried, it trains GPT-2 and needs up to
+18 GB on Drive.""",
         printed(MANUAL, "cell: compare"),
     ),
 ]

@@ -41,7 +41,7 @@ def parrot_answers(text: str) -> dict[str, str]:
 
 
 def rewards_by_rule(questions: list[grpo.Question], constants: list[str]) -> dict[str, list[float]]:
-    """Return each rule's rewards. A constant is one more rule, such as "always 3"."""
+    """Return each rule's rewards. Each constant adds a rule, such as "always 3"."""
     rewards = {}
     for question in questions:
         answers = {f"always {constant}": constant for constant in constants}

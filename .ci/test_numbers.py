@@ -299,7 +299,7 @@ def test_L2_a_peers_completion_is_encoded_on_its_own_and_gets_our_eos_if_it_was_
 
 
 def sentencepiece_tokenizer(kind):
-    """Return a tokenizer of characters that puts a blank, "▁", in front of every text."""
+    """Return a tokenizer of characters that prepends a space, "▁", to every text."""
     characters = [*map(chr, range(33, 127)), "\n", "▁"]
     pairs = [("▁", char) for char in "4<a"] + [("4", "2")]  # "▁4" is a token, like "4"
     words = ["<eos>", *characters, *("".join(pair) for pair in pairs)]
@@ -327,7 +327,7 @@ def test_L2_a_peer_with_equal_weights_computes_equal_log_probabilities(tmp_path,
     config = make_config(MODEL_NAME=tmp_path, MAX_NEW_TOKENS=32, DEVICE=DEVICE)
     model, codec = grpo.load_model(config, ["small_gcd"])
 
-    # Some completions start with a blank, and some do not. A blank may also come before a period.
+    # Some completions start with a space, and some do not. A space may also come before a period.
     words = [
         ["<", "a", "n", "s", "w", "e", "r", ">", "42"],
         ["▁<", "a", "▁4", "▁", "."],
@@ -531,7 +531,7 @@ def test_L1_attention_of_grouped_heads_equals_transformers_own_in_value_and_grad
     for shape in ((2, 6, 3, 8), (2, 2, 7, 8), (2, 2, 7, 8)):
         tensor = torch.randn(shape, generator=generator, dtype=torch.float64)
         tensors.append(tensor.requires_grad_())
-    mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)  # four cached tokens, then three
+    mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)  # four cached tokens, three new tokens
     mask[1, :, :, :2] = False  # padding on the left of the second row
 
     module = SimpleNamespace(num_key_value_groups=3, is_causal=True)

@@ -96,7 +96,7 @@ def finished(tmp_path_factory) -> SimpleNamespace:
 
 RUN_SWARM = ("bash", ROOT / "run_swarm.sh")
 
-# A stand-in for python. If run_swarm.sh asks for cores and GPUs, it reports two of each. Otherwise,
+# A stand-in for python. It reports two cores and two GPUs if run_swarm.sh asks for them. Otherwise,
 # it records its environment and arguments, and does what CASES specifies for this process.
 STAND_IN = """
 if [[ $2 = *device_count* ]]; then echo 2 2; exit; fi

@@ -259,7 +259,7 @@ def test_U5_U7_X3_the_report_prints_the_transcript(tmp_path, monkeypatch, capsys
     table = [line for line in texts[1].splitlines() if line.startswith("|")]
     assert len(table) == 4 and max(map(len, table)) <= 80
 
-    # The Markdown file contains the printed report. The gains are computed by hand, paired by seed.
+    # The Markdown report is printed. The expected gains are computed by hand, paired by seed.
     assert (tmp_path / "reports/report_all.md").read_text() in texts[0]
     assert (tmp_path / "reports/report_all.png").read_bytes()[:4] == b"\x89PNG"
     rows = sapo.compare_experiments(tmp_path, names)

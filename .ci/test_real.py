@@ -31,7 +31,7 @@ def run_process(drive, *more: dict, act=lambda pid: None, **settings):
     [(signal.SIGUSR1, 130, "stopped"), (signal.SIGKILL, -9, "running")],
 )
 def test_S5_F3_a_process_resumes_after_a_real_signal(tmp_path, capsys, number, status, state):
-    """SIGTERM uses the same handler as SIGUSR1. test_world.py sends it."""
+    """test_world.py tests SIGTERM, which has the same handler as SIGUSR1."""
 
     def send_signal(pid):
         wait_until(lambda: checkpoint_of(tmp_path, "n"))

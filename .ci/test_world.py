@@ -375,7 +375,7 @@ class Oracle:
         if self.swarm["ROLLOUT_PUBLISH_FREQUENCY"] == "stage" and own:
             is_right = len({*files}) == 1 and None not in files and files[0][:2] == (node, t)
             self.require(is_right and node in process.nodes, f"S: {process.name} trains on {files}")
-        self.require(len(own) <= self.swarm["NUM_TRAIN_SAMPLES"], "L4: more than I own groups")
+        self.require(len(own) <= self.swarm["NUM_TRAIN_SAMPLES"], "L4: too many own groups")
 
         external = [(id, rewards) for id, rewards, is_own in groups if not is_own]
         self.check_external(process, node, t, past, external, num_seen)
@@ -735,7 +735,7 @@ def test_random(seed):
     (2, 8 * EVERY, ("error", "before")), (1, 6 * EVERY, ("stop", 0.1)),
 ])  # fmt: skip
 def test_F2_F3_S5_at_every_call_of_a_lone_process(num_nodes, every, kind):
-    """These calls belong to startup, warm start, rounds, checkpoints, retention and export."""
+    """The calls belong to startup, warm start, rounds, checkpoints, retention and export."""
     swarm = BASE | {"MAX_ROUNDS": 4, "CHECKPOINT_INTERVAL": 1, "ROLLOUT_MAX_AGE": 1,
                     "WARM_START_STEPS": 3, "NUM_TRANSPLANT_TREES": 4}  # fmt: skip
     swarm |= {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_ARCHIVE_OLD": num_nodes == 2}
@@ -774,7 +774,7 @@ def finish(scene, name="n", status=0, words="", **settings):
     ("w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "w0"), ("coordinator w0 w1 w2", "coordinator"),
 ])  # fmt: skip
 def test_S1_workers_keep_together_with_or_without_a_coordinator(scene, names, behind):
-    """This holds even if a clock is 200 s behind, and no process waits for the interval."""
+    """Even if a clock is 200 s behind, workers keep together, and no process waits an interval."""
     scene.swarm |= {"COORDINATOR_ROUND_INTERVAL": 600, "STALE_AFTER_SECONDS": 300, "NUM_WORKERS": 3}
     for name in names.split():
         scene.start(name, clock_error=-200.0 * (name == behind))
@@ -833,7 +833,7 @@ def test_S1_a_worker_that_lives_but_never_submits_delays_one_round(scene, advanc
 
 @pytest.mark.parametrize("names", [("w0",), ("w0", "w1")])
 def test_S1_S2_the_coordinator_ends_even_if_the_last_rewards_markers_are_lost(scene, names):
-    """The workers have ended, so they do not post these markers again."""
+    """The workers have ended, so they do not post the lost markers again."""
     folder = str(scene.dir / "board")
     for name in names:  # on its way to the coordinator, a change of this name is lost
         scene.world.shows.setdefault(folder, []).append((9e9, name, f"rewards.{name}.000005.0", 1))
@@ -915,7 +915,7 @@ def test_S1_S2_S3_a_slow_node_among_fast_ones_costs_its_timeout_and_is_alive(sce
 
 @pytest.mark.parametrize("is_led, num_external", [(False, 2), (True, 0)])
 def test_S1_a_late_and_slow_worker_misses_no_round_after_its_first(scene, is_led, num_external):
-    """Without a coordinator, workers wait for its rollouts. A coordinator waits for its rewards."""
+    """Workers wait for the late worker's rollouts, and a coordinator waits for its rewards."""
     scene.swarm |= {"MAX_ROUNDS": 15, "NUM_TRANSPLANT_TREES": num_external}
     for name in ("a", "b", "coordinator")[: 2 + is_led]:
         scene.start(name, 1.0)
@@ -927,7 +927,7 @@ def test_S1_a_late_and_slow_worker_misses_no_round_after_its_first(scene, is_led
 
 
 def test_S2_U3_a_worker_that_joined_too_late_for_any_round_reports_this_at_its_end(scene):
-    """While it creates its warm start, the other worker passes its last round."""
+    """While the late worker creates its warm start, the swarm passes that worker's last round."""
     scene.swarm |= {"MAX_ROUNDS": 10**4}
     scene.start("early", 1.0)
     scene.run(lambda: scene.opened() > 0)
@@ -958,7 +958,7 @@ def test_S2_a_suspended_worker_delays_no_peer_and_continues_with_the_open_round(
 def test_S3_X3_the_dead_cost_nothing_and_one_that_only_claims_to_publish_its_timeout(
     scene, lies, frequency
 ):
-    """A process waits for such a peer once per round, in total over its stages and nodes."""
+    """A process waits for a lying peer once per round, in total over its stages and nodes."""
     scene.swarm |= {"FETCH_TIMEOUT_SECONDS": 20, "MAX_STAGES": 2}
     scene.swarm |= {"MAX_ROUNDS": 4, "ROLLOUT_PUBLISH_FREQUENCY": frequency}
     finish(scene, "dead", MAX_ROUNDS=1)  # it is in step in round 1
@@ -1021,7 +1021,7 @@ def test_F6_a_crash_or_error_while_an_experiment_is_created_leaves_a_usable_fold
 ):
     """The experiment is complete as soon as it is visible.
 
-    The next process of a node deletes the unfinished parts of its killed process.
+    After a crash, a node's next process deletes the unfinished folder.
     """
     monkeypatch.setattr(world, "ERRORS", (errno.EIO, errno.ETIMEDOUT, errno.EEXIST))
     for call in range(9, 20):
@@ -1040,7 +1040,7 @@ def test_F6_a_crash_or_error_while_an_experiment_is_created_leaves_a_usable_fold
 
 
 def test_F3_rewards_submitted_before_a_crash_are_counted_and_logged(scene):
-    """The swarm continues meanwhile, so the resumed node skips these rounds."""
+    """While the node is down, the swarm opens further rounds, which the resumed node skips."""
     scene.swarm |= {"MAX_ROUNDS": 12, "CHECKPOINT_INTERVAL": 3}
     scene.start("other")
     process = scene.start("n")

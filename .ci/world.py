@@ -43,7 +43,7 @@ import drive_store
 import grpo
 import sapo
 
-gc.freeze()  # each process starts with a collection, which need not search the libraries' objects
+gc.freeze()  # the garbage collection at the start of each process then skips the libraries
 
 # -------- The seams: adapt this section when the program changes ----------------------------------
 # Each fake replaces the function of grpo.py with the same name, and has the same arguments and
@@ -414,7 +414,7 @@ class World:
         return OSError(code, os.strerror(code), str(path))
 
     def note_names(self, process, name, path, target) -> None:
-        """On slow storage, choose when a changed name becomes visible in others' listings."""
+        """On a slow storage backend, choose when a changed name becomes visible in listings."""
         if self.delays != [0.0] and name != "mkdir" and name != "open":
             shows_at = self.now + self.rng.choice(self.delays)
             for changed, is_added in ((path, False), (target, target != path)):
