@@ -1054,7 +1054,7 @@ DATE_MACRO = "{% macro strftime_now(format) %}" + PROMPT_DATE + "{% endmacro %}\
 
 # A SentencePiece tokenizer, as in Llama 2, prepends a space to a text and removes it when decoding.
 # Each key is a rule in the tokenizer's file that does this, and each value is its replacement.
-BLANK_RULES = {
+SPACE_RULES = {
     '"prepend":"▁"': '"prepend":""',
     '"content":" ","start":1': '"content":" ","start":0',
     '"prepend_scheme":"first"': '"prepend_scheme":"never"',
@@ -1154,13 +1154,13 @@ class Codec:
 
     @functools.cached_property
     def completion_tokenizer(self):
-        """The tokenizer without BLANK_RULES, because a completion continues the prompt's text.
+        """The tokenizer without SPACE_RULES, because a completion continues the prompt's text.
 
         With these rules, a peer's text would start with a space that was never sampled. This
         tokenizer does not remove spaces before punctuation either.
         """
         rules = self.tokenizer.backend_tokenizer.to_str()
-        for rule, replacement in BLANK_RULES.items():
+        for rule, replacement in SPACE_RULES.items():
             rules = rules.replace(rule, replacement)
         return transformers.PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(rules))
 
