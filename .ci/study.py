@@ -88,7 +88,8 @@ for name, (steps, share) in STRENGTHS.items():
     STUDIES[name] = Study(settings, "8/0 4/4 2/6", "5e-4 1e-3 2e-3", (1,))
 # Studies of swarms of tiny, ordered by their reward at the start.
 SWARMS = ("rare form", "tiny", "known form", "weak sums", "strong")
-KINDS = ("known", "rare")  # nodes that know the rewarded format, and nodes that rarely use it
+# Nodes that know the rewarded format, and nodes that rarely use it, with their best learning rates.
+KINDS = {"known": "1e-3", "rare": "2e-3"}
 LEVELS = (0.3, 0.4)  # levels of the smoothed reward; the study measures the cost of reaching them
 COSTS = ("completions", "generate_seconds", "train_seconds")  # columns that measure this cost
 
@@ -207,10 +208,10 @@ def run_mixed(folder: Path) -> None:
     for seed, mixture in itertools.product(range(4, 7), ((2, 6), (4, 4), (6, 2))):
         processes = []
         for kind, num_nodes in zip(KINDS, mixture, strict=True):
-            own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes}
+            own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes, "LEARNING_RATE": KINDS[kind]}
             settings = STUDIES[f"{kind} form"].settings
             processes.append(settings | settings_of("4/4") | swarm | own)
-        run_swarm(folder, ("mixed", "{}+{}".format(*mixture), "1e-3", seed), processes)
+        run_swarm(folder, ("mixed", "{}+{}".format(*mixture), "best", seed), processes)
 
 
 def measure_kinds(folder: Path, run: coordinator.Experiment) -> dict:
@@ -399,7 +400,7 @@ def show_gains(folder: Path, file: str) -> None:
         every = runs_of(folder, study)
         reported = {arm: every[arm] for arm in ("8/0", "4/4", "2/6") if arm in every}
         baseline = reported.get("8/0", [])
-        start = fmean([run["curve"][0] for runs in reported.values() for run in runs] or [0.0])
+        start = fmean([run["curve"][0] for run in baseline] or [0.0])
         labels.append(f"{study}\n{start:.3f}")
         for arm, runs in reported.items():
             others = baseline if arm != "8/0" else []
