@@ -1042,7 +1042,8 @@ def test_L6_a_warm_start_in_float16_has_the_gradients_of_float32(tmp_path, monke
 def test_L1_L8_the_batch_of_a_real_models_warm_start_is_split_without_changing_its_gradient(
     tmp_path, monkeypatch
 ):
-    config = replace(save_model(tmp_path, **LLAMA), DEVICE="cpu", WARM_START_STEPS=2, NUM_SHOTS=0)
+    settings = {"DEVICE": "cpu", "DTYPE": "float32", "WARM_START_STEPS": 2, "NUM_SHOTS": 0}
+    config = replace(save_model(tmp_path, **LLAMA), **settings)
     found = []
     for rows, error in ((16, None), (1, None), (16, torch.OutOfMemoryError("out of memory"))):
         changed = replace(config, MICRO_BATCH_SIZE=rows)  # allows rows x MAX_NEW_TOKENS tokens
