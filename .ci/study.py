@@ -104,7 +104,7 @@ def settings_of(arm: str) -> dict:
     """
     own, external, oversample, alone = re.fullmatch(r"(\d+)/(\d+)x?(\d*)(-alone)?", arm).groups()
     settings = {"NUM_TRAIN_SAMPLES": own, "NUM_TRANSPLANT_TREES": external}
-    settings |= {"LOCAL_OVERSAMPLE": oversample or 1}
+    settings["LOCAL_OVERSAMPLE"] = oversample or 1
     return settings | ({"LOCAL_NODES": 1} if alone else {})
 
 
