@@ -570,7 +570,7 @@ def logged_rows(store, node_id: str, max_bytes: int = MAX_LOG_BYTES) -> dict:
 
 
 def check_settings(config: dict) -> dict:
-    """Return the contents of config.json. Raise InvalidFileError if a setting of NEEDED is invalid.
+    """Return the contents of config.json. Raise InvalidFileError if a setting in NEEDED is invalid.
 
     The file is untrusted, because any program may have written it.
     """
@@ -1237,7 +1237,7 @@ def in_notebook() -> bool:
 
 
 def mean(values) -> float | None:
-    """Return the mean of the values, without any that are None. [1, None, 2] -> 1.5, [] -> None."""
+    """Return the mean of the values that are not None. [1, None, 2] -> 1.5, [] -> None."""
     numbers = [value for value in values if value is not None]
     return statistics.fmean(numbers) if numbers else None
 

@@ -159,7 +159,7 @@ def update_policy(model, optimizer, groups: list[Group], config, codec, limit) -
     Return the metrics that `update_numbers` lists. Raise ModelError if memory is too small for a
     single completion.
     """
-    # Uninformative groups count toward the divisors of the weights.
+    # Uninformative groups count in the denominators of the loss weights.
     lengths = torch.tensor([len(ids) for group in groups for ids in group.completions])
     weights = loss_weights(lengths, config.LOSS_TYPE, config.MAX_NEW_TOKENS)
     sizes = [len(group.completions) for group in groups]
@@ -222,7 +222,7 @@ def update_micro_batches(model, groups: list[Group], config, codec, limit, step:
             logprobs, mask = completion_logprobs(model, batch, config.TEMPERATURE, codec.pad_id)
 
         # The first step's log-probabilities are the old log-probabilities of every step. They are
-        # kept in the groups, which share these tensors with their parts in `batch`.
+        # kept in the groups, whose parts in `batch` share these tensors.
         old_rows = [row for group in batch for row in group.old_logprobs]
         if step == 0:
             for old_row, row in zip(old_rows, logprobs.detach(), strict=True):
@@ -1278,8 +1278,8 @@ def load_pretrained(config):
         "its weights are quantized or frozen: use the full-precision model": not is_trainable,
     })  # fmt: skip
 
-    # Keep only the ids of the generation config. Its sampling settings are not used here, and some
-    # of them would make save_pretrained raise an error after the last round.
+    # Keep only the token ids of the generation config. Its sampling settings are not used here, and
+    # some of them would make save_pretrained raise an error after the last round.
     loaded = model.generation_config
     model.generation_config = transformers.GenerationConfig(
         bos_token_id=loaded.bos_token_id,

@@ -208,7 +208,7 @@ def verify(run: "Run", record: dict) -> "grpo.Group":
 def policy_gradient(run: "Run", node: "Node") -> None:
     """Do one GRPO update on I of the node's own groups and the external groups (step 5).
 
-    If LOCAL_OVERSAMPLE has generated more than I groups, informative groups are chosen first.
+    If more than I groups were generated (LOCAL_OVERSAMPLE), informative groups are chosen first.
     """
     # EXERCISE: replace uninformative groups with informative groups from earlier rounds (replay).
     own = sorted(node.groups, key=lambda group: not group.is_informative)
@@ -364,7 +364,7 @@ class Run:
 
     @property
     def is_first_round(self) -> bool:
-        """True until this process has finished a round (which may not be round 0)."""
+        """True until this process has finished a round (not necessarily round 0)."""
         return not self.round_ends
 
 
@@ -1627,7 +1627,7 @@ def find_standing(run: Run, saved: dict) -> str:
         return "finished"
 
     # A new node may join until the last round is over. A node with a generated name may only join
-    # live nodes. If no node is alive, its user has probably repeated a command to resume a node.
+    # live nodes. If no node is alive, the user probably meant to resume a stopped node.
     is_known = not {*board.sessions, str(saved.get("maker"))}.isdisjoint(config.node_ids)
     has_generated_name = re.fullmatch("node_[0-9a-f]{8}", config.NODE_ID) is not None
     has_live_node = any(map(run.swarm.is_alive, board.workers))

@@ -158,7 +158,7 @@ def rewards_of(drive, node="*", name="default") -> list[dict]:
 def compare_transcript(name: str, text: str, masks: dict) -> None:
     """Compare a text with the file NAME in .ci/, after replacing each pattern in `masks`.
 
-    After a change of the output, rewrite the files, and review the changes with `git diff`:
+    After a change to the output, rewrite the files, and review the changes with `git diff`:
 
         UPDATE=1 PYTHONPATH=. python -m pytest .ci -k transcript
     """

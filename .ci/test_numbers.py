@@ -812,8 +812,8 @@ def test_L3_U10_a_mistake_in_a_verifier_or_reward_of_ones_own_is_raised(monkeypa
             patch.setattr(grpo, "compute_reward", lambda *_, value=value: value)
             sapo.verify(run, group)
 
-    # A bug in a verifier is raised at startup, which scores correct answers, but never while a
-    # peer's text is scored.
+    # A verifier's bug raises an error at startup, when correct answers are scored, but never while
+    # a peer's text is scored.
     monkeypatch.setattr(grpo, "verifier_score", lambda question, answer: question.answr)
     assert sapo.verify(run, group).rewards == [0.0] * 4
     with pytest.raises(AttributeError, match="answr"):
@@ -971,7 +971,7 @@ def test_L1_a_gradient_that_overflows_in_float16_is_computed_again_with_a_smalle
     expected, _ = update_gradient(model, groups, "float16")
     exact, _ = update_gradient(model, groups, "float32")
 
-    # Let gradients overflow at a lower number than 65504.
+    # Make gradients overflow above `bound` instead of above 65504.
     seen = []
 
     def overflow(gradient):

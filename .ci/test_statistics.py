@@ -1,5 +1,5 @@
-"""Statistical tests of the questions, groups and tokens that are drawn (L2, L3, L4). They compare
-the observed shares with the guaranteed shares.
+"""Statistical tests of the questions, groups and tokens that are drawn (L2, L3, L4), and of the
+verdict (U3). They compare the observed shares with the guaranteed shares.
 
 The threshold is computed as follows. Suppose that k of n independent draws have a property whose
 probability is p. With surprise(k, n, p) = n KL(k/n || p), in nats, Chernoff's bound holds for any n
@@ -332,7 +332,7 @@ def test_U3_a_policy_that_never_changes_hardly_ever_gets_a_verdict(num_nodes, nu
 def test_U3_a_rise_from_5_to_30_percent_is_recognized_in_20_rounds(num_nodes, num_groups):
     found = verdicts([0.05] * 10 + [0.3] * 10, num_nodes, num_groups)
     assert found["learned"] > 0.9 * 400 and found["worse"] == 0, found
-    # With more data per round, a rise that takes all 20 rounds is recognized as well.
+    # A rise over all 20 rounds is recognized less often, particularly with little data per round.
     found = verdicts(numpy.linspace(0.05, 0.3, 20), num_nodes, num_groups)
     assert found["learned"] > (0.4 if num_nodes * num_groups == 4 else 0.7) * 400, found
 

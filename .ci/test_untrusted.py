@@ -167,7 +167,7 @@ def plant(path, kind, outside) -> None:
 def outcome(drive) -> tuple:
     """Return the nodes' rewards and the bytes of their checkpoints and of the warm start.
 
-    A checkpoint contains weights, optimizer state, total rewards and the external groups used.
+    A checkpoint contains weights, optimizer state, total rewards and keys of used external groups.
     """
     rewards = [(row["round"], row["node_id"], row["reward"]) for row in rewards_of(drive, "n_?")]
     checkpoints = sorted(folder_of(drive, "n_0").glob("checkpoints/round_00000*"))
@@ -177,7 +177,7 @@ def outcome(drive) -> tuple:
 def check_planted(drive, outside, honest_run, kinds, own_kinds) -> None:
     """Run all roles with files of these kinds, and compare the results with the honest run's.
 
-    Files of all `kinds` are wherever a peer can write. `own_kinds` take turns in place of the
+    Files of all `kinds` are planted wherever a peer can write. `own_kinds` take turns in place of the
     node's own files. (They do not include folders, because a node waits if a folder is in its way.)
     """
     peers = [peer.replace("KIND", kind) for kind in kinds for peer in PEERS]
@@ -222,7 +222,7 @@ def test_X1_X2_X3_no_file_of_any_kind_changes_what_is_learned(honest_run, tmp_pa
 
 
 CLEANUP = {"ROLLOUT_CLEANUP_ENABLED": True, "ROLLOUT_KEEP_LAST_N_ROUNDS": 1, "ROLLOUT_MAX_AGE": 0}
-LINKED = [  # path, kind of link, exit code of a worker, which Ctrl-C stops if it waits
+LINKED = [  # path, kind of link, exit code of the worker (Ctrl-C stops a worker that waits)
     ("nodes/n_0", "dangling-link", 2), ("nodes/n_0/rollouts", "link-to-a-folder", 2),
     ("nodes/n_0/checkpoints", "link-to-a-folder", 2), ("nodes/n_0/logs", "link", 2),
     ("../../archives/default/n_0", "link-to-a-folder", 2),

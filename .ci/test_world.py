@@ -217,7 +217,7 @@ class Oracle:
         return sorted({round_ for round_, _ in self.files[node, kind]})
 
     def waits(self, process) -> dict:
-        """Return {round: seconds for which the nodes of this process waited in it}."""
+        """Return {round: total seconds that this process's nodes waited}."""
         waits = Counter()
         for row in itertools.chain(*map(self.rows, process.nodes)):
             waits[row["round"]] += row["wait_seconds"]
@@ -431,7 +431,7 @@ class Oracle:
         has_twin = any("twin" in each.struck for each in self.namesakes(process))
         expected = {-9: "kill" in struck, 130: "stop" in struck, 3: has_twin, 0: True}
         is_expected = expected.get(status, False) or status in process.may_end
-        self.require(is_expected, f"{name} has status {status}: {process.output[-1500:]}")
+        self.require(is_expected, f"{name} exited with code {status}: {process.output[-1500:]}")
 
         # A process that finishes or is stopped reports this in its last heartbeat and has saved its
         # last round. This need not hold if it is stopped in an outage or by a second signal, or
@@ -519,7 +519,8 @@ class Oracle:
             there = [t for t in there if t >= oldest]
         kept = [t for t in everything if t >= oldest]
         old = [t for t in everything if t < oldest and swarm["ROLLOUT_ARCHIVE_OLD"]]
-        self.require((there, archived) == (kept, old), f"F5: {node} has {there}, {archived}")
+        found = f"F5: {node} kept {there} and archived {archived}"
+        self.require((there, archived) == (kept, old), found)
 
         # The newest checkpoint and the model exist.
         folder = self.dir / f"nodes/{node}"
@@ -673,7 +674,7 @@ class Oracle:
             self.plant(process.nodes[0], BESIDE)
 
     def plant(self, node: str, names) -> None:
-        """Plant files that must not be deleted next to a node's own files."""
+        """Next to a node's own files, plant files that must not be deleted."""
         for name in names:
             path = self.dir / f"nodes/{node}" / name.replace("NODE", node)
             if path.parent.exists():

@@ -325,7 +325,7 @@ class World:
         assert self.now <= self.deadline, f"not finished after {seconds:.0f} s: {states}"
 
     def choose(self) -> Process | None:
-        """Advance the clock. Return the process that wakes first, or None if the test continues."""
+        """Advance the clock. Return the process that wakes first, or None to resume the test."""
         self.current = None
         while not (self.violations or self.now > self.deadline or self.until()):
             first = min((process.wake_at for process in self.running), default=math.inf)
