@@ -3,8 +3,8 @@
 In a swarm without a coordinator, the first worker to finish the open round opens the next round.
 
 A *coordinator* is an optional process that opens the rounds instead. It does not train and needs no
-model. While it is alive, the workers wait for it. By default, it opens the next round when the
-workers in step (see `Board.in_step`) have submitted their rewards, or an interval
+model. While it is alive, the workers wait for it. By default, it opens the next round when all
+live workers in step (see `Board.in_step`) have submitted their rewards, or an interval
 (COORDINATOR_ROUND_INTERVAL, 60 s) after the first reward.
 """
 
@@ -94,7 +94,7 @@ def run_coordinator(run) -> None:
     swarm = run.swarm
     swarm.join(coordinator_facts(run), folders=["logs"])
     final_round = run.config.MAX_ROUNDS - 1
-    t = -1  # the last round that this process has entered
+    t = -1  # the newest round that this process has entered
     interval_start = 0.0  # when the interval of round t started
 
     while True:

@@ -12,8 +12,8 @@ follow these rules:
 
 On a local disk, these rules are exact. On a mounted drive, changes may reach other machines late,
 incompletely or out of order. A reader therefore looks for a missing file again, and reads a damaged
-file again in the next round. A file that is rewritten often may never arrive, so a valid rollout or
-reward file is never rewritten.
+file again in the next round. A new version of a file may arrive late, and peers may have read the
+older one, so a valid rollout or reward file is never rewritten.
 
 experiments/NAME/    (next to experiments/: warmstart/, reports/, archives/)
     config.json      the settings at creation
@@ -83,8 +83,8 @@ class Board:
 
         A worker is in step if it has published the rollouts of round t - 1 (kind "rollouts", used
         by workers) or submitted that round's reward (kind "rewards", used by the coordinator), or
-        if it has entered round t. Other nodes wait for it while it is alive. If it dies before it
-        completes round t, it is not in step with round t + 1, so it usually delays only round t.
+        if it has entered round t. Other nodes wait for it while it is alive. If it dies in
+        round t, it is in step with round t + 1 at most, so it usually delays only one round.
         """
         if t == 0:
             return set(self.workers)
@@ -178,7 +178,7 @@ class Folder:
         return True
 
     def rename(self, path: str, new_path: str) -> bool:
-        """Rename a file. Return False if it is missing (perhaps it was renamed in an outage)."""
+        """Rename a file. Return False if it is missing (perhaps an attempt in an outage did it)."""
         try:
             os.replace(self.resolve(path), self.resolve(new_path))
             return True

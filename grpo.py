@@ -89,7 +89,7 @@ class Group:
 
     @property
     def is_informative(self) -> bool:
-        """True if the rewards differ (non-zero variance). Otherwise, its gradient is zero."""
+        """True if the rewards differ (non-zero variance). Otherwise, it contributes no gradient."""
         return rewards_differ(self.rewards)
 
 
@@ -287,7 +287,8 @@ def sample_completions(model, codec, prompts, uniforms, temperature: float) -> l
     MAX_NEW_TOKENS tokens.
 
     uniforms: (MAX_NEW_TOKENS, B) random numbers, drawn on the CPU, so they are the same on every
-    device. Each completion uses its own column, so it does not depend on the rest of its batch.
+    device. Each completion uses its own column. Apart from rounding, it therefore does not depend
+    on the rest of its batch.
     """
     max_tokens, num_rows = uniforms.shape
     tokens = torch.full((num_rows, max_tokens), -1, device=model.device)  # -1: not sampled

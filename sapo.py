@@ -90,7 +90,7 @@ def train(run: "Run") -> None:
         finish_round(run, t)
 
 
-# -------- The six steps of a stage ----------------------------------------------------------------
+# -------- The steps of a stage --------------------------------------------------------------------
 # `at` is the current stage, At(round, stage). `node.metrics` collects its metrics.
 
 
@@ -99,7 +99,7 @@ def sample_batch(run: "Run", node: "Node", at) -> "list[grpo.Question]":
 
     Their seeds are hashes, so a resumed node draws the same questions without a saved RNG state.
     """
-    node.metrics = {"rejected": 0, "external_pool": 0}
+    node.metrics = {"rejected": 0, "external_pool": 0}  # a new stage
     indices = range(run.config.NUM_TRAIN_SAMPLES * run.config.LOCAL_OVERSAMPLE)
     seeds = [derive_seed(run.config, node.id, at, "question", i) for i in indices]
     return make_questions(run, seeds)
@@ -115,7 +115,7 @@ def generate_groups(run: "Run", node: "Node", questions: list, at) -> "list[grpo
 
 
 def publish_groups(run: "Run", node: "Node", at) -> None:
-    """Share the groups as text before training on them (step 3), by default in every stage."""
+    """Share this stage's groups as text (step 3), by default before training on them."""
     node.unshared += node.groups
     if run.config.publishes(at.stage):  # only the last stage if ROLLOUT_PUBLISH_FREQUENCY=round
         rollouts = drive_store.rollout_file(node.unshared, run.about)  # `about` is informational
@@ -161,7 +161,7 @@ def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[gr
     config = run.config
     stages = [at.stage] if age == 0 else range(config.MAX_STAGES)
     sources = [drive_store.At(at.round - age, stage) for stage in stages]
-    publishers = run.swarm.board.reached("rollouts", sources[0])  # at this stage or later
+    publishers = run.swarm.board.reached("rollouts", sources[0])  # at sources[0] or later
 
     candidates = []
     for peer in choose_peers(run, node, at, publishers):
@@ -182,8 +182,8 @@ def external_candidates(run: "Run", node: "Node", at, age: int, rng) -> "list[gr
 def verify(run: "Run", record: dict) -> "grpo.Group":
     """Return a peer's group with its question, token ids and rewards computed locally.
 
-    Only the record's task, seed, response and finished are used, and its prompt is compared with
-    the regenerated question. Its answer and rewards are ignored.
+    Only the record's task and seed, and each completion's response and finished, are used. The
+    prompt is compared with the regenerated question. The answer and the rewards are ignored.
 
     Raise Rejected or grpo.QuestionError for
     - a task that is not one of TASKS, or a seed that has no question;

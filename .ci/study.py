@@ -76,7 +76,7 @@ for size in (2, 4, 16):
     STUDIES[f"{size} nodes"] = Study(settings, "4/4 2/6", "1e-3 2e-3", (1,))
 for age in (1, 4, 8):  # in a copy of the program in which external groups are at least this old
     settings = TINY | {"ROLLOUT_MAX_AGE": age + 4}
-    STUDIES[f"age {age}"] = Study(settings, "4/4", "2e-3", (), range(4, 7))
+    STUDIES[f"age {age}"] = Study(settings, "4/4", "2e-3", ())
 STRENGTHS = {  # WARM_START_STEPS (for arithmetic) and ANSWER_TAG_SHARE (for the rewarded format)
     "rare form": (1000, 0.005),
     "known form": (1000, 0.2),
@@ -204,7 +204,7 @@ def summarize(run: coordinator.Experiment) -> dict:
 def run_mixed(folder: Path) -> None:
     """Run swarms at 4/4 in which some nodes know the rewarded format and the others rarely use it."""
     swarm = {"NUM_WORKERS": 2, "ROUND_ADVANCE": "completion"}
-    for seed, mixture in itertools.product(range(4, 7), ((2, 6), (4, 4), (6, 2))):
+    for seed, mixture in itertools.product(range(4, 10), ((2, 6), (4, 4), (6, 2))):
         processes = []
         for kind, num_nodes in zip(KINDS, mixture, strict=True):
             own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes, "LEARNING_RATE": KINDS[kind]}
