@@ -67,7 +67,7 @@ SMOL = dict(
 TWO_SMOL = SMOL | dict(LOCAL_NODES=2, NUM_GENERATIONS=8, MAX_ROUNDS=40, EVAL_INTERVAL=10)
 ALONE = "8/0-alone 16/0-alone"  # one node that generates as much as 8/0, or as a swarm at 2/6
 STUDIES = {
-    "tiny": Study(TINY, f"8/0 4/4 2/6 8/0x2 {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
+    "tiny": Study(TINY, f"8/0 6/2 4/4 2/6 8/0x2 {ALONE}", "6e-4 1e-3 2e-3 4e-3"),
     "smol arms": Study(SMOL, "8/0 4/4 2/6 16/0-alone", "3e-6 1e-5 3e-5", (1,), range(2, 5)),
     "smol rates": Study(TWO_SMOL, "8/0", "1e-6 3e-6 1e-5 3e-5", (1, 2), ()),
 }  # fmt: skip
