@@ -13,7 +13,7 @@ follow these rules:
 On a local disk, these rules are exact. On a mounted drive, changes may reach other machines late,
 incompletely or out of order. A reader therefore looks for a missing file again, and reads a damaged
 file again in the next round. A new version of a file may arrive late, and peers may have read the
-older one, so a valid rollout or reward file is never rewritten.
+older version, so a valid rollout or reward file is never rewritten.
 
 experiments/NAME/    (next to experiments/: warmstart/, reports/, archives/)
     config.json      the settings at creation
