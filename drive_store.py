@@ -84,7 +84,7 @@ class Board:
         A worker is in step if it has published the rollouts of round t - 1 (kind "rollouts", used
         by workers) or submitted that round's reward (kind "rewards", used by the coordinator), or
         if it has entered round t. Other nodes wait for it while it is alive. If it dies in
-        round t, it is in step with round t + 1 at most, so it usually delays only one round.
+        round t, it is not in step with round t + 2, so it usually delays only one round.
         """
         if t == 0:
             return set(self.workers)
