@@ -2,7 +2,7 @@
 
     python .ci/study.py NAME FOLDER [MODEL]       run a study of STUDIES (MODEL: folder or Hub id)
     python .ci/study.py strength FOLDER [NAME…]   run tiny at four more initial strengths, or at NAME…
-    python .ci/study.py mixed FOLDER              run swarms of weak and strong nodes
+    python .ci/study.py mixed FOLDER              after strength: run swarms of two kinds of nodes
 
     python .ci/study.py tables FOLDER [NAME…]     print the results so far in Markdown
     python .ci/study.py quarters FOLDER [NAME…]   print the reward in each quarter of the rounds
@@ -88,8 +88,7 @@ for name, (steps, share) in STRENGTHS.items():
     STUDIES[name] = Study(settings, "8/0 4/4 2/6", "5e-4 1e-3 2e-3", (1,))
 # Studies of swarms of tiny, ordered by their reward at the start.
 SWARMS = ("rare form", "tiny", "known form", "weak sums", "strong")
-# Nodes that know the rewarded format, and nodes that rarely use it, with their best learning rates.
-KINDS = {"known": "1e-3", "rare": "2e-3"}
+KINDS = ("known", "rare")  # nodes that know the rewarded format, and nodes that rarely use it
 LEVELS = (0.3, 0.4)  # levels of the smoothed reward; the study measures the cost of reaching them
 COSTS = ("completions", "generate_seconds", "train_seconds")  # columns that measure this cost
 
@@ -125,11 +124,16 @@ def run_study(name: str, folder: Path, model: str = "") -> None:
         process = settings | settings_of(arm) | {"NODE_ID": "node"}
         for lr, seed in itertools.product(study.rates.split(), study.choosing):
             run_swarm(folder, (name, arm, lr, seed), [process])
-        runs = runs_of(folder, name, study.choosing).get(arm, [])
-        means = {lr: fmean(each) for lr, each in column_by("lr", runs, "cumulative").items()}
-        best = max(means, key=means.get, default=study.rates)
+        best = best_rate(folder, name, arm)
         for seed in study.reported:
             run_swarm(folder, (name, arm, best, seed), [process])
+
+
+def best_rate(folder: Path, study: str, arm: str) -> str:
+    """Return the learning rate that the choosing seeds choose, or the only rate of the study."""
+    runs = runs_of(folder, study, STUDIES[study].choosing).get(arm, [])
+    means = {lr: fmean(each) for lr, each in column_by("lr", runs, "cumulative").items()}
+    return max(means, key=means.get, default=STUDIES[study].rates)
 
 
 def run_swarm(folder: Path, key: tuple, processes: list[dict]) -> None:
@@ -202,14 +206,18 @@ def summarize(run: coordinator.Experiment) -> dict:
 
 
 def run_mixed(folder: Path) -> None:
-    """Run swarms at 4/4 in which some nodes know the rewarded format and the others rarely use it."""
+    """Run swarms at 4/4 in which some nodes know the rewarded format and the others rarely use it.
+
+    Each kind has the learning rate that is best for a swarm of its own, so run `strength` first.
+    """
     swarm = {"NUM_WORKERS": 2, "ROUND_ADVANCE": "completion"}
     for seed, mixture in itertools.product(range(4, 10), ((2, 6), (4, 4), (6, 2))):
         processes = []
         for kind, num_nodes in zip(KINDS, mixture, strict=True):
-            own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes, "LEARNING_RATE": KINDS[kind]}
-            settings = STUDIES[f"{kind} form"].settings
-            processes.append(settings | settings_of("4/4") | swarm | own)
+            study = f"{kind} form"
+            own = {"NODE_ID": kind, "LOCAL_NODES": num_nodes}
+            own["LEARNING_RATE"] = best_rate(folder, study, "4/4")
+            processes.append(STUDIES[study].settings | settings_of("4/4") | swarm | own)
         run_swarm(folder, ("mixed", "{}+{}".format(*mixture), "best", seed), processes)
 
 

@@ -177,8 +177,9 @@ def outcome(drive) -> tuple:
 def check_planted(drive, outside, honest_run, kinds, own_kinds) -> None:
     """Run all roles with files of these kinds, and compare the results with the honest run's.
 
-    Files of all `kinds` are planted wherever a peer can write. `own_kinds` take turns in place of the
-    node's own files. (They do not include folders, because a node waits if a folder is in its way.)
+    Files of all `kinds` are planted wherever a peer can write. `own_kinds` take turns in place of
+    the node's own files. (They do not include folders, because a node waits if a folder is in its
+    way.)
     """
     peers = [peer.replace("KIND", kind) for kind in kinds for peer in PEERS]
     folder = begin(drive, ["q", *peers])
